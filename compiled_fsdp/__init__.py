@@ -1,0 +1,30 @@
+"""Fully sharded data parallelism as a compiler: `torch.compile(fully_shard(model))` is one graph."""
+
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+
+from . import backend as backend
+from .api import fully_shard as fully_shard
+from .dump import dumped_to as dumped_to
+from .errors import GraphInvariantError as GraphInvariantError
+from .module import FSDPModule as FSDPModule
+from .module import UnshardHandle as UnshardHandle
+from .plan import Plan as Plan
+from .plan import planned as planned
+from .plan import set_plan as set_plan
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "GraphInvariantError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Plan",
+    "UnshardHandle",
+    "dumped_to",
+    "fully_shard",
+    "planned",
+    "set_plan",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,193 @@
+"""The arithmetic around each collective, written once for two executors.
+
+Every function takes `run`, which applies an op: `call` applies it to real tensors (eager runtime, unlowered IR ops), the
+graph builder in `graph.py` appends a node. So lowering and eager mode cannot drift apart.
+
+Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name). They move when `group_name`
+changes its type, as in 2.13, where a name, a group or an FX node is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .spec import ParamSpec, Reduction
+
+    Value = Any  # a torch.Tensor, or an fx.Node standing for one
+    Run = Callable[..., Value]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_TO_ALL = c10d.all_to_all_single.default
+ALL_REDUCE = c10d.all_reduce.default
+WAIT = c10d.wait_tensor.default
+CONVERT = torch.ops.prims.convert_element_type.default
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE)
+
+
+def call(op: Callable[..., Value], *args: object, **kwargs: object) -> Value:
+    """Run an op on real tensors."""
+    return op(*args, **kwargs)
+
+
+def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
+    """Cast, if the dtypes differ."""
+    return x if source == target else run(CONVERT, x, target)
+
+
+def all_gather(run: Run, shard: Value, group_size: int, group: str) -> Value:
+    """Gather `shard` [n] from every rank of `group` to [group_size * n]; for one rank, the shard itself."""
+    if group_size == 1:
+        return shard
+    return run(WAIT, run(ALL_GATHER, shard, group_size, group))
+
+
+def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
+    """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and `spec.dtype`."""
+    end = spec.offset + spec.shard_numel
+    shard = flat if (spec.offset, end) == (0, numel) else run(aten.slice.Tensor, flat, 0, spec.offset, end)
+    gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec.group_size, spec.group)
+    return unpad(run, run(aten.view.default, gathered, list(spec.padded_shape)), spec)
+
+
+def unpad(run: Run, padded: Value, spec: ParamSpec) -> Value:
+    """Drop the rows that only fill up the last shards."""
+    if spec.padded_shape == spec.shape:
+        return padded
+    return run(aten.slice.Tensor, padded, 0, 0, spec.shape[0])
+
+
+def pad_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
+    """From `spec.shape` to `spec.padded_shape`, filled with zeros."""
+    missing = spec.padded_shape[0] - spec.shape[0]
+    if not missing:
+        return full
+    return run(aten.constant_pad_nd.default, full, [0, 0] * (len(spec.shape) - 1) + [0, missing])
+
+
+def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
+    """From `spec.shape` to [group_size, shard_numel]: row r is what rank r owns."""
+    padded = pad_rows(run, full, spec)
+    return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
+
+
+def reduce_scatter(
+    run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction
+) -> Value:
+    """Reduce `rows` [group_size, numel] in `how.dtype` over all data-parallel ranks to this rank's row [numel]."""
+    x = run(aten.reshape.default, rows, [group_size * numel])
+    if how.pre_divide != 1.0:
+        x = run(aten.div.Tensor, x, how.pre_divide)
+    if group_size > 1 and how.algorithm == "all_to_all":
+        sizes = [numel] * group_size
+        x = run(WAIT, run(ALL_TO_ALL, x, sizes, sizes, group))
+        x = run(aten.sum.dim_IntList, run(aten.view.default, x, [group_size, numel]), [0])
+    elif group_size > 1:
+        x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, group))
+    if how.replicate_size > 1:
+        x = run(WAIT, run(ALL_REDUCE, x, how.op, how.replicate_group))
+    if how.post_divide != 1.0:
+        x = run(aten.div.Tensor, x, how.post_divide)
+    return x
+
+
+def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
+    """A flat buffer [numel] of zeros, with `piece` [shard_numel] at `spec.offset`."""
+    after = numel - spec.offset - spec.shard_numel
+    if not spec.offset and not after:
+        return piece
+    return run(aten.constant_pad_nd.default, piece, [spec.offset, after])
+
+
+def reduce_grad(
+    run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec
+) -> Value:
+    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`."""
+    rows = rank_rows(run, convert(run, grad, grad_dtype, spec.reduce_dtype), spec)
+    piece = reduce_scatter(run, rows, spec.shard_numel, spec.group_size, spec.group, spec.reduction)
+    return place(run, convert(run, piece, spec.reduce_dtype, dtype), numel, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A flat buffer as an input of a bucket: its value, elements and dtype."""
+
+    flat: Value
+    numel: int
+    dtype: torch.dtype
+
+
+def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value]:
+    """The members' shards in the compute dtype; neighbours in one flat buffer come as one slice of it."""
+    ranges: list[tuple[Source, int, int]] = []
+    for source, spec in members:
+        start, end = spec.offset, spec.offset + spec.shard_numel
+        if ranges and ranges[-1][0].flat is source.flat and ranges[-1][2] == start:
+            ranges[-1] = (source, ranges[-1][1], end)
+        else:
+            ranges.append((source, start, end))
+    pieces = []
+    for source, start, end in ranges:
+        is_all = (start, end) == (0, source.numel)
+        piece = source.flat if is_all else run(aten.slice.Tensor, source.flat, 0, start, end)
+        pieces.append(convert(run, piece, source.dtype, members[0][1].dtype))
+    return pieces
+
+
+def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
+    """One all-gather for several parameters: [group_size, sum of shard_numel], members side by side in order."""
+    spec = members[0][1]
+    pieces = _pieces(run, members)
+    shard = pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
+    gathered = all_gather(run, shard, spec.group_size, spec.group)
+    total = sum(s.shard_numel for _, s in members)
+    return run(aten.view.default, gathered, [spec.group_size, total])
+
+
+def copy_out(run: Run, gathered: Value, total: int, start: int, spec: ParamSpec) -> Value:
+    """One parameter out of a gathered bucket [group_size, total], where its columns begin at `start`.
+
+    A bucket of one, or a group of one, needs no copy; else rows of different ranks are brought together by one.
+    """
+    columns = gathered
+    if spec.shard_numel != total:
+        columns = run(aten.slice.Tensor, gathered, 1, start, start + spec.shard_numel)
+        if spec.group_size > 1:
+            columns = run(aten.clone.default, columns, memory_format=torch.contiguous_format)
+    return unpad(run, run(aten.view.default, columns, list(spec.padded_shape)), spec)
+
+
+def reduce_bucket(
+    run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], dtype: torch.dtype
+) -> Value:
+    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`."""
+    spec = grads[0][2]
+    rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]
+    joined = rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
+    total = sum(s.shard_numel for _, _, s in grads)
+    reduced = reduce_scatter(run, joined, total, spec.group_size, spec.group, spec.reduction)
+    return convert(run, reduced, spec.reduce_dtype, dtype)
+
+
+def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:
+    """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in the gaps."""
+    total = sum(s.shard_numel for s in specs)
+    if total == numel:
+        return reduced
+    pieces: list[Value] = []
+    position = start = 0
+    for spec in specs:
+        piece = run(aten.slice.Tensor, reduced, 0, start, start + spec.shard_numel)
+        pieces.append(run(aten.constant_pad_nd.default, piece, [spec.offset - position, 0]))
+        start, position = start + spec.shard_numel, spec.offset + spec.shard_numel
+    pieces[-1] = run(aten.constant_pad_nd.default, pieces[-1], [0, numel - position])
+    return run(aten.cat.default, pieces)

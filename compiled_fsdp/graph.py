@@ -1,0 +1,163 @@
+"""FX basics that every pass uses: insert a node with its fake value, find views, roots of additions, and phases."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from . import meta
+from .collectives import STARTS, WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+    from torch.fx import Graph, Node
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def value(node: Node) -> Tensor:
+    """The fake tensor that a node stands for.
+
+    Raises:
+        KeyError: the node has none; a pass inserted it without `Builder`.
+    """
+    if "val" not in node.meta:
+        raise KeyError(f"node %{node.name} ({node.target}) has no meta['val']; insert nodes with graph.Builder")
+    tensor: Tensor = node.meta["val"]
+    return tensor
+
+
+class Builder:
+    """Appends nodes: the graph executor for the functions in `collectives.py`.
+
+    Each node gets its value by running the op on fake inputs, the stack trace of `like`, and `tag`.
+    """
+
+    def __init__(self, before: Node, like: Node, tag: meta.CommTag | None = None) -> None:
+        self.graph: Graph = before.graph
+        self.before = before
+        self.like = like
+        self.tag = tag
+        self.nodes: list[Node] = []
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Insert `op(*args, **kwargs)` before the chosen node."""
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(op, args, kwargs)
+        fake_args = torch.fx.node.map_arg(args, value)
+        mode = next((v.fake_mode for v in map(value, node.all_input_nodes) if isinstance(v, FakeTensor)), None)
+        with mode or nullcontext(), torch.no_grad():
+            node.meta["val"] = op(*fake_args, **kwargs)
+        for key in ("stack_trace", "nn_module_stack", "partitioner_tag"):
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        if self.tag is not None:
+            meta.set_tag(node, self.tag)
+        self.nodes.append(node)
+        return node
+
+
+def find(graph: Graph, *targets: object) -> list[Node]:
+    """The call nodes with one of these targets, in graph order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def output(graph: Graph) -> Node:
+    """The output node."""
+    node: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return node
+
+
+def order(graph: Graph) -> dict[Node, int]:
+    """Position of every node."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result may share storage with the first argument, by the op's schema."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is WAIT:
+        return True
+    returns = node.target._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def aliases(node: Node) -> list[Node]:
+    """`node` and everything that may be a view of it, in discovery order."""
+    found = [node]
+    for current in found:
+        found.extend(u for u in current.users if is_view(u) and u.args[0] is current and u not in found)
+    return found
+
+
+def sum_root(node: Node) -> Node:
+    """Follow additions that consume only this value up to where the sum is used."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is not ADD:
+            break
+        node = user
+    return node
+
+
+def sum_leaves(root: Node) -> list[Node]:
+    """The terms of a tree of additions whose inner sums nobody else uses, left to right: order of arrival."""
+    if root.target is not ADD:
+        return [root]
+    leaves: list[Node] = []
+    for term in root.args[:2]:
+        if isinstance(term, torch.fx.Node) and len(term.users) == 1:
+            leaves.extend(sum_leaves(term))
+        elif isinstance(term, torch.fx.Node):
+            leaves.append(term)
+    return leaves
+
+
+def starts(graph: Graph) -> list[Node]:
+    """Every node that starts a collective, in order."""
+    return find(graph, *STARTS)
+
+
+def backward_nodes(graph: Graph) -> set[Node]:
+    """In a joint graph: what depends on a tangent."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if is_tangent or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def downstream(node: Node) -> set[Node]:
+    """Everything that depends on `node`, the node itself left out."""
+    found: set[Node] = set()
+    stack: list[Node] = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def move_before(nodes: Iterable[Node], anchor: Node) -> None:
+    """Put `nodes`, in the order given, directly before `anchor`."""
+    for node in nodes:
+        anchor.prepend(node)
+
+
+def erase_all(nodes: Iterable[Node]) -> None:
+    """Erase nodes that nobody outside uses, last first."""
+    for node in reversed(list(nodes)):
+        node.graph.erase_node(node)
+
+
+def placeholders(graph: Graph) -> Iterator[Node]:
+    """The graph's inputs, in order."""
+    return (n for n in graph.nodes if n.op == "placeholder")

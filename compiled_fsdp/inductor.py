@@ -1,0 +1,126 @@
+"""The passes inside Inductor, so that plain `torch.compile(model)` applies them.
+
+Inductor's joint hook gets the joint graph before it is split, its post-grad hook each half. Both are global settings: ours are
+added behind whatever the user set, and do nothing on graphs without fsdp ops. Their `uuid` is part of the compile cache's
+key: a warm cache holds code that our passes made, of this version and under this plan.
+
+Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass`,
+and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch._inductor.config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from . import dump
+from .graph import erase_all, find
+from .ops import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .plan import current_plan
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule
+
+
+@cache
+def source_hash() -> str:
+    """Of every file of this project: a new version must not meet an old version's cache."""
+    here = Path(__file__).parent
+    folders = {here, here / "passes", here.parent / "passes"}
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def run_joint(gm: GraphModule) -> GraphModule:
+    """Apply the joint passes, if the graph has anything of ours."""
+    from .passes.base import run_pipeline
+    from .passes.pipeline import JOINT
+
+    if not find(gm.graph, UNSHARD):
+        return gm
+    return run_pipeline(gm, current_plan(), JOINT, dump.Dump(gm, "joint").after_pass)
+
+
+def run_half(gm: GraphModule) -> GraphModule:
+    """Apply the passes for a forward, backward or inference graph, if it has anything of ours."""
+    from .passes.base import run_pipeline
+    from .passes.pipeline import HALF
+
+    if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
+        return gm
+    writer = dump.Dump(gm, dump.kind_of(gm.graph))
+    return run_pipeline(gm, current_plan(), HALF, writer.after_pass)
+
+
+class JointPass(CustomGraphPass):
+    """Inductor's joint hook."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Run the joint passes on the module that owns the graph."""
+        run_joint(_module(graph))
+
+    def uuid(self) -> Any:
+        """Version and plan; None while dumping, so that the cache is bypassed and every pass really runs."""
+        return None if dump.folder() else f"compiled_fsdp joint {source_hash()} {current_plan()}"
+
+
+class HalfPass(CustomGraphPass):
+    """Inductor's post-grad hook, called for forward and backward."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Run the half passes, then hand over without `free` nodes: Inductor frees by liveness."""
+        run_half(_module(graph))
+        erase_all(find(graph, FREE))
+
+    def uuid(self) -> Any:
+        """As for `JointPass`."""
+        return None if dump.folder() else f"compiled_fsdp half {source_hash()} {current_plan()}"
+
+
+class Chain(CustomGraphPass):
+    """A user's hook, then ours."""
+
+    def __init__(self, passes: tuple[Any, ...]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: Graph) -> None:
+        """Run them in order."""
+        for entry in self.passes:
+            entry(graph)
+
+    def uuid(self) -> Any:
+        """Theirs together; None (no caching) if a plain function is among them, as torch does for it alone."""
+        ids = [entry.uuid() if isinstance(entry, CustomGraphPass) else None for entry in self.passes]
+        return None if None in ids else str(ids)
+
+
+def _module(graph: Graph) -> GraphModule:
+    module: GraphModule = graph.owning_module  # type: ignore[assignment]
+    return module
+
+
+def install_passes() -> None:
+    """Put our hooks behind the user's, once."""
+    for name, ours in (
+        ("joint_custom_post_pass", JointPass),
+        ("post_grad_custom_post_pass", HalfPass),
+    ):
+        current = getattr(inductor_config, name)
+        present = _flatten(current)
+        if not any(isinstance(entry, ours) for entry in present):
+            setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
+
+
+def _flatten(hook: Any) -> tuple[Any, ...]:
+    if hook is None:
+        return ()
+    if isinstance(hook, Chain):
+        return hook.passes
+    return tuple(hook) if isinstance(hook, list | tuple) else (hook,)

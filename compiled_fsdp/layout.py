@@ -1,0 +1,66 @@
+"""The flat local buffer of a unit: which elements of it are whose.
+
+[Note: names of tensors]
+original   the parameter as the user made it
+shard      one rank's rows of it: `torch.chunk(original, N)[rank]`, cut on dim 0, fewer or no rows on the last ranks
+padded     the shard filled up with zero rows, so that it has as many on every rank
+flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back to back: the autograd leaf, the
+           graph input, the input of the all-gather; the gradient has the same layout
+gathered   the flat buffers of all ranks, in rank order: [N, flat_numel]; parameter p is columns [offset, offset + shard_numel)
+unsharded  the whole parameter again, in the compute dtype
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One parameter's place in the flat buffer; sizes in elements."""
+
+    shape: tuple[int, ...]
+    offset: int
+    rows: int
+    numel: int
+
+    def local_rows(self, rank: int) -> int:
+        """Rows that this rank really owns; the rest of its `rows` are padding."""
+        return max(0, min(self.rows, self.shape[0] - rank * self.rows))
+
+    def padded_view(self, flat: Tensor) -> Tensor:
+        """This parameter's [rows, ...] part of a flat buffer."""
+        return flat.narrow(0, self.offset, self.numel).view(self.rows, *self.shape[1:])
+
+    def view(self, flat: Tensor, rank: int) -> Tensor:
+        """This parameter's shard, without padding, as a view into a flat buffer."""
+        return self.padded_view(flat).narrow(0, 0, self.local_rows(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The flat buffer of one unit, dtype and requires_grad class."""
+
+    num_shards: int
+    shards: tuple[ShardLayout, ...]
+    numel: int
+
+
+def flat_layout(shapes: Sequence[torch.Size], num_shards: int) -> FlatLayout:
+    """Put padded shards of these shapes back to back, in order."""
+    shards: list[ShardLayout] = []
+    offset = 0
+    for shape in shapes:
+        rows = -(-shape[0] // num_shards)
+        numel = rows * prod(shape[1:])
+        shards.append(ShardLayout(tuple(shape), offset, rows, numel))
+        offset += numel
+    return FlatLayout(num_shards, tuple(shards), offset)

@@ -1,0 +1,137 @@
+"""Which ranks shard, which replicate, and how gradients are reduced on their backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .spec import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class MeshInfo:
+    """A 1-D mesh (fully sharded) or a 2-D one (HSDP: axis 0 replicates, axis 1 shards)."""
+
+    mesh: DeviceMesh
+
+    @property
+    def shard_axis(self) -> int:
+        """The mesh axis that parameters are cut over."""
+        return self.mesh.ndim - 1
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The group that gathers parameters and scatters gradients."""
+        return self.mesh.get_group(self.shard_axis)
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a parameter is cut over."""
+        return self.mesh.size(self.shard_axis)
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank(self.shard_axis)
+
+    @property
+    def replicate_size(self) -> int:
+        """Ranks that hold the same shard (1 without HSDP)."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The group that all-reduces gradients, or None without HSDP."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of a sharded parameter's DTensor on `mesh`."""
+        return (Replicate(), Shard(0)) if self.mesh.ndim == 2 else (Shard(0),)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters live and compute happens."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+    def post_forward_mesh(self, size: int) -> DeviceMesh:
+        """The [-1, size] mesh that int `reshard_after_forward` keeps slices on; collective: makes process groups."""
+        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
+
+
+def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
+    """Check a user's mesh, or make the default one over all ranks (initialising the process group, as stock does)."""
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = accelerator.type if accelerator else "cpu"
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard: mesh has {mesh.ndim} dimensions ({mesh}); expects a 1D mesh (shard) or a 2D mesh "
+            "(replicate, shard). Pass a sub-mesh, for example mesh['dp']"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            f"fully_shard: the 2D mesh {mesh} has no mesh_dim_names; HSDP needs them. Pass "
+            "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
+        )
+    return MeshInfo(mesh)
+
+
+def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
+    """Check `reshard_after_forward`; an int equal to the shard size means True, and 1 means False."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value!r}; should be a bool, an int group size, or None"
+        )
+    if value < 1 or value > shard_size or shard_size % value:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard mesh size "
+            f"{shard_size}, so that slices can be kept on groups of that size"
+        )
+    return {1: False, shard_size: True}.get(value, value)
+
+
+def power_of_two_factor(world: int) -> float:
+    """The pre-division that keeps low-precision sums in range: stock FSDP's rule, near the square root of `world`."""
+    factor = 1
+    while world % factor == 0 and world / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def default_reduction(info: MeshInfo, dtype: torch.dtype) -> Reduction:
+    """The mean over all data-parallel ranks, as the backend does it best.
+
+    NCCL averages fp32 and bf16 itself. Elsewhere it is a sum and an explicit division: gloo's AVG has been wrong in some
+    releases. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's factors.
+    """
+    world = info.shard_size * info.replicate_size
+    backend = dist.get_backend(info.shard_group)
+    replicate = info.replicate_group
+    pre, post = 1.0, float(world)
+    op = "sum"
+    if dtype not in (torch.float32, torch.bfloat16):
+        pre = power_of_two_factor(world)
+        post = world / pre
+    elif backend == "nccl":
+        op, post = "avg", 1.0
+    return Reduction(
+        dtype=dtype,
+        op=op,
+        algorithm="all_to_all" if backend == "gloo" else "reduce_scatter",
+        pre_divide=pre,
+        post_divide=post,
+        replicate_size=info.replicate_size,
+        replicate_group=replicate.group_name if replicate else "",
+    )

@@ -1,0 +1,69 @@
+"""The only owner of keys in `node.meta`, "val" and torch's own keys aside.
+
+`CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive AOTAutograd, because the
+ops that do are self-describing. The recompute tags are torch's, read by its partitioners (tried on 2.13).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from .spec import ParamSpec
+
+_KEY = "fsdp"
+_RECOMPUTE, _REGION = "recompute", "ac_graph_id"
+# Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
+_OUR_REGION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CommTag:
+    """Which communication a lowered node belongs to.
+
+    kind: "gather" or "reduce".
+    region: a number per communication, unique in the graph.
+    specs: the parameters it carries, in the order of the buffer.
+    """
+
+    kind: str
+    region: int
+    specs: tuple[ParamSpec, ...]
+
+    @property
+    def unit(self) -> str:
+        """The unit whose parameters these are."""
+        return self.specs[0].unit
+
+
+def set_tag(node: Node, tag: CommTag) -> None:
+    """Say what a node belongs to."""
+    node.meta[_KEY] = tag
+
+
+def get_tag(node: Node) -> CommTag | None:
+    """What a node belongs to; None for the user's computation."""
+    tag: CommTag | None = node.meta.get(_KEY)
+    return tag
+
+
+def recompute(node: Node) -> None:
+    """Compute this again in backward instead of saving it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta[_REGION] = _OUR_REGION
+
+
+def save(node: Node) -> None:
+    """Save this for backward if backward needs it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+    node.meta[_REGION] = _OUR_REGION
+
+
+def in_backward(node: Node) -> None:
+    """Keep this node out of the forward graph."""
+    node.meta["partitioner_tag"] = "must_be_in_backward"

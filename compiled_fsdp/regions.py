@@ -1,0 +1,67 @@
+"""Communications in a lowered graph: which nodes make up one, where it comes from and what it yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import meta
+from .collectives import STARTS, WAIT
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, Node
+
+    from .spec import ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The nodes of one communication, in graph order."""
+
+    tag: meta.CommTag
+    nodes: tuple[Node, ...]
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Of the only parameter, or the first."""
+        return self.tag.specs[0]
+
+    @property
+    def source(self) -> Node:
+        """The one value that an unbucketed communication reads."""
+        (source,) = self.sources
+        return source
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """What it reads, in order of first reading."""
+        inside = set(self.nodes)
+        found = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
+        return tuple(found)
+
+    @property
+    def result(self) -> Node:
+        """What an unbucketed communication yields: its last node."""
+        return self.nodes[-1]
+
+    @property
+    def starts(self) -> tuple[Node, ...]:
+        """The nodes that start a collective."""
+        return tuple(n for n in self.nodes if n.target in STARTS)
+
+    @property
+    def waits(self) -> tuple[Node, ...]:
+        """The nodes that wait for one."""
+        return tuple(n for n in self.nodes if n.target is WAIT)
+
+
+def find_regions(graph: Graph, kind: str) -> list[Region]:
+    """Communications of a kind ("gather" or "reduce"), in the order of their first nodes."""
+    found: dict[int, list[Node]] = {}
+    tags: dict[int, meta.CommTag] = {}
+    for node in graph.nodes:
+        tag = meta.get_tag(node)
+        if tag is not None and tag.kind == kind:
+            found.setdefault(tag.region, []).append(node)
+            tags[tag.region] = tag
+    return [Region(tags[number], tuple(nodes)) for number, nodes in found.items()]

@@ -1,0 +1,117 @@
+"""What one parameter's communication needs to know, as plain values that fit into an op's arguments.
+
+`ParamSpec` holds the trailing arguments of `fsdp::unshard`, in order. Everything that a pass decides from stands in it, so
+a graph can be cached, dumped, written by hand in a test and read by a person without any registry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a gradient is reduced: `(sum or mean)(grad / pre_divide) / post_divide`, in `dtype`.
+
+    dtype: what travels on the wire and is summed.
+    op: "sum" or "avg"; NCCL averages on the device, other backends get a sum and an explicit division.
+    algorithm: "reduce_scatter", or "all_to_all" (all-to-all, then a local sum in rank order): half the bytes on gloo,
+        whose reduce-scatter moves what an all-reduce moves.
+    replicate_size, replicate_group: the all-reduce over HSDP's replicate axis; size 1 means none.
+    """
+
+    dtype: torch.dtype
+    op: str = "sum"
+    algorithm: str = "reduce_scatter"
+    pre_divide: float = 1.0
+    post_divide: float = 1.0
+    replicate_size: int = 1
+    replicate_group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """The trailing arguments of `fsdp::unshard`, in order; sizes in elements, not bytes.
+
+    offset: where this parameter's padded shard begins in the unit's flat local buffer.
+    shape: global shape of the parameter, sharded on dim 0.
+    dtype: of the unsharded parameter, and of the all-gather.
+    group_size, group: the shard axis' process group, by name.
+    reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
+        (keep a 1/post_size slice and gather that over `post_group`).
+    reduce_*, pre_divide, post_divide, replicate_*: see `Reduction`.
+    unit, fqn: names for people; `unit` also says which collectives may share a bucket.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group_size: int
+    group: str
+    reshard: str
+    post_size: int
+    post_group: str
+    reduce_dtype: torch.dtype
+    reduce_op: str
+    reduce_algorithm: str
+    pre_divide: float
+    post_divide: float
+    replicate_size: int
+    replicate_group: str
+    unit: str
+    fqn: str
+
+    @classmethod
+    def of(cls, args: Sequence[object]) -> ParamSpec:
+        """From the arguments of an op or node, the flat buffer left out."""
+        values = list(args)
+        if len(values) != len(fields(cls)):
+            raise ValueError(
+                f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of fsdp::unshard has "
+                f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
+            )
+        values[1] = tuple(values[1])  # type: ignore[call-overload]
+        return cls(*values)  # type: ignore[arg-type]
+
+    def args(self) -> tuple[object, ...]:
+        """The values in schema order (a tuple: Dynamo reads it as constants)."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def rows(self) -> int:
+        """Rows (of dim 0) in each rank's padded shard: `ceil(shape[0] / group_size)`, as `torch.chunk` cuts."""
+        return -(-self.shape[0] // self.group_size)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements in each rank's padded shard."""
+        return self.rows * prod(self.shape[1:])
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of what an all-gather of the padded shards gives."""
+        return (self.rows * self.group_size, *self.shape[1:])
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction fields as one record."""
+        return Reduction(
+            self.reduce_dtype,
+            self.reduce_op,
+            self.reduce_algorithm,
+            self.pre_divide,
+            self.post_divide,
+            self.replicate_size,
+            self.replicate_group,
+        )
+
+    def over_post_group(self) -> ParamSpec:
+        """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`)."""
+        return replace(self, offset=0, group_size=self.post_size, group=self.post_group)

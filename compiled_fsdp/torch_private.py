@@ -1,0 +1,49 @@
+"""Private torch APIs that are neither collectives nor compiler hooks, in one place. Tried on torch 2.13."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.utils import _apply_to_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+
+def make_dtensor(
+    local: Tensor,
+    like: Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+) -> DTensor:
+    """A DTensor around `local` with the global shape and stride of `like`, and its mesh unless one is given.
+
+    `DTensor.from_local` is public but records autograd and costs five times as much, which counts for gradients: one per
+    parameter and step.
+    """
+    if mesh is None:
+        assert isinstance(like, DTensor)
+        spec = like._spec
+        if local.dtype != like.dtype:
+            meta = TensorMeta(like.shape, like.stride(), local.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    else:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor inside nested containers; everything else is the same object (stock's rule)."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x if not x.is_floating_point() or x.dtype == dtype else x.to(dtype)
+
+    return _apply_to_tensors(cast, values)

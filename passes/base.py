@@ -1,0 +1,94 @@
+"""What a pass is, which properties passes hand to each other, and how a list of them runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.fx import GraphModule
+
+    from compiled_fsdp.plan import Plan
+
+
+class Stage(Enum):
+    """Which graph a pass sees: the joint one before it is split, or one of its halves."""
+
+    JOINT = "joint"
+    HALF = "half"
+
+
+class Property(Enum):
+    """What holds of a graph once a pass has run."""
+
+    DEDUPED = "each parameter is unsharded once"
+    DECIDED = "what backward gets from forward is decided"
+    LOWERED = "only functional collectives are left of the fsdp ops"
+    GATHERS_BUCKETED = "one all-gather a unit"
+    REDUCES_BUCKETED = "one reduction a unit"
+    PREFETCHED = "all-gathers start ahead of their use"
+    DELAYED = "reductions are awaited late"
+    FREED = "every gathered buffer has a visible end"
+    VERIFIED = "the invariants hold"
+
+
+class PassFunction(Protocol):
+    """The signature of every pass."""
+
+    __name__: str
+
+    def __call__(self, gm: GraphModule, plan: Plan) -> GraphModule:
+        """Rewrite `gm` in place and return it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass in the pipeline: the function, the graph it is for, and what it needs and gives."""
+
+    function: PassFunction
+    stage: Stage
+    requires: tuple[Property, ...]
+    provides: Property
+
+    @property
+    def name(self) -> str:
+        """The function's name, which is the file's, the dump's and the test's."""
+        return self.function.__name__
+
+
+def check_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes as given, if each finds what it requires.
+
+    Raises:
+        ValueError: a pass stands before one whose property it requires.
+    """
+    held: list[Property] = []
+    for entry in passes:
+        missing = [p.name for p in entry.requires if p not in held]
+        if missing:
+            raise ValueError(
+                f"pipeline: {entry.name} requires {missing}, but the passes before it provide only "
+                f"{[p.name for p in held]}. Move it after the pass that provides them"
+            )
+        held.append(entry.provides)
+    return tuple(passes)
+
+
+def run_pipeline(
+    gm: GraphModule,
+    plan: Plan,
+    passes: Sequence[Pass],
+    after_pass: Callable[[GraphModule, Pass], None] | None = None,
+) -> GraphModule:
+    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests)."""
+    for entry in passes:
+        gm = entry.function(gm, plan)
+        gm.graph.lint()
+        if after_pass is not None:
+            after_pass(gm, entry)
+    gm.recompile()
+    return gm

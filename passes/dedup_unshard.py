@@ -1,0 +1,76 @@
+"""Unshard each parameter once, and reduce its gradient once, however often it is read.
+
+Tied weights and repeated reads trace to one `unshard` each, and to one `reduce_grad` each in backward.
+
+Before:
+
+    %a = unshard(%flat, "w")
+    %b = unshard(%flat, "w")
+    %ga = reduce_grad(%da, %flat, "w")
+    %gb = reduce_grad(%db, %flat, "w")
+    %g = add(%gb, %ga)
+
+After:
+
+    %a = unshard(%flat, "w")
+    %d = add(%db, %da)
+    %g = reduce_grad(%d, %flat, "w")
+
+Requires: a joint (or inference) graph as traced.
+Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one parameter. Gradients are added in
+    the order in which autograd would have added them, in the dtype in which they arrive.
+Leaves alone: reductions whose result is used by more than one sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.graph import ADD, Builder, find, sum_leaves, sum_root
+from compiled_fsdp.ops import REDUCE_GRAD, UNSHARD
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from compiled_fsdp.plan import Plan
+
+
+def dedup_unshard(gm: GraphModule, plan: Plan) -> GraphModule:
+    """See the module docstring."""
+    first: dict[tuple[object, ...], Node] = {}
+    for node in find(gm.graph, UNSHARD):
+        kept = first.setdefault(_key(node.args), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            gm.graph.erase_node(node)
+    roots = {sum_root(node): None for node in find(gm.graph, REDUCE_GRAD)}
+    for root in roots:
+        _merge_terms(root)
+    return gm
+
+
+def _key(args: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(tuple(a) if isinstance(a, list | tuple) else a for a in args)
+
+
+def _merge_terms(root: Node) -> None:
+    """Add the gradients of one parameter before they are reduced."""
+    terms: dict[tuple[object, ...], list[Node]] = {}
+    leaves = sum_leaves(root)
+    if any(leaf.target is not REDUCE_GRAD for leaf in leaves):
+        return
+    for leaf in leaves:
+        terms.setdefault(_key(leaf.args[1:]), []).append(leaf)
+    if len(terms) == len(leaves):
+        return
+    run = Builder(root, root)
+    total = None
+    for same in terms.values():
+        grad = same[0].args[0]
+        for other in same[1:]:
+            grad = run(ADD, grad, other.args[0])
+        reduced = same[0] if len(same) == 1 else run(REDUCE_GRAD, grad, *same[0].args[1:])
+        total = reduced if total is None else run(ADD, total, reduced)
+    assert total is not None
+    root.replace_all_uses_with(total)
+    root.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))

@@ -1,0 +1,57 @@
+"""End the life of every gathered or received buffer where it is last used, as a node.
+
+Before:
+
+    %v = wait(%a)
+    %w = view(%v, shape)
+    %y = mm(%x, %w)
+
+After:
+
+    %v = wait(%a)
+    %w = view(%v, shape)
+    %y = mm(%x, %w)
+    free(%v)
+
+The no-Inductor backend empties the storage there. Inductor frees by liveness at the same place, and gets the graph
+without these nodes.
+
+Requires: the final order of collectives.
+Ensures: each awaited all-gather and all-to-all has one `free` after the last use of it and of its views.
+Leaves alone: buffers that the graph returns (kept for backward), and results that become gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.collectives import ALL_GATHER, ALL_TO_ALL, WAIT
+from compiled_fsdp.graph import Builder, aliases, find, order, output
+from compiled_fsdp.ops import FREE
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from compiled_fsdp.plan import Plan
+
+
+def free(gm: GraphModule, plan: Plan) -> GraphModule:
+    """See the module docstring."""
+    position = order(gm.graph)
+    for buffer, last in [(b, _last_use(b, position)) for b in _buffers(gm)]:
+        if last is not None:
+            Builder(last.next, last)(FREE, buffer)
+    return gm
+
+
+def _buffers(gm: GraphModule) -> list[Node]:
+    """Waits whose result is a buffer made for the communication."""
+    return [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (ALL_GATHER, ALL_TO_ALL)]
+
+
+def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:
+    """The last reader of the buffer or a view of it; None if the graph returns one."""
+    users = [u for alias in aliases(buffer) for u in (alias, *alias.users)]
+    if output(buffer.graph) in users:
+        return None
+    return max(users, key=lambda n: position[n])

@@ -1,0 +1,75 @@
+"""Turn each fsdp op into the collectives and the arithmetic around them.
+
+Before:
+
+    %w = unshard(%flat, "w")
+    %g = reduce_grad(%d, %flat, "w")
+
+After (cast, padding and division only where the parameter asks for them):
+
+    %s = slice(%flat, 0, offset, offset + shard_numel)
+    %a = all_gather(%s)
+    %v = wait(%a)
+    %w = view(%v, shape)
+    %r = reduce_scatter(reshape(%d))
+    %p = div(wait(%r), world)
+    %g = constant_pad_nd(%p)                         # to its place in the flat gradient
+    mark_grads_(%g, %flat, offsets)
+
+Requires: a forward, backward or inference graph. Its fsdp ops are `unshard`, `reduce_grad` and `unshard_slice`.
+Ensures: none of these is left; each flat gradient is followed by one `mark_grads_` that names what is in it.
+Leaves alone: `keep_slice`, which has no simpler form free of this rank's number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_fsdp import collectives as comm
+from compiled_fsdp.graph import Builder, find, sum_root, value
+from compiled_fsdp.meta import CommTag
+from compiled_fsdp.ops import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from compiled_fsdp.plan import Plan
+
+
+def lower(gm: GraphModule, plan: Plan) -> GraphModule:
+    """See the module docstring."""
+    graph = gm.graph
+    marks: dict[Node, tuple[Node, list[int]]] = {}
+    for node in find(graph, REDUCE_GRAD):
+        spec = ParamSpec.of(node.args[2:])
+        flat = node.args[1]
+        marks.setdefault(sum_root(node), (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
+    for root, (flat, offsets) in marks.items():
+        Builder(root.next, root)(MARK_GRADS, root, flat, sorted(offsets))
+    for region, node in enumerate(find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)):
+        result = _lower_reduce(node, region) if node.target is REDUCE_GRAD else _lower_gather(node, region)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    return gm
+
+
+def _lower_gather(node: Node, region: int) -> Node:
+    spec = ParamSpec.of(node.args[1:])
+    if node.target is UNSHARD_SLICE:
+        spec = spec.over_post_group()
+    source = node.args[0]
+    flat = value(source)  # type: ignore[arg-type]
+    run = Builder(node, node, CommTag("gather", region, (spec,)))
+    result: Node = comm.unshard(run, source, flat.numel(), flat.dtype, spec)
+    return result
+
+
+def _lower_reduce(node: Node, region: int) -> Node:
+    spec = ParamSpec.of(node.args[2:])
+    grad, flat = node.args[:2]
+    grad_value, flat_value = value(grad), value(flat)  # type: ignore[arg-type]
+    run = Builder(node, node, CommTag("reduce", region, (spec,)))
+    numel, dtype = flat_value.numel(), flat_value.dtype
+    result: Node = comm.reduce_grad(run, grad, grad_value.dtype, numel, dtype, spec)
+    return result

@@ -1,0 +1,30 @@
+"""The pipeline: every pass, in the order in which it runs."""
+
+from __future__ import annotations
+
+from .base import Pass, Property, Stage, check_order
+from .bucket_all_gather import bucket_all_gather
+from .bucket_reduce_scatter import bucket_reduce_scatter
+from .dedup_unshard import dedup_unshard
+from .delay_wait import delay_wait
+from .free import free
+from .lower import lower
+from .prefetch_all_gather import prefetch_all_gather
+from .reshard import reshard
+from .verify import verify
+
+PIPELINE = check_order(
+    (
+        Pass(dedup_unshard, Stage.JOINT, (), Property.DEDUPED),
+        Pass(reshard, Stage.JOINT, (Property.DEDUPED,), Property.DECIDED),
+        Pass(lower, Stage.HALF, (Property.DECIDED,), Property.LOWERED),
+        Pass(bucket_all_gather, Stage.HALF, (Property.LOWERED,), Property.GATHERS_BUCKETED),
+        Pass(bucket_reduce_scatter, Stage.HALF, (Property.LOWERED,), Property.REDUCES_BUCKETED),
+        Pass(prefetch_all_gather, Stage.HALF, (Property.LOWERED,), Property.PREFETCHED),
+        Pass(delay_wait, Stage.HALF, (Property.LOWERED,), Property.DELAYED),
+        Pass(free, Stage.HALF, (Property.PREFETCHED, Property.DELAYED), Property.FREED),
+        Pass(verify, Stage.HALF, (Property.LOWERED, Property.FREED), Property.VERIFIED),
+    )
+)
+JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)
+HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
