@@ -13,6 +13,7 @@ from .module import UnshardHandle as UnshardHandle
 from .plan import Plan as Plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
+from .version import __version__ as __version__
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -22,9 +23,9 @@ __all__ = [
     "OffloadPolicy",
     "Plan",
     "UnshardHandle",
+    "__version__",
     "dumped_to",
     "fully_shard",
     "planned",
     "set_plan",
 ]
-__version__ = "0.1.0"

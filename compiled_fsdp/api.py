@@ -152,9 +152,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _managed_params(
-    managed: Sequence[nn.Module], roots: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> list[Original]:
+def _managed_params(managed: Sequence[nn.Module], roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Original]:
     """Each parameter once, with everything that holds it and its name under the first root that has it."""
     skip = {id(p) for p in ignored}
     found: dict[int, nn.Parameter] = {}
@@ -193,9 +191,7 @@ def _check_param(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _move_to_device(
-    managed: Sequence[nn.Module], params: Sequence[nn.Parameter], device: torch.device
-) -> None:
+def _move_to_device(managed: Sequence[nn.Module], params: Sequence[nn.Parameter], device: torch.device) -> None:
     buffers = [b for module in managed for b in module._buffers.values() if b is not None]
     for tensor in (*params, *buffers):
         if tensor.device != device and tensor.device.type != "meta":

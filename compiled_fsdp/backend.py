@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(
-        run_joint(joint), inputs, **options
-    )
+    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(run_joint(joint), inputs, **options)
     return halves
 
 
@@ -41,7 +39,7 @@ def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     return _compile_half(run_joint(gm), inputs)
 
 
-@register_backend(name="compiled_fsdp_eager")  # type: ignore[untyped-decorator]
+@register_backend(name="compiled_fsdp_eager")
 def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
     """All passes, no Inductor."""
     compile_graph = aot_autograd(
@@ -54,7 +52,7 @@ def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: 
     return compile_graph(gm, inputs, **options)
 
 
-@register_backend(name="compiled_fsdp")  # type: ignore[untyped-decorator]
+@register_backend(name="compiled_fsdp")
 def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
     """Inductor with our passes; the same as the default backend once a module was sharded."""
     from torch._inductor.compile_fx import compile_fx

@@ -80,9 +80,7 @@ def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
     return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
 
 
-def reduce_scatter(
-    run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction
-) -> Value:
+def reduce_scatter(run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction) -> Value:
     """Reduce `rows` [group_size, numel] in `how.dtype` over all data-parallel ranks to this rank's row [numel]."""
     x = run(aten.reshape.default, rows, [group_size * numel])
     if how.pre_divide != 1.0:
@@ -108,9 +106,7 @@ def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
     return run(aten.constant_pad_nd.default, piece, [spec.offset, after])
 
 
-def reduce_grad(
-    run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec
-) -> Value:
+def reduce_grad(run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
     """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`."""
     rows = rank_rows(run, convert(run, grad, grad_dtype, spec.reduce_dtype), spec)
     piece = reduce_scatter(run, rows, spec.shard_numel, spec.group_size, spec.group, spec.reduction)
@@ -166,9 +162,7 @@ def copy_out(run: Run, gathered: Value, total: int, start: int, spec: ParamSpec)
     return unpad(run, run(aten.view.default, columns, list(spec.padded_shape)), spec)
 
 
-def reduce_bucket(
-    run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], dtype: torch.dtype
-) -> Value:
+def reduce_bucket(run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], dtype: torch.dtype) -> Value:
     """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`."""
     spec = grads[0][2]
     rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]

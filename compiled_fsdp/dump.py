@@ -40,7 +40,7 @@ _DTYPES = {
     torch.bool: "b8",
     torch.uint8: "u8",
 }
-_SPEC_FROM = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP_SLICE: 1, UNSHARD_SLICE: 1}
+_SPEC_FROM: dict[object, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP_SLICE: 1, UNSHARD_SLICE: 1}
 
 
 def show(graph: Graph) -> str:
@@ -70,7 +70,7 @@ def _line(node: Node) -> str:
 
 def _arguments(node: Node) -> list[object]:
     """An fsdp op's constants are named by the parameter; the reshard class is what else matters."""
-    count = _SPEC_FROM.get(node.target)  # type: ignore[arg-type]
+    count = _SPEC_FROM.get(node.target)
     if count is None:
         return list(node.args)
     spec = ParamSpec.of(node.args[count:])

@@ -91,9 +91,7 @@ def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={value!r}; should be a bool, an int group size, or None"
-        )
+        raise ValueError(f"fully_shard: reshard_after_forward={value!r}; should be a bool, an int group size, or None")
     if value < 1 or value > shard_size or shard_size % value:
         raise ValueError(
             f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard mesh size "

@@ -38,9 +38,9 @@ class State:
 _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
-def get_state(module: nn.Module) -> State | None:
+def get_state(module: object) -> State | None:
     """The state of the `fully_shard` call that was given this very module, or None."""
-    return _states.get(module)
+    return _states.get(module) if isinstance(module, nn.Module) else None
 
 
 class _PreForward:
@@ -91,7 +91,7 @@ class FSDPModule(StockFSDPModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a plain object of the original class: slicing a sharded `nn.Sequential` does this."""
         original, _ = _originals[cls]
-        plain = original.__new__(original)
+        plain: Any = object.__new__(original)
         plain.__init__(*args, **kwargs)
         return plain
 
@@ -100,7 +100,7 @@ class FSDPModule(StockFSDPModule):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> Any:
-        state = get_state(self)  # type: ignore[arg-type]
+        state = get_state(self)
         if state is None:
             raise AssertionError(f"No FSDP state found on {type(self).__name__}")
         return state
@@ -139,7 +139,7 @@ class FSDPModule(StockFSDPModule):
         states = _states_below(self, recurse=True)
         for state in states:
             state.runtime.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(*args, **kwargs)
         for state in states:
             for flat in state.unit.flats:
                 flat.refresh()
@@ -194,9 +194,7 @@ for _name in _NOT_YET:
     setattr(FSDPModule, _name, _not_yet(_name))
 
 
-def shard_classes(
-    roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State
-) -> None:
+def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State) -> None:
     """Swap classes so that parameters are read through properties, and hook the roots."""
     for root in roots:
         _states[root] = state
@@ -242,7 +240,8 @@ def _swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> 
 def _reader(name: str) -> Callable[[nn.Module], Any]:
     def read(self: nn.Module) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            handle = self._fsdp_handles[name]  # type: ignore[index]
+            owner: Any = self
+            handle = owner._fsdp_handles[name]
             return UNSHARD(handle.flat, *handle.args)
         return self._parameters[name]
 
@@ -251,5 +250,5 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
 
 def _no_deepcopy(*_: object) -> NoReturn:
     raise AssertionError(
-        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict instead"
+        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict"
     )

@@ -10,8 +10,8 @@
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
-kernels, and never alias their inputs. `unshard` is differentiable once; its formula is `reduce_grad`. `reduce_grad` takes the
-flat buffer for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
+kernels, and never alias their inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat
+buffer for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
 
 Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per parameter, none overlapped.
 """
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import collectives as comm
 from .spec import ParamSpec
+from .torch_private import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +67,11 @@ def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"fsdp::{name}", lib=library)
+    return decorate
+
+
 def _own(result: Tensor, source: Tensor) -> Tensor:
     """Custom ops must not return views of their inputs (one rank: nothing was gathered)."""
     is_alias = result.untyped_storage()._cdata == source.untyped_storage()._cdata
@@ -79,7 +85,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
 
 
-@torch.library.register_fake("fsdp::unshard", lib=library)
+@_fake("unshard")
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     return flat.new_empty(spec.shape, dtype=spec.dtype)
@@ -89,14 +95,12 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     with torch.no_grad():
-        result = comm.reduce_grad(
-            comm.call, grad, grad.dtype, flat.numel(), flat.dtype, spec
-        )
+        result = comm.reduce_grad(comm.call, grad, grad.dtype, flat.numel(), flat.dtype, spec)
     _mark_grads(result, flat, (spec.offset,))
     return _own(result, grad)
 
 
-@torch.library.register_fake("fsdp::reduce_grad", lib=library)
+@_fake("reduce_grad")
 def _reduce_grad_fake(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     ParamSpec.of(args)
     return flat.new_empty(flat.shape)
@@ -112,15 +116,13 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
 
 
-torch.library.register_autograd(
-    "fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=library
-)
+torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=library)
 
 
 @_real("keep_slice")
 def _keep_slice(param: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
-    rank = torch.distributed.distributed_c10d._resolve_process_group(spec.group).rank()
+    rank = group_named(spec.group).rank()
     start = min(rank * spec.rows, spec.shape[0])
     rows = param[start : start + spec.rows]
     kept = param.new_zeros(spec.rows, *spec.shape[1:])
@@ -128,7 +130,7 @@ def _keep_slice(param: Tensor, *args: object) -> Tensor:
     return kept.flatten()
 
 
-@torch.library.register_fake("fsdp::keep_slice", lib=library)
+@_fake("keep_slice")
 def _keep_slice_fake(param: Tensor, *args: object) -> Tensor:
     return param.new_empty(ParamSpec.of(args).over_post_group().shard_numel)
 
@@ -139,7 +141,7 @@ def _unshard_slice(kept: Tensor, *args: object) -> Tensor:
     return _own(comm.unshard(comm.call, kept, kept.numel(), kept.dtype, spec), kept)
 
 
-@torch.library.register_fake("fsdp::unshard_slice", lib=library)
+@_fake("unshard_slice")
 def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
     return kept.new_empty(ParamSpec.of(args).shape)
 
@@ -155,7 +157,7 @@ def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None
     listener(offsets)
 
 
-@torch.library.register_fake("fsdp::mark_grads_", lib=library)
+@_fake("mark_grads_")
 def _mark_grads_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     return None
 
@@ -165,7 +167,7 @@ def _free(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-@torch.library.register_fake("fsdp::free", lib=library)
+@_fake("free")
 def _free_fake(buffer: Tensor) -> None:
     return None
 

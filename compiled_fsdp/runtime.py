@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import collectives as comm
 from .ops import KEEP_SLICE
 from .spec import ParamSpec
+from .torch_private import preserve_version
 
 if TYPE_CHECKING:
     from .unit import FlatParam, ShardedParam, Unit
@@ -64,7 +65,9 @@ class Runtime:
         places = [i for i, t in enumerate(tensors) if isinstance(t, Tensor) and t.requires_grad]
         if not places:
             return tensors
-        watched = _Watch.apply(self, *(tensors[i] for i in places))
+        watched = _Watch.apply(  # type: ignore[no-untyped-call]
+            self, *(tensors[i] for i in places)
+        )
         tensors = list(tensors)
         for i, tensor in zip(places, watched, strict=True):
             tensors[i] = tensor
@@ -178,7 +181,7 @@ def _fill(param: ShardedParam, gathered: Tensor, start: int, spec: ParamSpec) ->
         param.unsharded = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
     full = param.unsharded
     columns = gathered.narrow(1, start, spec.shard_numel)
-    with torch.autograd._unsafe_preserve_version_counter(full):
+    with preserve_version(full):
         full.untyped_storage().resize_(columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())
         padded.view(spec.group_size, -1).copy_(columns)

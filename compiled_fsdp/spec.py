@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,7 +69,7 @@ class ParamSpec:
     fqn: str
 
     @classmethod
-    def of(cls, args: Sequence[object]) -> ParamSpec:
+    def of(cls, args: Sequence[Any]) -> ParamSpec:
         """From the arguments of an op or node, the flat buffer left out."""
         values = list(args)
         if len(values) != len(fields(cls)):
@@ -77,8 +77,8 @@ class ParamSpec:
                 f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of fsdp::unshard has "
                 f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
             )
-        values[1] = tuple(values[1])  # type: ignore[call-overload]
-        return cls(*values)  # type: ignore[arg-type]
+        values[1] = tuple(values[1])
+        return cls(*values)
 
     def args(self) -> tuple[object, ...]:
         """The values in schema order (a tuple: Dynamo reads it as constants)."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
+    import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -47,3 +50,14 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
         return x if not x.is_floating_point() or x.dtype == dtype else x.to(dtype)
 
     return _apply_to_tensors(cast, values)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a graph names."""
+    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -120,9 +120,7 @@ class FlatParam:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
-        same = all(
-            a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_
-        )
+        same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
         if same or not locals_:
             return
         first = locals_[0]
@@ -236,7 +234,7 @@ class Unit:
         dtype = compute or original
         how = default_reduction(info, policy.reduce_dtype or dtype)
         group, post = info.shard_group, self.post_mesh
-        kind = {True: "gather", False: "keep"}.get(self.reshard, "slice")
+        kind = "slice" if post else "gather" if self.reshard else "keep"
         return ParamSpec(
             offset=param.layout.offset,
             shape=param.layout.shape,

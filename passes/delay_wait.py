@@ -47,9 +47,7 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def decide(
-    regions: list[Region], stage: int, in_flight: int, end: Node
-) -> list[tuple[Node, Node]]:
+def decide(regions: list[Region], stage: int, in_flight: int, end: Node) -> list[tuple[Node, Node]]:
     """Pairs (wait, the node it goes before), for the stage-th wait of each reduction."""
     pairs = []
     for i, region in enumerate(regions):

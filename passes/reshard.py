@@ -30,7 +30,7 @@ Leaves alone: matmuls and reductions of weights, and what follows from them: the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,9 @@ from compiled_fsdp.ops import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
+    from collections.abc import Callable
+
+    from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.plan import Plan
 
@@ -67,15 +69,15 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         meta.save(node)
     for node in by_class["slice"]:
         _keep_slice(node, backward)
-    for node in _from_weights(gm, by_class["gather"] + by_class["slice"], backward):
+    for node in _from_weights(gm.graph, by_class["gather"] + by_class["slice"], backward):
         meta.recompute(node)
     return gm
 
 
-def _from_weights(gm: GraphModule, unshards: list[Node], backward: set[Node]) -> list[Node]:
+def _from_weights(graph: Graph, unshards: list[Node], backward: set[Node]) -> list[Node]:
     """The unshards and what forward computes cheaply from them alone, in graph order."""
     found = dict.fromkeys(unshards)
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         inputs = node.all_input_nodes
         if inputs and node not in backward and _is_cheap(node) and all(n in found for n in inputs):
             found[node] = None
@@ -94,7 +96,7 @@ def _is_cheap(node: Node) -> bool:
 def _keep_slice(unshard: Node, backward: set[Node]) -> None:
     """Make backward read a second gather, through copies of the views that forward made."""
     graph = unshard.graph
-    chain = [n for n in _from_weights(graph.owning_module, [unshard], backward)]
+    chain = [n for n in _from_weights(graph, [unshard], backward)]
     outside = {node: [u for u in node.users if u in backward] for node in chain}
     if not any(outside.values()):
         return
@@ -105,7 +107,7 @@ def _keep_slice(unshard: Node, backward: set[Node]) -> None:
     run = Builder(first_use, first_use)
     copies = {unshard: run(UNSHARD_SLICE, kept, *args)}
     for node in chain[1:]:
-        copies[node] = run(node.target, *_mapped(node.args, copies), **_mapped(node.kwargs, copies))
+        copies[node] = run(_op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies))
     for node, copy in copies.items():
         meta.recompute(copy)
         meta.in_backward(copy)
@@ -116,5 +118,10 @@ def _keep_slice(unshard: Node, backward: set[Node]) -> None:
             graph.erase_node(copies[node])
 
 
-def _mapped(args: object, copies: dict[Node, Node]) -> object:
-    return torch.fx.node.map_arg(args, lambda n: copies.get(n, n))  # type: ignore[arg-type]
+def _mapped(args: Any, copies: dict[Node, Node]) -> Any:
+    return torch.fx.node.map_arg(args, lambda n: copies.get(n, n))
+
+
+def _op(node: Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    return node.target

@@ -1,0 +1,44 @@
+# `make train` and `make test` do all the set-up themselves: Python 3.10+, make and a C++ compiler are enough.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORLD ?= 2
+ARGS ?=
+PY := $(VENV)/bin/python
+TYPED := build/typed
+
+.PHONY: train test lint types unit wire clean
+
+train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for example ARGS="--compare"
+	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
+
+test: lint types unit  ## everything that CI runs
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# mypy does not follow the mapping of passes/ into the package, so it gets a tree in which the mapping is real.
+types: $(VENV)/installed
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/compiled_fsdp
+	ln -s $(CURDIR)/compiled_fsdp/* $(TYPED)/compiled_fsdp/
+	rm $(TYPED)/compiled_fsdp/passes.py && ln -s $(CURDIR)/passes $(TYPED)/compiled_fsdp/passes
+	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy -p compiled_fsdp
+	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy benchmarks
+
+unit: $(VENV)/installed
+	$(PY) -m pytest $(ARGS)
+
+wire: $(VENV)/installed  ## two hosts in network namespaces, 1 Gbit/s between them; needs root
+	$(PY) benchmarks/wire.py $(ARGS)
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet --editable ".[test,bench,dev]"
+	touch $@
+
+clean:
+	rm -rf build out *.egg-info .mypy_cache .ruff_cache .pytest_cache
