@@ -72,8 +72,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         query, key = rotate(qkv[0], table), rotate(qkv[1], table)
         y = F.scaled_dot_product_attention(query, key, qkv[2], is_causal=True)
-        y = self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return y
+        result: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return result
 
 
 class SwiGLU(nn.Module):
@@ -86,8 +86,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
 
 
 class Block(nn.Module):

@@ -1,0 +1,258 @@
+"""The command line of `train.py`: parsing, checks, and the options a checkpoint must share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from checkpoint import read_run, verify
+from gpt import SIZES
+from text import Text, load_text, require_bytes
+from usage import UsageError
+
+DTYPES = ("float32", "bfloat16")
+INDUCTOR_BACKENDS = ("inductor", "compiled_fsdp")
+BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
+DEFAULT_MINUTES = 5.0
+COMPARE_MINUTES = 12.0
+# What --resume does not have to share with the checkpoint: where to stop, not what to compute.
+FREE = ("minutes", "stop_after", "compare", "resume", "out", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All options; `steps` is None where the time budget is to set the number of steps."""
+
+    size: str
+    steps: int | None
+    minutes: float | None
+    stop_after: int | None
+    batch: int
+    length: int
+    lr: float
+    clip: float
+    seed: int
+    impl: str
+    backend: str
+    world: int
+    param_dtype: str
+    reduce_dtype: str
+    reshard: bool | int | None
+    compare: bool
+    resume: bool
+    out: Path
+    text: Path | None
+
+    def saved(self) -> dict[str, object]:
+        """Return the options that a resumed run must share with its checkpoint."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Show a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaint is an exception, so that it is shown once and not on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise UsageError(f"reading the options: {message} (--help lists all)")
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read the options; with --resume, those not given are the checkpoint's."""
+    parser = _parser()
+    options = _to_options(parser.parse_args(argv))
+    if options.resume:
+        if options.compare:
+            parser.error("--resume and --compare exclude each other; leave one out")
+        stored = read_run(options.out)["options"]
+        _check_fields(stored)
+        parser.set_defaults(**stored)
+        options = _to_options(parser.parse_args(argv))
+        _check_same(stored, options)
+    _check_values(options)
+    return options
+
+
+def check_machine(options: Options) -> Text:
+    """Raise unless this machine can run the options, and return the text."""
+    inductor = options.backend in INDUCTOR_BACKENDS or options.compare
+    if inductor:
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        advice = "install it, or give --backend compiled_fsdp_eager, which needs none"
+        if options.compare:
+            advice = "install it, or leave out --compare, whose per-block compile needs it"
+        if shutil.which(compiler) is None:
+            raise UsageError(
+                f"compiling with Inductor: the C++ compiler {compiler} is not found (CXX names another);"
+                f" Inductor makes C++ code for the CPU; {advice}"
+            )
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            raise UsageError(
+                "compiling with Inductor: Python.h, the header of this Python, is not found;"
+                f" Inductor's C++ code includes it; {advice}"
+            )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"making the folder --out {options.out}: {error.strerror}; results and checkpoint go"
+            " there; give a folder that can be written"
+        ) from error
+    text = load_text(options.text)
+    require_bytes(text, options.length, options.text)
+    if options.resume:
+        _check_checkpoint(options, text)
+    return text
+
+
+def _check_checkpoint(options: Options, text: Text) -> None:
+    stored = read_run(options.out)
+    verify(options.out)
+    if stored["step"] == options.steps:
+        raise UsageError(
+            f"resuming from {options.out}: all {options.steps} steps are done; the schedule has"
+            " ended; for a longer run train anew with more --steps"
+        )
+    if stored["text"] != text.digest:
+        raise UsageError(
+            f"resuming from {options.out}: the text has digest {text.digest[:12]}, the checkpoint's"
+            f" had {stored['text'][:12]}; a resumed run continues on the same bytes; use the same"
+            " Python version or --text folder, or train anew without --resume"
+        )
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="train.py",
+        formatter_class=Help,
+        description="Train a byte-level GPT on Python's standard library with a sharded, compiled "
+        "model. Started by torchrun, or without it: then it starts --world ranks under torchrun.",
+    )
+    add = parser.add_argument
+    add("--size", choices=list(SIZES), default="10m", help="number of parameters")
+    add("--steps", type=int, help="optimizer steps, the length of the schedule (default: fills"
+        " --minutes)")  # fmt: skip
+    add("--minutes", type=float, help="time budget of the whole command, compilation included; with"
+        f" --steps, a limit (default: {DEFAULT_MINUTES:g}, {COMPARE_MINUTES:g} with --compare,"
+        " none with --steps)")  # fmt: skip
+    add("--stop-after", type=int, metavar="N", help="pause after step N; --resume continues")
+    add("--batch", type=int, default=4, help="sequences per rank and step")
+    add("--length", type=int, default=128, help="bytes per sequence")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")
+    add("--seed", type=int, default=0, help="seed of the weights and of the data order")
+    add("--impl", choices=["compiled_fsdp", "stock"], default="compiled_fsdp",
+        help="whose fully_shard; stock is torch.distributed.fsdp")  # fmt: skip
+    add("--backend", choices=BACKENDS, default="inductor", help="of torch.compile; eager is none;"
+        " compiled_fsdp_eager compiles in seconds, without a C++ compiler")  # fmt: skip
+    add("--world", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks")
+    add("--param-dtype", choices=DTYPES, default="float32", help="of gathering and compute")
+    add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradient reduction")
+    add("--reshard", type=_reshard, default=True, metavar="{true,false,none,INT}",
+        help="reshard_after_forward of every unit")  # fmt: skip
+    add("--compare", action="store_true", help="train the same with stock FSDP2, eager and with"
+        " per-block compile, and show all side by side; the time budget is divided by three,"
+        " so each takes fewer steps")  # fmt: skip
+    add("--resume", action="store_true", help="continue from the checkpoint in --out; options not"
+        " given are the checkpoint's")  # fmt: skip
+    add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
+    add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
+    return parser
+
+
+def _reshard(text: str) -> bool | int | None:
+    named = {"true": True, "false": False, "none": None}
+    return named[text.lower()] if text.lower() in named else int(text)
+
+
+_reshard.__name__ = "true, false, none or integer"
+
+
+def _to_options(namespace: argparse.Namespace) -> Options:
+    values = vars(namespace)
+    if values["minutes"] is None and values["steps"] is None:
+        values["minutes"] = COMPARE_MINUTES if values["compare"] else DEFAULT_MINUTES
+    return Options(**values)
+
+
+def _check_values(options: Options) -> None:
+    """Raise one error that lists every value out of range."""
+    bounds = {
+        "steps": 1, "stop_after": 1, "batch": 1, "length": 1, "world": 1, "clip": 0, "seed": 0,
+    }  # fmt: skip
+    wrong = [
+        f"{_flag(name)} is {value}, must be at least {least}"
+        for name, least in bounds.items()
+        if (value := getattr(options, name)) is not None and value < least
+    ]
+    wrong += [
+        f"{_flag(name)} is {value:g}, must be above 0"
+        for name in ("minutes", "lr")
+        if (value := getattr(options, name)) is not None and not value > 0
+    ]
+    if options.length > (longest := SIZES[options.size].max_length):
+        wrong.append(f"--length is {options.length}, --size {options.size} takes at most {longest}")
+    launched = int(os.environ.get("WORLD_SIZE", options.world))
+    if options.world != launched:
+        wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
+    if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
+        wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
+    if options.compare and options.stop_after is not None:
+        wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
+    if options.compare and options.steps is not None and options.minutes is not None:
+        wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
+    if options.compare and options.impl == "stock":
+        wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
+    if wrong:
+        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+
+
+def _check_fields(stored: dict[str, object]) -> None:
+    """Raise unless the checkpoint was written by this version of the script."""
+    known = {field.name for field in fields(Options)}.difference(FREE)
+    if stored.keys() != known:
+        differing = sorted(known.symmetric_difference(stored))
+        raise UsageError(
+            f"reading the checkpoint: its options differ in {', '.join(differing)} from this"
+            " script's; it was written by another version; train anew without --resume"
+        )
+
+
+def _check_same(stored: dict[str, object], options: Options) -> None:
+    asked = options.saved()
+    differing = [
+        f"{_flag(name)} is {asked[name]}, the checkpoint has {value}"
+        for name, value in stored.items()
+        if asked[name] != value
+    ]
+    if differing:
+        raise UsageError(
+            f"resuming from {options.out}: {'; '.join(differing)}; a resumed run continues the same"
+            " training; leave these options out, or train anew without --resume"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,160 @@
+"""One sharded GPT with its optimizer: training step, validation loss, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, SIZES
+from measure import CommReport, PeakMemory, communication, peak_tensor_bytes
+from options import Options
+from text import Text, even_crops, random_crops
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from usage import UsageError
+
+WARMUP = 20
+FLOOR = 0.1
+SUFFIXES = {
+    "inductor": "",
+    "compiled_fsdp": "",
+    "compiled_fsdp_eager": " without Inductor",
+    "eager": " eager",
+}
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train: whose `fully_shard`, and what is compiled, by which backend if any."""
+
+    name: str
+    impl: str
+    backend: str
+    is_per_block: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile is used."""
+        return self.backend != "eager"
+
+
+def variants(options: Options) -> list[Variant]:
+    """Return what to train, in order; the one the options ask for is last."""
+    asked = Variant(options.impl + SUFFIXES[options.backend], options.impl, options.backend)
+    if not options.compare:
+        return [asked]
+    return [
+        Variant("stock eager", "stock", "eager"),
+        Variant("stock per-block", "stock", "inductor", is_per_block=True),
+        asked,
+    ]
+
+
+class Trainer:
+    """The model of a variant in training; `horizon`, the length of the schedule, may be set late.
+
+    Up to step WARMUP the schedule does not depend on it.
+    """
+
+    def __init__(self, options: Options, variant: Variant, text: Text) -> None:
+        """Make the same weights on every rank and shard them."""
+        self.options, self.variant, self.text = options, variant, text
+        self.horizon = options.steps
+        self.rank = dist.get_rank()
+        torch.manual_seed(options.seed)
+        self.model = GPT(SIZES[options.size])
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        shard(self.model, options, variant)
+        self.forward: Callable[..., Tensor] = self.model
+        if variant.is_compiled and not variant.is_per_block:
+            whole = variant.impl == "compiled_fsdp"  # Stock FSDP2 breaks the graph at its hooks.
+            self.forward = torch.compile(self.model, backend=variant.backend, fullgraph=whole)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes of text that all ranks together train on in a step."""
+        return self.options.batch * self.options.length * self.options.world
+
+    def step(self, index: int, phase: Phase = nullcontext) -> Tensor:
+        """Take optimizer step `index` and return this rank's loss; `phase` encloses the passes."""
+        options = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.lr * self.schedule(index)
+        tokens, targets = random_crops(self.text.train, options.seed, index, self.rank, options.batch, options.length)
+        with phase("forward"):
+            loss = self.forward(tokens, targets)
+        with phase("backward"):
+            loss.backward()
+        if options.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def schedule(self, index: int) -> float:
+        """Return the factor of the learning rate: linear warmup, then half a cosine to FLOOR."""
+        if index < WARMUP:
+            return (index + 1) / WARMUP
+        assert self.horizon is not None, "past the warmup the horizon must be set"
+        done = min(1.0, (index - WARMUP) / max(1, self.horizon - WARMUP))
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def validate(self, num_batches: int) -> float:
+        """Return the mean loss over ranks and `num_batches` evenly spread validation batches.
+
+        Without torch.compile for all variants: a graph for inference would take longer to compile
+        than these few batches take to run.
+        """
+        options = self.options
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for index in range(num_batches):
+                tokens, targets = even_crops(
+                    self.text.validation,
+                    index,
+                    num_batches,
+                    self.rank,
+                    options.world,
+                    options.batch,
+                    options.length,
+                )
+                total += self.model(tokens, targets)
+        dist.all_reduce(total)
+        return total.item() / num_batches / options.world
+
+    def measure(self) -> tuple[PeakMemory, CommReport]:
+        """Profile a few further steps; afterwards the weights are no longer those of the run."""
+        index = self.horizon or WARMUP
+        peak = peak_tensor_bytes(lambda: self.step(index))
+        return peak, communication(lambda: self.step(index))
+
+
+def shard(model: GPT, options: Options, variant: Variant) -> None:
+    """Make each block, the embedding, and norm with head a unit; compile blocks before if asked."""
+    library = "torch.distributed.fsdp" if variant.impl == "stock" else "compiled_fsdp"
+    fully_shard = import_module(library).fully_shard
+    mesh = init_device_mesh("cpu", (options.world,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.param_dtype),
+        reduce_dtype=getattr(torch, options.reduce_dtype),
+    )
+    if variant.is_per_block:
+        for block in model.layers:
+            block.compile(backend=variant.backend)
+    units = [*model.layers, model.embedding, [model.norm, model.head]]
+    try:
+        for unit in units:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"sharding the model with --impl {variant.impl}: {error}") from error
