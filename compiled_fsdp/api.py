@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_reshard
 from .module import FSDPModule, State, get_state, shard_classes
-from .unit import Original, Unit
+from .unit import Original, Unit, taken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -160,6 +160,7 @@ def _managed_params(managed: Sequence[nn.Module], roots: Sequence[nn.Module], ig
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in skip:
                 found.setdefault(id(parameter), parameter)
+    _check_not_taken(found.values(), roots)
     originals: dict[int, Original] = {}
     for root in roots:
         for above, module in root.named_modules():
@@ -171,6 +172,18 @@ def _managed_params(managed: Sequence[nn.Module], roots: Sequence[nn.Module], ig
                 entry = originals.setdefault(id(parameter), Original(parameter, [], root, path))
                 entry.owners.append((module, name))
     return [originals[key] for key in found]
+
+
+def _check_not_taken(params: Iterable[nn.Parameter], roots: Sequence[nn.Module]) -> None:
+    """A parameter that an earlier call cut is still held here: cutting it again would silently untie it."""
+    for parameter in params:
+        owner = taken.get(parameter)
+        if owner is not None:
+            names = [path for root in roots for path, p in root.named_parameters() if p is parameter]
+            raise ValueError(
+                f"fully_shard: parameter {' = '.join(names)} is shared with {owner}, which an earlier call sharded. A shared "
+                "parameter must be in one unit: pass both modules in one call, fully_shard([a, b])"
+            )
 
 
 def _check_param(name: str, parameter: nn.Parameter) -> None:

@@ -181,7 +181,8 @@ def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: in
     position = start = 0
     for spec in specs:
         piece = run(aten.slice.Tensor, reduced, 0, start, start + spec.shard_numel)
-        pieces.append(run(aten.constant_pad_nd.default, piece, [spec.offset - position, 0]))
+        before = spec.offset - position
         start, position = start + spec.shard_numel, spec.offset + spec.shard_numel
-    pieces[-1] = run(aten.constant_pad_nd.default, pieces[-1], [0, numel - position])
-    return run(aten.cat.default, pieces)
+        after = numel - position if spec is specs[-1] else 0
+        pieces.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+    return pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)

@@ -61,7 +61,7 @@ def _line(node: Node) -> str:
         return f"return {_text(node.args[0])}"
     if node.op == "placeholder":
         return f"%{node.name}: {_type(node)}"
-    name = getattr(node.target, "_opname", None) or str(node.target)
+    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", str(node.target))
     arguments = ", ".join([*map(_text, _arguments(node)), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())])
     kind = _type(node)
     left = f"%{node.name}: {kind} = " if kind else ""

@@ -1,7 +1,11 @@
-"""FX basics that every pass uses: insert a node with its fake value, find views, roots of additions, and phases."""
+"""FX basics that every pass uses: insert a node with its fake value, find views, roots of additions, and phases.
+
+Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs.
+"""
 
 from __future__ import annotations
 
+import operator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +84,11 @@ def order(graph: Graph) -> dict[Node, int]:
 
 def is_view(node: Node) -> bool:
     """Whether the result may share storage with the first argument, by the op's schema."""
+    if node.target is operator.getitem:  # one of several views, as of `split`
+        return is_view(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target is WAIT:
+    if node.target in (WAIT, torch.ops.aten._unsafe_view.default):  # aliases that the schema does not declare
         return True
     returns = node.target._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -96,11 +102,16 @@ def aliases(node: Node) -> list[Node]:
     return found
 
 
+def is_sum(node: Node) -> bool:
+    """Whether this is the plain addition of two values of the graph."""
+    return node.target is ADD and not node.kwargs and all(isinstance(a, torch.fx.Node) for a in node.args)
+
+
 def sum_root(node: Node) -> Node:
     """Follow additions that consume only this value up to where the sum is used."""
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target is not ADD:
+        if not is_sum(user):
             break
         node = user
     return node
@@ -108,15 +119,27 @@ def sum_root(node: Node) -> Node:
 
 def sum_leaves(root: Node) -> list[Node]:
     """The terms of a tree of additions whose inner sums nobody else uses, left to right: order of arrival."""
-    if root.target is not ADD:
-        return [root]
     leaves: list[Node] = []
-    for term in root.args[:2]:
-        if isinstance(term, torch.fx.Node) and len(term.users) == 1:
-            leaves.extend(sum_leaves(term))
-        elif isinstance(term, torch.fx.Node):
-            leaves.append(term)
+    stack = [root]
+    while stack:  # not recursive: a unit of a thousand parameters is a sum a thousand additions deep
+        node = stack.pop()
+        if is_sum(node) and (node is root or len(node.users) == 1):
+            stack.extend(reversed(node.args))  # type: ignore[arg-type]
+        else:
+            leaves.append(node)
     return leaves
+
+
+def erase_unused(root: Node, *targets: object) -> None:
+    """Erase `root` if nobody uses it and it has one of these targets; then likewise what it read."""
+    erased: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if not node.users and node.target in targets and node not in erased:
+            stack.extend(node.all_input_nodes)
+            node.graph.erase_node(node)
+            erased.add(node)
 
 
 def starts(graph: Graph) -> list[Node]:

@@ -4,8 +4,8 @@ Inductor's joint hook gets the joint graph before it is split, its post-grad hoo
 added behind whatever the user set, and do nothing on graphs without fsdp ops. Their `uuid` is part of the compile cache's
 key: a warm cache holds code that our passes made, of this version and under this plan.
 
-Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass`,
-and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
+Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass` and
+`_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch._inductor.config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
 
 from . import dump
 from .graph import erase_all, find
 from .ops import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .pin_order import pin_order
 from .plan import current_plan
 
 if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Graph, GraphModule
 
 
@@ -84,6 +86,24 @@ class HalfPass(CustomGraphPass):
         return None if dump.folder() else f"compiled_fsdp half {source_hash()} {current_plan()}"
 
 
+class PinPass(CustomSchedulerPass):
+    """Inductor's scheduler hook; behind a user's, which there can be only one of."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        """Run the user's pass, then pin the order."""
+        return pin_order(nodes if self.before is None else self.before(nodes))
+
+    def uuid(self) -> Any:
+        """Ours and theirs; None (no caching) if theirs is a plain function."""
+        if self.before is None:
+            return f"compiled_fsdp pin {source_hash()}"
+        theirs = self.before.uuid() if isinstance(self.before, CustomSchedulerPass) else None
+        return None if theirs is None else f"{theirs} compiled_fsdp pin {source_hash()}"
+
+
 class Chain(CustomGraphPass):
     """A user's hook, then ours."""
 
@@ -116,6 +136,8 @@ def install_passes() -> None:
         present = _flatten(current)
         if not any(isinstance(entry, ours) for entry in present):
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
+    if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
+        inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
 
 
 def _flatten(hook: Any) -> tuple[Any, ...]:

@@ -2,13 +2,16 @@
 
 `CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive AOTAutograd, because the
 ops that do are self-describing. The recompute tags are torch's, read by its partitioners (tried on 2.13).
+
+Private torch used here (tried on 2.13): AOTAutograd's descriptors, which say what each output of a graph is for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -67,3 +70,11 @@ def save(node: Node) -> None:
 def in_backward(node: Node) -> None:
     """Keep this node out of the forward graph."""
     node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def saved_for_backward(output: Node) -> list[Node]:
+    """What a graph returns for its backward, not to the user; all it returns if torch does not say (hand-written graphs)."""
+    returned: Any = output.args[0]
+    kinds = output.meta.get("desc") or [None] * len(returned)
+    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
+    return [node for node, kind in zip(returned, kinds, strict=True) if node is not None and isinstance(kind, ours)]

@@ -33,6 +33,7 @@ class State:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.runtime = Runtime(unit)
+        unit.on_gradients = self.runtime.reshard_if_idle
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
@@ -139,7 +140,7 @@ class FSDPModule(StockFSDPModule):
         states = _states_below(self, recurse=True)
         for state in states:
             state.runtime.reshard()
-        result = super()._apply(*args, **kwargs)
+        result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in states:
             for flat in state.unit.flats:
                 flat.refresh()
@@ -209,6 +210,9 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         _swap_class(root, owned_here, is_root=True)
         root.register_forward_pre_hook(_PreForward(state), prepend=True, with_kwargs=True)
         root.register_forward_hook(_PostForward(state))
+    for module in names:
+        module.register_state_dict_pre_hook(_reshard_first(state))
+        module.register_load_state_dict_pre_hook(_reshard_first(state))
     for module in managed:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -235,6 +239,15 @@ def _swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> 
         _classes[key] = type(name, bases, body)
         _originals[_classes[key]] = (original, wanted)
     module.__class__ = _classes[key]
+
+
+def _reshard_first(state: State) -> Callable[..., None]:
+    """A hook before `state_dict` and `load_state_dict`: both are about the sharded parameters."""
+
+    def hook(*_: object) -> None:
+        state.runtime.reshard()
+
+    return hook
 
 
 def _reader(name: str) -> Callable[[nn.Module], Any]:

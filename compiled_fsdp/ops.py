@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import collectives as comm
+from .errors import warn_once
 from .spec import ParamSpec
 from .torch_private import group_named
 
@@ -81,6 +82,11 @@ def _own(result: Tensor, source: Tensor) -> Tensor:
 @_real("unshard")
 def _unshard(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    warn_once(
+        "compiled_fsdp: a graph reached its backend without our passes, so every parameter is gathered by a collective of its "
+        f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
+        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
+    )
     with torch.no_grad():
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
 

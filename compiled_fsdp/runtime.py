@@ -3,10 +3,13 @@
 A unit is gathered before its forward and freed after it, gathered again before its backward, and its gradients are reduced
 after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`. The unsharded parameters are
 autograd leaves whose storage is emptied and refilled, so that what autograd saved stays valid.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`, and the id of the graph that autograd is running.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +31,7 @@ class Runtime:
     is_unsharded: the modules hold full parameters.
     has_run: members of a list unit that ran in this forward; the last of them frees.
     slices: what int reshard keeps between forward and backward, by parameter.
+    versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -35,6 +39,7 @@ class Runtime:
         self.is_unsharded = False
         self.has_run: set[nn.Module] = set()
         self.slices: dict[ShardedParam, Tensor] = {}
+        self.versions: list[int] = []
 
     # -- forward
 
@@ -43,6 +48,8 @@ class Runtime:
         is_first = not self.has_run or module in self.has_run
         if is_first:
             self.has_run.clear()
+        if self.is_unsharded and not in_backward() and self.versions != self._versions():
+            self.reshard()
         self.unshard()
         if in_backward() or not torch.is_grad_enabled() or not is_first:
             return tensors
@@ -57,6 +64,7 @@ class Runtime:
             self.has_run.clear()
             self._reshard_after_forward()
         if torch.is_grad_enabled():
+            _has_run_forward.add(self)
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._pre_backward)
@@ -74,9 +82,9 @@ class Runtime:
         return tensors
 
     def _reshard_after_forward(self) -> None:
-        if self.unit.reshard is False:
+        if self.unit.reshard is False and torch.is_grad_enabled():
             return
-        if self.unit.reshard is not True and torch.is_grad_enabled():
+        if not isinstance(self.unit.reshard, bool) and torch.is_grad_enabled():
             for flat in self.unit.flats:
                 for param in flat.params:
                     spec = self.unit.spec(flat, param)
@@ -135,6 +143,7 @@ class Runtime:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
+        self.versions = self._versions()
 
     def reshard(self) -> None:
         """Register the sharded parameters and empty the storage of the full ones."""
@@ -145,6 +154,14 @@ class Runtime:
             param.unsharded.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
+
+    def reshard_if_idle(self) -> None:
+        """Reshard, unless the backward that is running still needs the full parameters."""
+        if self not in _in_backward:
+            self.reshard()
+
+    def _versions(self) -> list[int]:
+        return [flat.data._version for flat in self.unit.flats]
 
     def _gather(self, *, is_slice: bool) -> None:
         """One all-gather per compute dtype over all flat buffers, then one copy into each full parameter."""
@@ -201,7 +218,8 @@ class _Watch(torch.autograd.Function):
         return None, *grads
 
 
-_in_backward: dict[Runtime, None] = {}  # units that the running backward has reached
+_in_backward: dict[Runtime, None] = {}  # units that the running backward has reached, in order
+_has_run_forward: weakref.WeakSet[Runtime] = weakref.WeakSet()  # units to free at its end, reached or not
 
 
 def _end_of_backward() -> None:
@@ -209,6 +227,9 @@ def _end_of_backward() -> None:
     _in_backward.clear()
     for runtime in runtimes:
         runtime.post_backward()
+    for runtime in list(_has_run_forward):
+        runtime.reshard()
+    _has_run_forward.clear()
 
 
 def in_backward() -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import FlatLayout, ShardLayout, flat_layout
 from .mesh import MeshInfo, default_reduction
@@ -21,12 +22,15 @@ from .spec import ParamSpec
 from .torch_private import make_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _unit_numbers = itertools.count()
+
+# Originals that were cut -> where they were. An entry lives as long as something still holds the original.
+taken: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +70,6 @@ class FlatParam:
     params: list[ShardedParam]
     data: nn.Parameter
     marked: set[int] = field(default_factory=set)
-    buffer: Tensor | None = None  # the flat gradient that the parameters' .grad are views of, if they still are
 
     def __post_init__(self) -> None:
         grad_listeners[self.data] = self.marked.update
@@ -80,6 +83,7 @@ class FlatParam:
     def _take_leaf_grad(self, leaf: Tensor) -> None:
         """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
         grad, leaf.grad = leaf.grad, None
+        self.unit.on_gradients()
         marked = set(self.marked)
         self.marked.clear()
         if grad is not None:
@@ -90,14 +94,12 @@ class FlatParam:
         params = [p for p in params if p.sharded.requires_grad]
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
-            if not fresh and self._all_in_buffer(params):
-                assert self.buffer is not None
-                self.buffer.add_(flat_grad)
+            buffer = None if fresh else self._gradient_buffer(params)
+            if buffer is not None:
+                buffer.add_(flat_grad)
             else:
                 for param in params:
                     self._accumulate_one(param, self.local_view(flat_grad, param))
-                if len(fresh) == len(self.params):
-                    self.buffer = flat_grad
         for param in params:
             for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(param.sharded)
@@ -108,13 +110,19 @@ class FlatParam:
         else:
             _local(param.sharded.grad).add_(view)
 
-    def _all_in_buffer(self, params: Sequence[ShardedParam]) -> bool:
-        """Whether one addition to the buffer is the same as one addition to each gradient."""
-        buffer = self.buffer
-        if buffer is None or len(params) != len(self.params):
-            return False
-        pairs = ((_local(p.sharded.grad), self.local_view(buffer, p)) for p in params)
-        return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)
+    def _gradient_buffer(self, params: Sequence[ShardedParam]) -> Tensor | None:
+        """The one buffer that all gradients are still views of, if they are: then one addition does for all."""
+        if len(params) != len(self.params):
+            return None
+        grads = [_local(p.sharded.grad) for p in params]
+        starts = {g.storage_offset() - p.layout.offset for g, p in zip(grads, params, strict=True)}
+        storages = {(g.untyped_storage()._cdata, g.dtype) for g in grads}
+        if len(starts) > 1 or len(storages) > 1:
+            return None
+        (start,) = starts
+        if grads[0].untyped_storage().nbytes() < (start + self.layout.numel) * grads[0].itemsize:
+            return None
+        return grads[0].as_strided((self.layout.numel,), (1,), start)
 
     def refresh(self) -> None:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
@@ -131,8 +139,12 @@ class FlatParam:
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
                 view.copy_(local)
-                param.sharded.data = make_dtensor(view, param.sharded)
-            flat.data = fresh
+                param.sharded._local_tensor = view  # type: ignore[attr-defined]  # `.data` would leave it as it is
+            if flat.device.type == fresh.device.type:
+                flat.data = fresh
+                return
+        self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
+        self.__post_init__()
 
 
 def _local(tensor: Tensor | None) -> Tensor:
@@ -176,6 +188,8 @@ class Unit:
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
         self.name = type(modules[0]).__name__
+        # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
+        self.on_gradients: Callable[[], None] = _nothing
         self.post_mesh: DeviceMesh | None = None
         if not isinstance(self.reshard, bool):
             self.post_mesh = mesh_info.post_forward_mesh(self.reshard)
@@ -203,6 +217,7 @@ class Unit:
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place))
             params[-1].register(sharded)
+            taken[original] = f"{type(entry.owners[0][0]).__name__}.{entry.owners[0][1]}"
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
         return FlatParam(self, layout, params, data)
 
@@ -262,6 +277,10 @@ class Unit:
                 handle = Handle(flat.data, self.spec(flat, param).args())
                 for module, name in param.owners:
                     module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
+
+
+def _nothing() -> None:
+    """What to do where there is no eager runtime."""
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:
