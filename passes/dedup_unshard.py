@@ -17,16 +17,16 @@ After:
     %g = reduce_grad(%d, %flat, "w")
 
 Requires: a joint (or inference) graph as traced.
-Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one parameter. Gradients are added in
-    the order in which autograd would have added them, in the dtype in which they arrive.
-Leaves alone: reductions whose result is used by more than one sum.
+Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one parameter. Gradients are added
+    in the order in which autograd would have added them, in the dtype in which they arrive.
+Leaves alone: a sum with a term that is not a reduction, or that is read by something else too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import ADD, Builder, find, sum_leaves, sum_root
+from compiled_fsdp.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root
 from compiled_fsdp.ops import REDUCE_GRAD, UNSHARD
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _merge_terms(root: Node) -> None:
     """Add the gradients of one parameter before they are reduced."""
     terms: dict[tuple[object, ...], list[Node]] = {}
     leaves = sum_leaves(root)
-    if any(leaf.target is not REDUCE_GRAD for leaf in leaves):
+    if any(leaf.target is not REDUCE_GRAD or len(leaf.users) != 1 for leaf in leaves):
         return
     for leaf in leaves:
         terms.setdefault(_key(leaf.args[1:]), []).append(leaf)
@@ -73,4 +73,4 @@ def _merge_terms(root: Node) -> None:
         total = reduced if total is None else run(ADD, total, reduced)
     assert total is not None
     root.replace_all_uses_with(total)
-    root.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    erase_unused(root, ADD, REDUCE_GRAD)

@@ -4,29 +4,33 @@ Before:
 
     %r1 = reduce_scatter(%rows1)
     %g1 = div(wait(%r1), world)
-    ... compute ...
+    mark_grads_(%g1, %flat1, offsets1)
+    ... compute with %x ...
     %r0 = reduce_scatter(%rows0)
     %g0 = div(wait(%r0), world)
+    mark_grads_(%g0, %flat0, offsets0)
 
 After, with reduces_in_flight=1:
 
     %r1 = reduce_scatter(%rows1)
-    ... compute ...
+    ... compute with %x ...
     %g1 = div(wait(%r1), world)
+    mark_grads_(%g1, %flat1, offsets1)
     %r0 = reduce_scatter(%rows0)
     %g0 = div(wait(%r0), world)
+    mark_grads_(%g0, %flat0, offsets0)
 
 Requires: a lowered graph.
 Ensures: what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th, or at the
     end of the graph. With HSDP the all-reduce starts there, and is awaited as much later again.
-Leaves alone: a reduction whose result the computation itself uses.
+Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import downstream, move_before, order, output
+from compiled_fsdp.graph import downstream, move_before, output
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
@@ -59,10 +63,8 @@ def decide(regions: list[Region], stage: int, in_flight: int, end: Node) -> list
 
 
 def _sink(wait: Node, anchor: Node) -> None:
-    """Move the wait and all that depends on it down to the anchor, if only the result and its bookkeeping do."""
-    position = order(wait.graph)
-    moved = {wait, *downstream(wait)}
-    moved = {n for n in moved if n.op != "output" and position[n] < position[anchor]}
-    if anchor in downstream(wait) and anchor.op != "output":
+    """Move the wait, and what of all that depends on it stands above the anchor, down to the anchor."""
+    after = downstream(wait)
+    if anchor in after and anchor.op != "output":
         return
-    move_before(sorted(moved, key=lambda n: position[n]), anchor)
+    move_before(sorted(n for n in (wait, *after) if n.op != "output" and n < anchor), anchor)

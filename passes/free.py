@@ -2,13 +2,13 @@
 
 Before:
 
-    %v = wait(%a)
+    %v = wait(all_gather(%flat))
     %w = view(%v, shape)
     %y = mm(%x, %w)
 
 After:
 
-    %v = wait(%a)
+    %v = wait(all_gather(%flat))
     %w = view(%v, shape)
     %y = mm(%x, %w)
     free(%v)

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import Builder, find, sum_root, value
 from compiled_fsdp.meta import CommTag
@@ -72,4 +74,6 @@ def _lower_reduce(node: Node, region: int) -> Node:
     run = Builder(node, node, CommTag("reduce", region, (spec,)))
     numel, dtype = flat_value.numel(), flat_value.dtype
     result: Node = comm.reduce_grad(run, grad, grad_value.dtype, numel, dtype, spec)
+    if value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata:  # one rank: nothing made a copy
+        result = run(torch.ops.aten.clone.default, result)
     return result

@@ -7,16 +7,18 @@ Before:
     %w = unshard(%flat, "w", reshard="slice")
     %t = permute(%w)
     %y = mm(%x, %t)                                  # forward
-    %dx = mm(%dy, permute(%t))                       # backward
+    %u = permute(%t)                                 # backward
+    %dx = mm(%tangents_1, %u)
 
 After ("gather" and "keep" change no node, only tags):
 
     %w = unshard(%flat, "w", reshard="slice")
+    %s = keep_slice(%w, "w")                         # save
     %t = permute(%w)
     %y = mm(%x, %t)
-    %s = keep_slice(%w, "w")                         # save
-    %w2 = unshard_slice(%s, "w")                     # backward only, never saved
-    %dx = mm(%dy, permute(permute(%w2)))
+    %u = permute(%t)                                 # unused now
+    %w2 = unshard_slice(%s, "w")                     # from here backward only, never saved
+    %dx = mm(%tangents_1, permute(permute(%w2)))
 
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
     saving any one of them would keep gathered bytes alive.
@@ -42,7 +44,7 @@ from compiled_fsdp.spec import ParamSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule, Node
 
     from compiled_fsdp.plan import Plan
 
@@ -69,19 +71,22 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         meta.save(node)
     for node in by_class["slice"]:
         _keep_slice(node, backward)
-    for node in _from_weights(gm.graph, by_class["gather"] + by_class["slice"], backward):
+    for node in _from_weights(by_class["gather"] + by_class["slice"], backward):
         meta.recompute(node)
     return gm
 
 
-def _from_weights(graph: Graph, unshards: list[Node], backward: set[Node]) -> list[Node]:
+def _from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
     """The unshards and what forward computes cheaply from them alone, in graph order."""
     found = dict.fromkeys(unshards)
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if inputs and node not in backward and _is_cheap(node) and all(n in found for n in inputs):
-            found[node] = None
-    return list(found)
+    stack = list(found)
+    while stack:
+        for node in stack.pop().users:
+            inputs = node.all_input_nodes
+            if node not in found and node not in backward and _is_cheap(node) and all(n in found for n in inputs):
+                found[node] = None
+                stack.append(node)
+    return sorted(found)
 
 
 def _is_cheap(node: Node) -> bool:
@@ -96,14 +101,14 @@ def _is_cheap(node: Node) -> bool:
 def _keep_slice(unshard: Node, backward: set[Node]) -> None:
     """Make backward read a second gather, through copies of the views that forward made."""
     graph = unshard.graph
-    chain = [n for n in _from_weights(graph, [unshard], backward)]
-    outside = {node: [u for u in node.users if u in backward] for node in chain}
+    chain = _from_weights([unshard], backward)
+    outside = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
     if not any(outside.values()):
         return
     args = unshard.args[1:]
     kept = Builder(unshard.next, unshard)(KEEP_SLICE, unshard, *args)
     meta.save(kept)
-    first_use = next(n for n in graph.nodes if any(n in users for users in outside.values()))
+    first_use = min(user for users in outside.values() for user in users)
     run = Builder(first_use, first_use)
     copies = {unshard: run(UNSHARD_SLICE, kept, *args)}
     for node in chain[1:]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, order, output, starts
-from compiled_fsdp.meta import get_tag
+from compiled_fsdp.meta import get_tag, saved_for_backward
 from compiled_fsdp.ops import FREE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.regions import find_regions
 
@@ -53,11 +53,11 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once in a graph."""
-    seen: dict[tuple[Node, int], Node] = {}
+    """Every parameter is gathered at most once over a group in a graph."""
+    seen: dict[tuple[str, str, str], Node] = {}
     for region in find_regions(gm.graph, "gather"):
-        for spec in region.tag.specs if len(region.sources) == 1 else ():
-            before = seen.setdefault((region.source, spec.offset), region.nodes[0])
+        for spec in region.tag.specs:
+            before = seen.setdefault((spec.unit, spec.fqn, spec.group), region.nodes[0])
             if before is not region.nodes[0]:
                 yield region.nodes[0], f"{spec.fqn} is gathered here and at %{before.name}"
 
@@ -82,17 +82,17 @@ def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
-    """No graph returns storage of a parameter that is to be dropped after forward."""
-    returned = set(output(gm.graph).all_input_nodes)
+    """No graph saves storage of a parameter that is to be dropped after forward; what the user returns is the user's."""
+    saved = set(saved_for_backward(output(gm.graph)))
     for wait in find(gm.graph, WAIT):
         tag = get_tag(wait)
         if tag is None or tag.kind != "gather" or wait.all_input_nodes[0].target is not ALL_GATHER:
             continue
         kept = [s.fqn for s in tag.specs if s.reshard == "keep"]
         for alias in aliases(wait):
-            if alias in returned and not kept:
+            if alias in saved and not kept:
                 names = [s.fqn for s in tag.specs]
-                yield alias, f"%{alias.name} is returned and shares storage with the gathered {names}"
+                yield alias, f"%{alias.name} is saved for backward and shares storage with the gathered {names}"
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:

@@ -1,0 +1,249 @@
+"""`bucket_all_gather`: one all-gather a unit, no copy on the way in, one copy a parameter on the way out."""
+
+import torch
+from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
+from compiled_fsdp.passes.lower import lower
+from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
+from torch.fx import GraphModule
+
+from compiled_fsdp.dump import show
+from compiled_fsdp.passes import bucket_all_gather as module
+from compiled_fsdp.spec import ParamSpec
+
+
+def gathers(*specs: ParamSpec, flat_numel: int = 0) -> GraphModule:
+    """Gather each parameter of one flat buffer and compute with it before the next."""
+    hand = Hand()
+    flat = hand.input("flat", flat_numel or numel(list(specs)))
+    return lower(hand.returns(*(hand.compute(hand.unshard(flat, s)) for s in specs)), PLAN)
+
+
+class TestBucketAllGather(GraphTest):
+    def test_docstring(self):
+        hand = Hand()
+        flat = hand.input("flat", 5)
+        gm = lower(hand.returns(*(hand.unshard(flat, s) for s in unit("u", {"a": (4, 2), "b": (2,)}))), PLAN)
+        self.assertDocumented(module, "Before", gm)
+        self.assertDocumented(module, "After", bucket_all_gather(gm, PLAN))
+
+    def test_two_parameters(self):
+        """Each is copied out where it was gathered."""
+        gm = gathers(*unit("u", {"a": (4, 2), "b": (2,)}))
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[5]
+%all_gather_into_tensor_default_2: f32[10] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+%wait_tensor_default_2: f32[10] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_2: f32[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
+%clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
+%neg_default: f32[4,2] = neg(%view_default_3)
+%slice_tensor_3: f32[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%clone_default_1: f32[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: f32[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_4)
+return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_order_of_the_buffer_not_of_use(self):
+        a, b = unit("u", {"a": (4, 2), "b": (2,)})
+        gm = gathers(b, a, flat_numel=5)
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[5]
+%all_gather_into_tensor_default_2: f32[10] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+%wait_tensor_default_2: f32[10] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_3: f32[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%clone_default_1: f32[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: f32[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default: f32[2] = neg(%view_default_4)
+%slice_tensor_2: f32[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
+%clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
+%neg_default_1: f32[4,2] = neg(%view_default_3)
+return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_rows_that_do_not_divide(self):
+        gm = gathers(*unit("u", {"a": (3, 2), "b": (5,)}))
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[7]
+%all_gather_into_tensor_default_2: f32[14] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+%wait_tensor_default_2: f32[14] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: f32[2,7] = view(%wait_tensor_default_2, [2, 7])  # u: gather
+%slice_tensor_4: f32[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
+%clone_default: f32[2,4] = clone(%slice_tensor_4, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
+%slice_tensor_5: f32[3,2] = slice(%view_default_3, 0, 0, 3)  # u: gather
+%neg_default: f32[3,2] = neg(%slice_tensor_5)
+%slice_tensor_6: f32[2,3] = slice(%view_default_2, 1, 4, 7)  # u: gather
+%clone_default_1: f32[2,3] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: f32[6] = view(%clone_default_1, [6])  # u: gather
+%slice_tensor_7: f32[5] = slice(%view_default_4, 0, 0, 5)  # u: gather
+%neg_default_1: f32[5] = neg(%slice_tensor_7)
+return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_subset_with_a_gap(self):
+        """Backward reads the first and the last two of four: two slices, joined by a cat."""
+        a, _, c, d = unit("u", {"a": (4,), "b": (4,), "c": (4,), "d": (2,)})
+        self.assertGraph(
+            bucket_all_gather(gathers(a, c, d, flat_numel=7), PLAN),
+            """\
+%flat: f32[7]
+%slice_tensor_3: f32[2] = slice(%flat, 0, 0, 2)  # u: gather
+%slice_tensor_4: f32[3] = slice(%flat, 0, 4, 7)  # u: gather
+%cat_default: f32[5] = cat([%slice_tensor_3, %slice_tensor_4])  # u: gather
+%all_gather_into_tensor_default_3: f32[10] = all_gather_into_tensor(%cat_default, 2, 'shard')  # u: gather
+%wait_tensor_default_3: f32[10] = wait_tensor(%all_gather_into_tensor_default_3)  # u: gather
+%view_default_3: f32[2,5] = view(%wait_tensor_default_3, [2, 5])  # u: gather
+%slice_tensor_5: f32[2,2] = slice(%view_default_3, 1, 0, 2)  # u: gather
+%clone_default: f32[2,2] = clone(%slice_tensor_5, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: f32[4] = view(%clone_default, [4])  # u: gather
+%neg_default: f32[4] = neg(%view_default_4)
+%slice_tensor_6: f32[2,2] = slice(%view_default_3, 1, 2, 4)  # u: gather
+%clone_default_1: f32[2,2] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # u: gather
+%view_default_5: f32[4] = view(%clone_default_1, [4])  # u: gather
+%neg_default_1: f32[4] = neg(%view_default_5)
+%slice_tensor_7: f32[2,1] = slice(%view_default_3, 1, 4, 5)  # u: gather
+%clone_default_2: f32[2,1] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # u: gather
+%view_default_6: f32[2] = view(%clone_default_2, [2])  # u: gather
+%neg_default_2: f32[2] = neg(%view_default_6)
+return [%neg_default, %neg_default_1, %neg_default_2]""",
+        )
+
+    def test_mixed_precision_casts_once(self):
+        gm = gathers(*unit("u", {"a": (4, 2), "b": (2,)}, dtype=torch.bfloat16))
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[5]
+%convert_element_type_default_2: bf16[5] = convert_element_type(%flat, bf16)  # u: gather
+%all_gather_into_tensor_default_2: bf16[10] = all_gather_into_tensor(%convert_element_type_default_2, 2, 'shard')  # u: gather
+%wait_tensor_default_2: bf16[10] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: bf16[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_2: bf16[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
+%clone_default: bf16[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: bf16[4,2] = view(%clone_default, [4, 2])  # u: gather
+%neg_default: bf16[4,2] = neg(%view_default_3)
+%slice_tensor_3: bf16[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%clone_default_1: bf16[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: bf16[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_1: bf16[2] = neg(%view_default_4)
+return [%neg_default, %neg_default_1]""",  # noqa: E501
+        )
+
+    def test_two_flat_buffers(self):
+        """Trainable and frozen parameters of a unit, or fp32 and bf16 ones with one compute dtype, travel together."""
+        a, b = unit("u", {"a": (4, 2), "b": (2,)}, dtype=torch.bfloat16)
+        (c,) = unit("u", {"c": (4,)}, dtype=torch.bfloat16)
+        hand = Hand()
+        trained, frozen = hand.input("trained", 5), hand.input("frozen", 2, dtype=torch.bfloat16)
+        pairs = ((trained, a), (frozen, c), (trained, b))
+        gm = lower(hand.returns(*(hand.compute(hand.unshard(f, s)) for f, s in pairs)), PLAN)
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%trained: f32[5]
+%frozen: bf16[2]
+%convert_element_type_default_2: bf16[5] = convert_element_type(%trained, bf16)  # u: gather
+%cat_default: bf16[7] = cat([%convert_element_type_default_2, %frozen])  # u: gather
+%all_gather_into_tensor_default_3: bf16[14] = all_gather_into_tensor(%cat_default, 2, 'shard')  # u: gather
+%wait_tensor_default_3: bf16[14] = wait_tensor(%all_gather_into_tensor_default_3)  # u: gather
+%view_default_3: bf16[2,7] = view(%wait_tensor_default_3, [2, 7])  # u: gather
+%slice_tensor_2: bf16[2,4] = slice(%view_default_3, 1, 0, 4)  # u: gather
+%clone_default: bf16[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: bf16[4,2] = view(%clone_default, [4, 2])  # u: gather
+%neg_default: bf16[4,2] = neg(%view_default_4)
+%slice_tensor_4: bf16[2,2] = slice(%view_default_3, 1, 5, 7)  # u: gather
+%clone_default_2: bf16[2,2] = clone(%slice_tensor_4, memory_format=torch.contiguous_format)  # u: gather
+%view_default_6: bf16[4] = view(%clone_default_2, [4])  # u: gather
+%neg_default_1: bf16[4] = neg(%view_default_6)
+%slice_tensor_3: bf16[2,1] = slice(%view_default_3, 1, 4, 5)  # u: gather
+%clone_default_1: bf16[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
+%view_default_5: bf16[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_2: bf16[2] = neg(%view_default_5)
+return [%neg_default, %neg_default_1, %neg_default_2]""",
+        )
+
+    def test_slices(self):
+        """The second gather of int reshard: the slices are separate values and are joined first."""
+        specs = unit("u", {"a": (4, 2), "b": (3,)}, world=4, reshard="slice", post_size=2, post_group="post")
+        hand = Hand()
+        kept = [hand.input(s.fqn, s.over_post_group().shard_numel) for s in specs]
+        pairs = zip(kept, specs, strict=True)
+        gm = lower(hand.returns(*(hand.compute(hand.unshard_slice(k, s)) for k, s in pairs)), PLAN)
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%a: f32[4]
+%b: f32[2]
+%cat_default: f32[6] = cat([%a, %b])  # u: gather
+%all_gather_into_tensor_default_2: f32[12] = all_gather_into_tensor(%cat_default, 2, 'post')  # u: gather
+%wait_tensor_default_2: f32[12] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: f32[2,6] = view(%wait_tensor_default_2, [2, 6])  # u: gather
+%slice_tensor_1: f32[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
+%clone_default: f32[2,4] = clone(%slice_tensor_1, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
+%neg_default: f32[4,2] = neg(%view_default_3)
+%slice_tensor_2: f32[2,2] = slice(%view_default_2, 1, 4, 6)  # u: gather
+%clone_default_1: f32[2,2] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
+%view_default_4: f32[4] = view(%clone_default_1, [4])  # u: gather
+%slice_tensor_3: f32[3] = slice(%view_default_4, 0, 0, 3)  # u: gather
+%neg_default_1: f32[3] = neg(%slice_tensor_3)
+return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_one_rank(self):
+        """Nothing is gathered, and nothing needs a copy."""
+        gm = gathers(*unit("u", {"a": (4, 2), "b": (2,)}, world=1))
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[10]
+%view_default_2: f32[1,10] = view(%flat, [1, 10])  # u: gather
+%slice_tensor_2: f32[1,8] = slice(%view_default_2, 1, 0, 8)  # u: gather
+%view_default_3: f32[4,2] = view(%slice_tensor_2, [4, 2])  # u: gather
+%neg_default: f32[4,2] = neg(%view_default_3)
+%slice_tensor_3: f32[1,2] = slice(%view_default_2, 1, 8, 10)  # u: gather
+%view_default_4: f32[2] = view(%slice_tensor_3, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_4)
+return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_near_miss_one_parameter(self):
+        a, _ = unit("u", {"a": (4, 2), "b": (2,)})
+        self.assertUnchanged(bucket_all_gather, gathers(a, flat_numel=5))
+
+    def test_near_miss_units_dtypes_groups(self):
+        """Parameters of two units, of two compute dtypes, or on two groups do not share a bucket."""
+        (a,) = unit("u", {"a": (4, 2)})
+        others = (
+            unit("v", {"a": (4, 2)}),
+            unit("u", {"a": (4, 2)}, dtype=torch.bfloat16),
+            unit("u", {"a": (4, 2)}, group="g"),
+        )
+        for (b,) in others:
+            hand = Hand()
+            one, two = hand.input("one", 4), hand.input("two", 4)
+            gm = lower(hand.returns(hand.unshard(one, a), hand.unshard(two, b)), PLAN)
+            self.assertUnchanged(bucket_all_gather, gm)
+
+    def test_leaves_reductions_alone(self):
+        a, b = unit("u", {"a": (4, 2), "b": (2,)})
+        hand = Hand()
+        flat, da, db = hand.input("flat", 5), hand.input("da", 4, 2), hand.input("db", 2)
+        gm = lower(hand.returns(hand.add(hand.reduce_grad(da, flat, a), hand.reduce_grad(db, flat, b))), PLAN)
+        self.assertUnchanged(bucket_all_gather, gm)
+
+    def test_idempotent(self):
+        gm = bucket_all_gather(gathers(*unit("u", {"a": (3, 2), "b": (5,), "c": (2,)})), PLAN)
+        once = show(gm.graph)
+        self.assertEqual(show(bucket_all_gather(gm, PLAN).graph), once)
+        self.assertEqual(ops(gm.graph).count("all_gather_into_tensor"), 1)
