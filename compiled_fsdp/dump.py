@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from . import meta
 from .collectives import WAIT
-from .graph import placeholders, starts
+from .graph import is_backward, starts
 from .ops import FREE, KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .regions import find_regions
 from .spec import ParamSpec
@@ -186,4 +186,4 @@ class Dump:
 
 def kind_of(graph: Graph) -> str:
     """Forward or backward, by the inputs."""
-    return "backward" if any(n.name.startswith("tangents") for n in placeholders(graph)) else "forward"
+    return "backward" if is_backward(graph) else "forward"

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS, WAIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.fx import Graph, Node
@@ -167,6 +168,34 @@ def downstream(node: Node) -> set[Node]:
                 found.add(user)
                 stack.append(user)
     return found
+
+
+def is_backward(graph: Graph) -> bool:
+    """Whether this is the backward half of a training graph, by its inputs."""
+    return any(n.name.startswith("tangents") for n in placeholders(graph))
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether the node is heavy computation: torch's FLOP counter has a formula for it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return node.op == "call_function" and packet in flop_registry
+
+
+def point(marks: Sequence[Node], position: float, end: Node) -> Node:
+    """The node at a fractional position: 1.5 lies halfway, counted in matmuls, from marks[1] to marks[2] (or `end`)."""
+    index = int(position)
+    if index >= len(marks):
+        return end
+    if index == position:
+        return marks[index]
+    upper = marks[index + 1] if index + 1 < len(marks) else end
+    heavy = []
+    node = marks[index].next
+    while node is not upper and node.op != "root":
+        if is_matmul(node):
+            heavy.append(node)
+        node = node.next
+    return heavy[int((position - index) * len(heavy))] if heavy else upper
 
 
 def move_before(nodes: Iterable[Node], anchor: Node) -> None:

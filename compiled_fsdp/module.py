@@ -213,6 +213,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
     for module in names:
         module.register_state_dict_pre_hook(_reshard_first(state))
         module.register_load_state_dict_pre_hook(_reshard_first(state))
+        module.register_load_state_dict_post_hook(_adopt_loaded(state))
     for module in managed:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -246,6 +247,15 @@ def _reshard_first(state: State) -> Callable[..., None]:
 
     def hook(*_: object) -> None:
         state.runtime.reshard()
+
+    return hook
+
+
+def _adopt_loaded(state: State) -> Callable[..., None]:
+    """A hook after `load_state_dict`: with `assign=True` it replaced the parameters."""
+
+    def hook(*_: object) -> None:
+        state.unit.adopt_replaced()
 
     return hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,20 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The first schedule: fixed counts.
+    """The first schedule: fixed distances, in units (buckets). A fraction means that share of a unit's matmuls.
 
-    prefetch: how many buckets ahead of its first use an all-gather starts; 0 starts it where it is needed.
-    reduces_in_flight: how many reductions may be under way before the oldest is awaited; 0 awaits each at once.
+    prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it is needed.
+    backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
+    reduces_in_flight: for how long a reduction is under way before it is awaited; 0 awaits it at once, 0.5 halfway through
+        the next unit's backward, 2 when the second reduction after it is about to start.
     """
 
-    prefetch: int = 1
-    reduces_in_flight: int = 1
+    prefetch: float = 2
+    backward_prefetch: float = 0.5
+    reduces_in_flight: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "reduces_in_flight"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ValueError(f"Plan: {name}={count!r}; should be an int of at least 0 (number of buckets)")
+        for name in ("prefetch", "backward_prefetch", "reduces_in_flight"):
+            distance = getattr(self, name)
+            if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
+                raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0")
 
 
 _current = Plan()
@@ -43,7 +47,7 @@ def set_plan(plan: Plan) -> None:
 
 
 @contextmanager
-def planned(**changes: int) -> Iterator[Plan]:
+def planned(**changes: float) -> Iterator[Plan]:
     """Change fields of the plan for graphs compiled inside; the backward compiles at the first `.backward()`."""
     before = current_plan()
     set_plan(replace(before, **changes))

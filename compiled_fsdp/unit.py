@@ -235,6 +235,36 @@ class Unit:
             self.reshard = is_nested
         self.publish()
 
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were assigned to the modules, as `load_state_dict(assign=True)` does.
+
+        Raises:
+            TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the old one.
+        """
+        has_new = False
+        for param in self.params:
+            module, name = param.owners[0]
+            new = module._parameters[name]
+            if new is None or new is param.sharded or new is param.unsharded:
+                continue
+            old = param.sharded
+            if not isinstance(new, DTensor) or (new._spec.mesh, new.placements, new.shape) != (
+                old.device_mesh,  # type: ignore[attr-defined]
+                old.placements,  # type: ignore[attr-defined]
+                old.shape,
+            ):
+                raise TypeError(
+                    f"load_state_dict: parameter {param.fqn} was assigned a {type(new.data).__name__} of shape {tuple(new.shape)}; "
+                    f"its unit needs a DTensor placed as {old.placements}, shape {tuple(old.shape)}. "  # type: ignore[attr-defined]
+                    "Use distribute_tensor, or torch.distributed.checkpoint.state_dict.set_model_state_dict"
+                )
+            param.sharded, has_new = new, True
+            param.register(new)
+        if has_new:
+            for flat in self.flats:
+                flat.refresh()
+            self.publish()
+
     def set_reshard(self, value: bool) -> None:
         """Choose whether the parameters are dropped after forward."""
         self.reshard, self.is_auto_reshard = value, False

@@ -1,4 +1,4 @@
-"""Await each reduction late, so that backward computes on while it is under way; at most `plan.reduces_in_flight` at once.
+"""Await each reduction `plan.reduces_in_flight` units late, so that backward computes on while it is under way.
 
 Before:
 
@@ -21,8 +21,9 @@ After, with reduces_in_flight=1:
     mark_grads_(%g0, %flat0, offsets0)
 
 Requires: a lowered graph.
-Ensures: what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th, or at the
-    end of the graph. With HSDP the all-reduce starts there, and is awaited as much later again.
+Ensures: what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th (or, for
+    a fraction, before a matmul that share of the way to it), or at the end of the graph. With HSDP the all-reduce starts
+    there, and is awaited as much later again.
 Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
 """
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import downstream, move_before, output
+from compiled_fsdp.graph import downstream, move_before, output, point
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
@@ -51,15 +52,14 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def decide(regions: list[Region], stage: int, in_flight: int, end: Node) -> list[tuple[Node, Node]]:
+def decide(regions: list[Region], stage: int, distance: float, end: Node) -> list[tuple[Node, Node]]:
     """Pairs (wait, the node it goes before), for the stage-th wait of each reduction."""
-    pairs = []
-    for i, region in enumerate(regions):
-        if stage < len(region.waits):
-            later = i + in_flight * (stage + 1)
-            anchor = regions[later].starts[0] if later < len(regions) else end
-            pairs.append((region.waits[stage], anchor))
-    return pairs
+    starts = [region.starts[0] for region in regions]
+    return [
+        (region.waits[stage], point(starts, i + distance * (stage + 1), end))
+        for i, region in enumerate(regions)
+        if stage < len(region.waits)
+    ]
 
 
 def _sink(wait: Node, anchor: Node) -> None:

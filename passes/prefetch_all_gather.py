@@ -1,4 +1,4 @@
-"""Start each all-gather `plan.prefetch` buckets before the one it is needed for.
+"""Start each all-gather ahead of its use: `plan.prefetch` units in forward, `plan.backward_prefetch` in backward.
 
 Before:
 
@@ -17,8 +17,8 @@ After, with prefetch=1:
     %w1 = view(wait(%a1), shape1)
 
 Requires: a lowered graph.
-Ensures: the n-th all-gather, with what prepares its input, stands before the wait of the (n - prefetch)-th; the order of
-    all-gathers is unchanged.
+Ensures: the n-th all-gather, with what prepares its input, stands before the wait of the (n - prefetch)-th, or, for a
+    fraction, before a matmul that share of the way to the next wait; the order of all-gathers is unchanged.
 Leaves alone: an all-gather of a value that is computed later than that wait.
 """
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import move_before
+from compiled_fsdp.graph import is_backward, move_before, point
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = [r for r in find_regions(gm.graph, "gather") if r.starts]
-    for region, anchor in decide(regions, plan.prefetch):
+    distance = plan.backward_prefetch if is_backward(gm.graph) else plan.prefetch
+    for region, anchor in decide(regions, distance):
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
         if all(n.op == "placeholder" or n < anchor for n in region.sources):
@@ -46,6 +47,7 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def decide(regions: list[Region], prefetch: int) -> list[tuple[Region, Node]]:
-    """Pairs (all-gather, the wait that it starts before), in order."""
-    return [(region, regions[max(0, i - prefetch)].waits[0]) for i, region in enumerate(regions)]
+def decide(regions: list[Region], distance: float) -> list[tuple[Region, Node]]:
+    """Pairs (all-gather, the node that it starts before), in order."""
+    waits = [region.waits[0] for region in regions]
+    return [(region, point(waits, max(0, i - distance), waits[i])) for i, region in enumerate(regions)]

@@ -10,6 +10,7 @@ Leaves alone: everything.
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.collectives import ALL_GATHER, WAIT
@@ -109,7 +110,7 @@ def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
     """No more reductions are under way at once than the plan allows."""
     first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts}
     first_starts = {r.starts[0] for r in first_waits.values()}
-    limit = max(1, plan.reduces_in_flight)
+    limit = max(1, ceil(plan.reduces_in_flight))
     under_way = 0
     for node in gm.graph.nodes:
         under_way += (node in first_starts) - (node in first_waits)

@@ -178,6 +178,30 @@ return [%neg_default, %div_tensor_1]""",
         second = hand.reduce_grad(scaled, two, *unit("v", {"w": (4,)}))
         self.assertUnchanged(delay_wait, lower(hand.returns(other, first, second), PLAN), PLAN)
 
+    def test_fractions(self):
+        """Half a unit late is halfway through the matmuls before the next reduction; the last waits at the same share."""
+        found = {}
+        for late in (0.5, 1, 1.5, 5):
+            hand = Hand()
+            x, results = hand.input("x", 2, 2), []
+            for i in range(3):
+                for _ in range(4):
+                    x = hand(aten.mm.default, x, x)
+                results.append(hand.reduce_grad(x, hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)})))
+            for _ in range(4):
+                x = hand(aten.mm.default, x, x)
+            gm = delay_wait(lower(hand.returns(x, *results), PLAN), Plan(reduces_in_flight=late))
+            letters = {"reduce_scatter_tensor": "S", "wait_tensor": "W", "mm": "m"}
+            found[late] = "".join(letters.get(op, "") for op in ops(gm.graph))
+        self.assertExpectedInline(
+            "\n".join(f"{n} {s}" for n, s in found.items()),
+            """\
+0.5 mmmmSmmWmmSmmWmmSmmWmm
+1 mmmmSmmmmWSmmmmWSmmmmW
+1.5 mmmmSmmmmSmmWmmSmmWmmW
+5 mmmmSmmmmSmmmmSmmmmWWW""",
+        )
+
     def test_near_miss_nothing_planned(self):
         self.assertUnchanged(delay_wait, reductions(3), Plan(reduces_in_flight=0))
 

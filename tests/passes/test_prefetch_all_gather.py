@@ -13,6 +13,8 @@ from compiled_fsdp.dump import show
 from compiled_fsdp.passes import prefetch_all_gather as module
 from compiled_fsdp.plan import Plan
 
+aten = torch.ops.aten
+
 
 def gathers(num_units: int, **changes: Any) -> GraphModule:
     """Units of one parameter; the flat buffer has another, so that a slice prepares each gather."""
@@ -23,10 +25,21 @@ def gathers(num_units: int, **changes: Any) -> GraphModule:
     return lower(hand.returns(*(hand.compute(hand.unshard(f, s)) for f, s in pairs)), PLAN)
 
 
+def with_matmuls(num_units: int, name: str = "x") -> GraphModule:
+    """Units of one parameter, each read by the first of four matmuls."""
+    hand = Hand()
+    x = hand.input(name, 2, 2)
+    for i in range(num_units):
+        x = hand(aten.mm.default, x, hand.unshard(hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)})))
+        for _ in range(3):
+            x = hand(aten.mm.default, x, x)
+    return lower(hand.returns(x), PLAN)
+
+
 def sequence(gm: GraphModule) -> str:
     """`S`tarts, `W`aits and computation `c`, in order."""
-    letters = {"all_gather_into_tensor": "S", "wait_tensor": "W", "neg": "c"}
-    return "".join(letters.get(op, """""") for op in ops(gm.graph))
+    letters = {"all_gather_into_tensor": "S", "wait_tensor": "W", "neg": "c", "mm": "m"}
+    return "".join(letters.get(op, "") for op in ops(gm.graph))
 
 
 class TestPrefetchAllGather(GraphTest):
@@ -76,6 +89,27 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 3 SSSSWcWcWcWc
 4 SSSSWcWcWcWc""",
         )
+
+    def test_fractions(self):
+        """Half a unit ahead is halfway through the matmuls of the unit before; without matmuls, not ahead at all."""
+        plans = (0.5, 0.75, 1, 1.5, 2.25)
+        found = {n: sequence(prefetch_all_gather(with_matmuls(3), Plan(prefetch=n))) for n in plans}
+        found["none"] = sequence(prefetch_all_gather(gathers(3), Plan(prefetch=0.5)))
+        self.assertExpectedInline(
+            "\n".join(f"{n} {s}" for n, s in found.items()),
+            """\
+0.5 SWmmSmmWmmSmmWmmmm
+0.75 SWmSmmmWmSmmmWmmmm
+1 SSWmmmmSWmmmmWmmmm
+1.5 SSWmmSmmWmmmmWmmmm
+2.25 SSSWmmmmWmmmmWmmmm
+none SWcSWcSWc""",
+        )
+
+    def test_backward_has_its_own_distance(self):
+        plan = Plan(prefetch=0, backward_prefetch=1)
+        self.assertEqual(sequence(prefetch_all_gather(with_matmuls(2), plan)), "SWmmmmSWmmmm")
+        self.assertEqual(sequence(prefetch_all_gather(with_matmuls(2, "tangents_1"), plan)), "SSWmmmmWmmmm")
 
     def test_bucket_of_two_flat_buffers(self):
         """Slices, casts and the cat move with the start; copies out stay."""
