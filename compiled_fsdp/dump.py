@@ -24,7 +24,7 @@ from .regions import find_regions
 from .spec import ParamSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -152,11 +152,11 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
 class Dump:
     """The files of one graph: `rank0/003_backward/02_bucket_all_gather.txt`, and `.diff` beside it."""
 
-    def __init__(self, gm: GraphModule, kind: str) -> None:
+    def __init__(self, gm: GraphModule, kind: str, held: Sequence[str] = ()) -> None:
         global _number
         root = folder()
         self.path: Path | None = None
-        self.held: list[str] = []
+        self.held = list(held)
         self.step = 0
         self.before: list[str] = []
         if root is not None:

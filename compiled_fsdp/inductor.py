@@ -53,11 +53,11 @@ def run_joint(gm: GraphModule) -> GraphModule:
 def run_half(gm: GraphModule) -> GraphModule:
     """Apply the passes for a forward, backward or inference graph, if it has anything of ours."""
     from .passes.base import run_pipeline
-    from .passes.pipeline import HALF
+    from .passes.pipeline import HALF, JOINT
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
-    writer = dump.Dump(gm, dump.kind_of(gm.graph))
+    writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
     return run_pipeline(gm, current_plan(), HALF, writer.after_pass)
 
 

@@ -69,9 +69,8 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         by_class[ParamSpec.of(node.args[1:]).reshard].append(node)
     for node in by_class["keep"]:
         meta.save(node)
-    for node in by_class["slice"]:
-        _keep_slice(node, backward)
-    for node in _from_weights(by_class["gather"] + by_class["slice"], backward):
+    _keep_slices(by_class["slice"], by_class["gather"], backward)
+    for node in _from_weights(by_class["gather"], backward):
         meta.recompute(node)
     return gm
 
@@ -98,29 +97,39 @@ def _is_cheap(node: Node) -> bool:
     return is_op and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
 
-def _keep_slice(unshard: Node, backward: set[Node]) -> None:
-    """Make backward read a second gather, through copies of the views that forward made."""
-    graph = unshard.graph
-    chain = _from_weights([unshard], backward)
-    outside = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
-    if not any(outside.values()):
-        return
-    args = unshard.args[1:]
-    kept = Builder(unshard.next, unshard)(KEEP_SLICE, unshard, *args)
-    meta.save(kept)
-    first_use = min(user for users in outside.values() for user in users)
-    run = Builder(first_use, first_use)
-    copies = {unshard: run(UNSHARD_SLICE, kept, *args)}
-    for node in chain[1:]:
-        copies[node] = run(_op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies))
+def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> None:
+    """Make backward read second gathers, through copies of what forward computed cheaply from the parameters.
+
+    The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the slices, the
+    smallest values between them and backward, are what it saves.
+    """
+    depends = set(sliced)
+    for node in _from_weights(sliced + gathered, backward):
+        if any(n in depends for n in node.all_input_nodes):
+            depends.add(node)
+    chain = sorted(depends)
+    uses = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
+    first_use: dict[Node, Node] = {}
+    for node in reversed(chain):
+        later = [first_use[user] for user in node.users if user in first_use]
+        if uses[node] or later:
+            first_use[node] = min([*uses[node], *later])
+    copies: dict[Node, Node] = {}
+    for node in chain:
+        if node not in first_use:
+            continue
+        run = Builder(first_use[node], first_use[node])
+        if node in sliced:
+            kept = Builder(node.next, node)(KEEP_SLICE, node, *node.args[1:])
+            meta.save(kept)
+            copies[node] = run(UNSHARD_SLICE, kept, *node.args[1:])
+        else:
+            copies[node] = run(_op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies))
+        meta.recompute(copies[node])
+        meta.in_backward(copies[node])
     for node, copy in copies.items():
-        meta.recompute(copy)
-        meta.in_backward(copy)
-        for user in outside[node]:
+        for user in uses[node]:
             user.replace_input_with(node, copy)
-    for node in reversed(chain[1:]):
-        if not copies[node].users:
-            graph.erase_node(copies[node])
 
 
 def _mapped(args: Any, copies: dict[Node, Node]) -> Any:

@@ -175,7 +175,7 @@ rank0/002_backward/07_verify.txt""",
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
                 """\
-# made by lower; holds: LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
+# made by lower; holds: DEDUPED, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
 %primals_1: f32[2,4]
 %primals_2: f32[10]
 %tangents_1: f32[2,4]

@@ -136,7 +136,7 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 %clone_default_1: bf16[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
 %view_default_4: bf16[2] = view(%clone_default_1, [2])  # u: gather
 %neg_default_1: bf16[2] = neg(%view_default_4)
-return [%neg_default, %neg_default_1]""",  # noqa: E501
+return [%neg_default, %neg_default_1]""",
         )
 
     def test_two_flat_buffers(self):

@@ -1,5 +1,7 @@
 """`reshard`: what backward gets from forward is said in tags that the partitioner obeys."""
 
+from dataclasses import replace
+
 import torch
 from compiled_fsdp.passes.reshard import reshard
 from passes_harness import PLAN, GraphTest, Hand, aten, getitem, unit
@@ -80,7 +82,7 @@ return [%mm_default, %mm_default_1]""",
         self.assertExpectedInline(
             tags(gm),
             """\
-recompute: unshard_default, permute_default, permute_default_1, unshard_slice_default, permute_default_2, permute_default_3
+recompute: unshard_slice_default, permute_default_2, permute_default_3
 save: keep_slice_default
 backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         )
@@ -117,7 +119,7 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         )
         self.assertExpectedInline(
             found,
-            """recompute: unshard_default, split_tensor, getitem, _unsafe_view_default, convert_element_type_default, mul_tensor""",  # noqa: E501
+            """recompute: unshard_default, split_tensor, getitem, _unsafe_view_default, convert_element_type_default, mul_tensor""",
         )
 
     def test_cat_of_two_weights(self):
@@ -127,6 +129,32 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         both = hand(aten.cat.default, [hand.unshard(flat, a), hand.unshard(flat, b)])
         found = tags(reshard(hand.returns(both, hand.add(dy, both)), PLAN))
         self.assertExpectedInline(found, """recompute: unshard_default, unshard_default_1, cat_default""")
+
+    def test_slices_of_fused_weights(self):
+        """Backward reads a value made of two weights: both are kept as slices, and joined again from the second gathers."""
+        a, b = (
+            replace(s, reshard="slice", post_size=2, post_group="post")
+            for s in unit("u", {"a": (4, 4), "b": (4, 4)}, world=4)
+        )
+        hand = Hand()
+        flat, dy = hand.input("flat", 8), hand.input("tangents_1", 8, 4)
+        both = hand(aten.cat.default, [hand.unshard(flat, a), hand.unshard(flat, b)])
+        self.assertGraph(
+            reshard(hand.returns(both, hand.add(dy, both)), PLAN),
+            """\
+%flat: f32[8]
+%tangents_1: f32[8,4]
+%unshard_default: f32[4,4] = unshard(%flat, 'a', reshard=slice)
+%keep_slice_default: f32[8] = keep_slice(%unshard_default, 'a', reshard=slice)
+%unshard_default_1: f32[4,4] = unshard(%flat, 'b', reshard=slice)
+%keep_slice_default_1: f32[8] = keep_slice(%unshard_default_1, 'b', reshard=slice)
+%cat_default: f32[8,4] = cat([%unshard_default, %unshard_default_1])
+%unshard_slice_default: f32[4,4] = unshard_slice(%keep_slice_default, 'a', reshard=slice)
+%unshard_slice_default_1: f32[4,4] = unshard_slice(%keep_slice_default_1, 'b', reshard=slice)
+%cat_default_1: f32[8,4] = cat([%unshard_slice_default, %unshard_slice_default_1])
+%add_tensor: f32[8,4] = add(%tangents_1, %cat_default_1)
+return [%cat_default, %add_tensor]""",
+        )
 
     def test_near_miss_not_cheap(self):
         """A product of weights is worth saving, or not: the partitioner's business."""
