@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_reshard
 from .module import FSDPModule, State, get_state, shard_classes
+from .torch_private import is_compiled
 from .unit import Original, Unit, taken
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     for entry in given:
         if not isinstance(entry, nn.Module):
             raise TypeError(f"fully_shard: expects nn.Module, got {type(entry).__name__}: {entry!r}")
+        if is_compiled(entry):
+            raise NotImplementedError(
+                "fully_shard: got the result of torch.compile; sharding a compiled module is "
+                "not supported yet. Shard first, then compile: torch.compile(fully_shard(model))"
+            )
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(

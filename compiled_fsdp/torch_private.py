@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -61,3 +62,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
+def is_compiled(module: object) -> bool:
+    """Whether this is what `torch.compile(module)` returns, not a module of the user's."""
+    return isinstance(module, OptimizedModule)
