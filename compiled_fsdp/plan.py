@@ -22,8 +22,8 @@ class Plan:
     """
 
     prefetch: float = 2
-    backward_prefetch: float = 0.5
-    reduces_in_flight: float = 0.5
+    backward_prefetch: float = 1
+    reduces_in_flight: float = 1
 
     def __post_init__(self) -> None:
         for name in ("prefetch", "backward_prefetch", "reduces_in_flight"):
