@@ -19,6 +19,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from .ops import UNSHARD
 from .runtime import Runtime, with_tensors
+from .spec import CONSTANTS
 from .torch_private import cast_floating
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
         if torch.compiler.is_dynamo_compiling():
             owner: Any = self
             handle = owner._fsdp_handles[name]
-            return UNSHARD(handle.flat, *handle.args)
+            return UNSHARD(handle.flat, *CONSTANTS[handle.key])
         return self._parameters[name]
 
     return read

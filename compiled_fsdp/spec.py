@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# Arguments of ops by their own text. Dynamo takes integers out of a global as constants; out of an object they would become
+# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them.
+CONSTANTS: dict[str, tuple[object, ...]] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How a gradient is reduced: `(sum or mean)(grad / pre_divide) / post_divide`, in `dtype`.
@@ -83,6 +88,12 @@ class ParamSpec:
     def args(self) -> tuple[object, ...]:
         """The values in schema order (a tuple: Dynamo reads it as constants)."""
         return tuple(getattr(self, f.name) for f in fields(self))
+
+    def as_constants(self) -> str:
+        """Enter the values into `CONSTANTS`, and return their key."""
+        key = repr(self)
+        CONSTANTS[key] = self.args()
+        return key
 
     @property
     def rows(self) -> int:

@@ -164,10 +164,10 @@ class Original:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a traced read of one parameter needs: the graph input, and the op's constants."""
+    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`."""
 
     flat: nn.Parameter
-    args: tuple[object, ...]
+    key: str
 
 
 class Unit:
@@ -304,7 +304,7 @@ class Unit:
         """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them."""
         for flat in self.flats:
             for param in flat.params:
-                handle = Handle(flat.data, self.spec(flat, param).args())
+                handle = Handle(flat.data, self.spec(flat, param).as_constants())
                 for module, name in param.owners:
                     module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
 

@@ -13,8 +13,8 @@ After:
     %y = mm(%x, %w)
     free(%v)
 
-The no-Inductor backend empties the storage there. Inductor frees by liveness at the same place, and gets the graph
-without these nodes.
+The no-Inductor backend drops its reference there, and with it the storage. Inductor frees by liveness at the same place, and
+gets the graph without these nodes.
 
 Requires: the final order of collectives.
 Ensures: each awaited all-gather and all-to-all has one `free` after the last use of it and of its views.

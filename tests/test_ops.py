@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,10 @@ class TestOps(unittest.TestCase):
             MARK_GRADS(torch.ones(4), torch.ones(4), [0])
 
     def test_free(self):
+        """The op itself keeps nothing and destroys nothing: the graph drops its reference with the call."""
         buffer = torch.ones(8)
-        FREE(buffer)
-        self.assertEqual(buffer.untyped_storage().size(), 0)
+        gone = weakref.ref(buffer)
+        self.assertIsNone(FREE(buffer))
+        self.assertEqual(buffer.sum(), 8)
+        del buffer
+        self.assertIsNone(gone())
