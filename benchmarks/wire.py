@@ -223,9 +223,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        len(results), squeeze=False, figsize=(8, 0.8 + 2.6 * len(results)), layout="constrained"
-    )
+    figure, axes = pyplot.subplots(len(results), squeeze=False, figsize=(8, 0.8 + 2.6 * len(results)), layout="constrained")
     for axis, result in zip(axes[:, 0], results, strict=True):
         medians = {name: statistics.median(v["times"]) for name, v in result["variants"].items()}
         wire, floor = medians.pop("raw_collectives", None), medians.get("local_compiled", 0.0)
@@ -248,9 +246,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", action="append", type=parse_rate, metavar="GBIT|none")
     parser.add_argument("--burst", type=parse_burst, metavar="KIB", help="token bucket of the wire")
     parser.add_argument("--size", choices=SIZES, default="30m")

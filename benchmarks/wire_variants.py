@@ -98,9 +98,7 @@ def build_raw_collectives(options: argparse.Namespace) -> Step:
         return work
 
     forward = [(gather, unit) for unit in range(len(units))]
-    backward = [
-        (issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)
-    ]
+    backward = [(issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)]
 
     def step(_index: int) -> None:
         works: list[dist.Work] = []

@@ -1,0 +1,38 @@
+"""Fixtures: worker pools of two and four processes, and a fake process group for what needs no communication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+from pool import Pool
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Pool]:
+    """Two ranks, started at first use."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Pool]:
+    """Four ranks, started at first use: two mesh axes, or int reshard."""
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    """This process is rank 0 of 2; collectives return at once and move nothing."""
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

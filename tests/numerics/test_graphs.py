@@ -1,0 +1,288 @@
+"""What the compiled graphs look like from outside: how many, how often compiled, what they communicate and what they keep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import Options, batch_of, make
+from models import loss_of
+from pool import Pool
+
+import compiled_fsdp.backend as backend_module
+from compiled_fsdp.collectives import ALL_GATHER, STARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.fx import Graph, Node
+
+GRAPH_MODELS = ("gpt", "llama", "llama_tied_unit", "moe", "conv")
+
+
+@contextmanager
+def captured() -> Iterator[list[Graph]]:
+    """The final graphs that backend="compiled_fsdp_eager" makes inside, in order of compilation."""
+    graphs: list[Graph] = []
+    original = backend_module.run_half
+
+    def run_half(gm: Any) -> Any:
+        result = original(gm)
+        graphs.append(result.graph)
+        return result
+
+    backend_module.run_half = run_half
+    try:
+        yield graphs
+    finally:
+        backend_module.run_half = original
+
+
+def step(model: Any, call: Any, optimizer: Any, name: str, number: int) -> float:
+    loss = loss_of(call(*batch_of(name, number)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def communications(run: Any) -> Counter[str]:
+    """What the process group did, whoever asked it: gathers, reductions (an all-reduce is counted by itself)."""
+    with torch.profiler.profile() as profiler:
+        run()
+    kinds = {
+        "gloo:all_gather": "gather",
+        "gloo:all_to_all": "reduce",
+        "gloo:reduce_scatter": "reduce",
+        "gloo:all_reduce": "all_reduce",
+    }
+    return Counter(kinds[e.name] for e in profiler.events() if e.name.startswith("gloo:"))
+
+
+# -- graphs and recompiles
+
+
+@pytest.mark.parametrize("model", GRAPH_MODELS)
+def test_one_forward_and_one_backward_graph_and_no_recompiles(two: Pool, model: str) -> None:
+    two.run(one_graph_each, model)
+
+
+def one_graph_each(name: str) -> None:
+    with captured() as halves:
+        model, call, graphs = make("compiled", Options(name))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, call, optimizer, name, 0)
+        step(model, call, optimizer, name, 1)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            losses = [step(model, call, optimizer, name, number) for number in range(2, 5)]
+    assert len(set(losses)) == 3
+    assert graphs == [1]
+    assert len(halves) == 2, "one forward and one backward"
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_two_models_of_one_class(two: Pool) -> None:
+    """Dynamo must not take what differs between them (sizes, offsets, ranks) for dynamic shapes."""
+    two.run(different_sizes)
+
+
+def different_sizes() -> None:
+    from compiled_fsdp import fully_shard
+
+    for width in (4, 6, 8, 11):
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(width, width + 1), torch.nn.Linear(width + 1, 3)))
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+        x = torch.randn(3, width)
+        loss_of(call(x)).backward()
+        compiled = [p.grad.to_local().clone() for p in model.parameters()]
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        assert all(torch.equal(a, p.grad.to_local()) for a, p in zip(compiled, model.parameters(), strict=True))
+
+
+def test_set_reshard_recompiles_once_and_changes_the_graph(two: Pool) -> None:
+    two.run(reshard_changes)
+
+
+def reshard_changes() -> None:
+    with captured() as halves:
+        model, call, graphs = make("compiled", Options("odd", reshard=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(4):
+            if number == 2:
+                model.set_reshard_after_forward(False)
+            step(model, call, optimizer, "odd", number)
+    assert graphs == [2]
+    gathers = [sum(n.target is ALL_GATHER for n in graph.nodes) for graph in halves]
+    # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the gradient of the input)
+    assert gathers == [4, 3, 4, 0]
+
+
+# -- collectives per step
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(
+    ("model", "num_units", "gradless"),
+    [
+        # Units whose weights backward does not need: the root's embedding; in `odd` the first layer (its input needs no
+        # gradient). The root of `gpt` holds only the embedding.
+        ("gpt", 4, {"root"}),
+        ("odd", 4, {"first"}),
+        ("list_units", 2, set()),
+        ("llama_tied_unit", 3, set()),
+    ],
+)
+def test_collectives_per_step(two: Pool, model: str, num_units: int, gradless: set[str], reshard: bool | None) -> None:
+    """Units times 2 gathers and 1 reduction, minus what is not gathered again."""
+    counts = two.run(count_step, model, reshard)
+    assert counts[0] == counts[1]
+    stock, eager, compiled = counts[0]
+    assert eager == {"gather": stock["gather"], "reduce": stock["reduce"] + stock["all_reduce"]}, (
+        eager,
+        stock,
+    )
+    has_root = model not in (
+        "list_units",
+        "llama_tied_unit",
+    )  # there every parameter is in a unit below the root
+    kept_root = reshard is None and has_root
+    again = 0 if reshard is False else num_units - len(gradless) - (kept_root and "root" not in gradless)
+    assert compiled == {"gather": num_units + again, "reduce": num_units}
+
+
+def count_step(name: str, reshard: bool | None) -> list[Counter[str]]:
+    counts = []
+    for kind in ("stock", "eager", "compiled"):
+        model, call, _ = make(kind, Options(name, reshard=reshard))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(2):
+            step(model, call, optimizer, name, number)
+        counts.append(communications(lambda: step(model, call, optimizer, name, 2)))  # noqa: B023
+    return counts
+
+
+def test_collectives_of_hsdp_and_int(four: Pool) -> None:
+    counts = four.run(count_meshes)
+    assert all(c == counts[0] for c in counts)
+    for eager, compiled in counts[0]:
+        assert eager["reduce"] == compiled["reduce"] == 4
+    (hsdp_eager, hsdp), (int_eager, ints) = counts[0]
+    assert hsdp_eager == {"gather": 4 + 3, "reduce": 4, "all_reduce": 4}
+    assert hsdp == {"gather": 4 + 3 - 1, "reduce": 4, "all_reduce": 4}
+    assert int_eager["gather"] == 4 + 4
+    assert ints["gather"] == 4 + 3
+
+
+def count_meshes() -> list[tuple[Counter[str], Counter[str]]]:
+    counts = []
+    for options in (Options("odd", mesh="hsdp"), Options("odd", reshard=2)):
+        pair = []
+        torch._dynamo.reset()
+        for kind in ("eager", "compiled"):
+            model, call, _ = make(kind, options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            step(model, call, optimizer, "odd", 0)
+            pair.append(communications(lambda: step(model, call, optimizer, "odd", 2)))  # noqa: B023
+        counts.append(tuple(pair))
+    return counts
+
+
+def test_evaluation_gathers_each_unit_once(two: Pool) -> None:
+    assert two.run(count_evaluation) == [Counter(gather=4)] * 2
+
+
+def count_evaluation() -> Counter[str]:
+    model, call, _ = make("compiled", Options("odd"))
+    model.eval()
+    with torch.no_grad():
+        call(*batch_of("odd", 0))
+        return communications(lambda: call(*batch_of("odd", 1)))
+
+
+# -- memory between forward and backward
+
+
+def saved_from_weights(graph: Graph) -> int:
+    """Bytes that forward hands to backward and that were computed from gathered parameters alone, views and copies included."""
+    derived: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is ALL_GATHER or (inputs and node.op == "call_function" and all(n in derived for n in inputs)):
+            derived.add(node)
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    saved = [n for n in output.all_input_nodes if n in derived]
+    return sum(n.meta["val"].numel() * n.meta["val"].itemsize for n in saved)
+
+
+@pytest.mark.parametrize("model", [*GRAPH_MODELS, "odd", "frozen", "read_twice", "called_twice"])
+def test_nothing_gathered_is_saved_for_backward(two: Pool, model: str) -> None:
+    full, nothing = two.run(saved_bytes, model)[0]
+    assert nothing == 0
+    assert full > 0, "with reshard False something is saved, so the count can see it"
+
+
+def saved_bytes(name: str) -> tuple[int, int]:
+    results = []
+    for reshard in (False, True):
+        with captured() as halves:
+            _, call, _ = make("compiled", Options(name, reshard=reshard))
+            loss_of(call(*batch_of(name, 0))).backward()
+        assert len(halves) == 2
+        assert any(n.target in STARTS for n in halves[0].nodes)
+        results.append(saved_from_weights(halves[0]))
+    return results[0], results[1]
+
+
+def test_int_reshard_saves_slices(four: Pool) -> None:
+    """An int of 2 keeps half of every padded parameter that backward needs: 1/2 of ceil(rows / 2) * 2 rows."""
+    slices, _ = four.run(saved_slices)[0]
+    layers = ((7, 5), (5, 3), (3, 1))  # the first layer's weight is not needed; biases neither
+    rows = [-(-out // 2) for _, out in layers]
+    assert slices == 4 * sum(r * width for r, (width, _) in zip(rows, layers, strict=True))
+
+
+def saved_slices() -> tuple[int, int]:
+    with captured() as halves:
+        _, call, _ = make("compiled", Options("odd", reshard=2))
+        loss_of(call(*batch_of("odd", 0))).backward()
+    return saved_from_weights(halves[0]), len(halves)
+
+
+def test_eager_frees_after_forward(two: Pool) -> None:
+    two.run(storages_after_forward)
+
+
+def storages_after_forward() -> None:
+    for reshard, is_kept in ((True, False), (False, True)):
+        model, _, _ = make("eager", Options("odd", reshard=reshard))
+        full = []
+        model.layers[0].register_forward_hook(lambda m, a, o, full=full: full.extend(m._parameters.values()), prepend=True)
+        loss = loss_of(model(*batch_of("odd", 0)))
+        assert all((p.untyped_storage().nbytes() > 0) == is_kept for p in full)
+        assert len(full) == 2
+        loss.backward()
+        assert all(p.untyped_storage().nbytes() == 0 for p in full)
+
+
+def test_dumps_tell_the_same(two: Pool, tmp_path: Any) -> None:
+    """The folder of `dumped_to` holds the last forward graph, and its provenance line counts what the graph has."""
+    two.run(dump_step, str(tmp_path))
+    forward = sorted(tmp_path.glob("rank0/*_forward/*.txt"))
+    assert forward
+    text = forward[-1].read_text()
+    assert "4 gathers, 0 reductions" in text.splitlines()[0]
+    backward = sorted(tmp_path.glob("rank0/*_backward/*.txt"))
+    assert "4 reductions" in backward[-1].read_text().splitlines()[0]
+
+
+def dump_step(folder: str) -> None:
+    from compiled_fsdp import dumped_to
+
+    with dumped_to(folder):
+        _, call, _ = make("compiled", Options("odd"))
+        loss_of(call(*batch_of("odd", 0))).backward()

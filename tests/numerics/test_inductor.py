@@ -1,0 +1,76 @@
+"""The default backend: the same numbers within rounding, our passes in its graphs, a user's own hook beside them.
+
+Inductor fuses operations, and a fused kernel keeps intermediate values in registers and contracts multiply-adds; so results differ
+in the last bits. With SGD these stay that small (AdamW would turn a zero gradient's rounding into a whole step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from harness import Options, batch_of, check_parity, make
+from models import loss_of
+from pool import Pool
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+
+from compiled_fsdp import inductor
+from compiled_fsdp.collectives import STARTS
+from compiled_fsdp.ops import REDUCE_GRAD, UNSHARD
+
+ROUNDING = (1e-4, 1e-5)
+SLOW = 400.0  # seconds: a C++ compiler runs
+
+
+def test_gpt(two: Pool) -> None:
+    options = Options("gpt", steps=3, optimizer="sgd")
+    two.run(check_parity, options, ("stock", "unsharded"), ("inductor",), *ROUNDING, timeout=SLOW)
+
+
+def test_odd_sizes_in_bf16(two: Pool) -> None:
+    policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = Options("odd", steps=3, optimizer="sgd", policies=(policy,))
+    # Inductor keeps fused bf16 chains in fp32, stock rounds each to 8 bits: relative 2^-8 per rounding, a few deep.
+    two.run(check_parity, options, ("stock",), ("inductor",), 0.03, 3e-3, timeout=SLOW)
+
+
+def test_users_hook_runs_too(two: Pool) -> None:
+    two.run(with_users_hook, timeout=SLOW)
+
+
+class Recorder(CustomGraphPass):
+    """A user's pass, set before `fully_shard`."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[Any]] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen.append({n.target for n in graph.nodes})
+
+    def uuid(self) -> None:
+        return None
+
+
+def with_users_hook() -> None:
+    before, after = Recorder(), Recorder()
+    original = inductor.run_half
+
+    def run_half(gm: Any) -> Any:
+        result = original(gm)
+        after(result.graph)
+        return result
+
+    with inductor_config.patch(post_grad_custom_post_pass=before, joint_custom_post_pass=None):
+        inductor.run_half = run_half
+        try:
+            _, call, _ = make("inductor", Options("one_unit"))
+            loss_of(call(*batch_of("one_unit", 0))).backward()
+        finally:
+            inductor.run_half = original
+    for recorder, has_ours, has_collectives in ((before, True, False), (after, False, True)):
+        assert len(recorder.seen) == 2, "forward and backward"
+        for targets in recorder.seen:
+            assert bool(targets & {UNSHARD, REDUCE_GRAD}) == has_ours
+            assert bool(targets & set(STARTS)) == has_collectives

@@ -1,0 +1,63 @@
+"""fp32, two ranks: bit for bit the same as stock FSDP2 and as the unsharded model, over ten AdamW steps.
+
+With two ranks a mean has one order of summation and halving is exact, so nothing may differ. Kernels are those of eager mode in
+every case compared here.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import Options, check_parity
+from pool import Pool
+
+MODELS = (
+    "gpt",
+    "llama",
+    "llama_tied_unit",
+    "moe",
+    "conv",
+    "odd",
+    "one_unit",
+    "frozen",
+    "unused",
+    "read_twice",
+    "list_units",
+    "halves",
+)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_model(two: Pool, model: str) -> None:
+    two.run(check_parity, Options(model))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("model", ["llama_tied_unit", "odd", "frozen", "list_units"])
+def test_reshard_after_forward(two: Pool, model: str, reshard: bool) -> None:
+    two.run(check_parity, Options(model, steps=4, reshard=reshard))
+
+
+def test_int_of_the_whole_group_is_true_and_of_one_is_false(two: Pool) -> None:
+    for reshard in (1, 2):
+        two.run(check_parity, Options("odd", steps=3, reshard=reshard), ("stock",))
+
+
+def test_unit_called_twice(two: Pool) -> None:
+    # Eager FSDP reduces after each call's backward and adds the results; a graph adds first and reduces once, as the unsharded
+    # model does. (a + b) / 2 + (c + d) / 2 is not (a + c + b + d) / 2 bit for bit.
+    options = Options("called_twice")
+    two.run(check_parity, options, ("stock",), ("eager",))
+    two.run(check_parity, options, ("unsharded",), ("compiled",))
+    two.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("model", ["llama", "odd", "frozen", "unused"])
+def test_ops_run_unlowered(two: Pool, model: str) -> None:
+    # aot_eager merges no unshards, so the two gradients of llama's tied weight are reduced one by one: another order of sums.
+    tolerance = (1e-4, 1e-5) if model == "llama" else (0.0, 0.0)
+    two.run(check_parity, Options(model, steps=4), ("unsharded",), ("aot_eager",), *tolerance)
+
+
+def test_ignored_parameters(two: Pool) -> None:
+    options = Options("odd", ignore=("layers.1.weight", "last.bias"))
+    two.run(check_parity, options)

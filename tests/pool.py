@@ -1,0 +1,174 @@
+"""A pool of worker processes, one per rank, that lives for a whole test session.
+
+`import torch` costs seconds, so the workers are spawned once and asked again and again. A worker that raises, or does not answer
+in time, costs its pool: all ranks' stacks and output are put into the failure, the processes are killed, and the next call gets
+new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+GRACE = 5.0  # seconds that the other ranks get once one has failed
+START = 120.0  # seconds for a pool to import torch and meet
+
+
+class WorkerError(AssertionError):
+    """A rank raised, died or hung; the text holds what every rank was doing."""
+
+
+class Pool:
+    """`world_size` processes in one gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder = Path()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """Call a module-level function on every rank; what each returned, by rank."""
+        if not self._processes:
+            self._start()
+        sizes = [self._log(rank).stat().st_size for rank in range(self.world_size)]
+        place = (fn.__module__, sys.modules[fn.__module__].__file__, fn.__qualname__)
+        for pipe in self._pipes:
+            pipe.send((*place, pickle.dumps(args)))
+        answers = self._collect(timeout)
+        if all(kind == "ok" for kind, _ in answers):
+            return [value for _, value in answers]
+        report = [f"{fn.__qualname__}{args} failed at world size {self.world_size}"]
+        for rank, (kind, value) in enumerate(answers):
+            report.append(f"--- rank {rank}: {kind}")
+            report.append(str(value) if kind == "error" else "" if kind == "ok" else self._stack(rank))
+            output = self._log(rank).read_text(errors="replace")[sizes[rank] :].strip()
+            report.append(f"--- rank {rank}, its output: {output[-3000:]}" if output else "")
+        self.close()
+        raise WorkerError("\n".join(line for line in report if line))
+
+    def close(self) -> None:
+        """Kill the workers; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="compiled_fsdp_pool"))
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            self._log(rank).touch()
+            here, there = context.Pipe()
+            arguments = (there, rank, self.world_size, str(self._folder))
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank{rank}")
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+        answers = self._collect(START)
+        if any(kind != "ok" for kind, _ in answers):
+            texts = [f"rank {r}: {kind} {value}\n{self._stack(r)}" for r, (kind, value) in enumerate(answers)]
+            self.close()
+            raise WorkerError("the pool did not start\n" + "\n".join(texts))
+
+    def _collect(self, timeout: float) -> list[tuple[str, Any]]:
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.world_size:
+            open_pipes = [p for r, p in enumerate(self._pipes) if r not in answers]
+            ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = ("died", None)
+                if answers[rank][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if not ready:
+                break
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        for rank in missing:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5 if missing else 0.0)  # for the stacks to be written
+        return [answers.get(rank, (f"no answer within {timeout} s", None)) for rank in range(self.world_size)]
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+    def _stack(self, rank: int) -> str:
+        path = self._folder / f"rank{rank}.stack"
+        return path.read_text() if path.exists() else ""
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with open(f"{folder}/rank{rank}.stack", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        faulthandler.enable(stack)
+        os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        import torch
+        import torch._dynamo
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        pipe.send(("ok", None))
+        while True:
+            try:
+                module, path, name, payload = pipe.recv()
+            except EOFError:
+                return
+            answer = _answer(module, path, name, payload)
+            torch._dynamo.reset()
+            gc.collect()
+            pipe.send(answer)
+
+
+def _answer(module: str, path: str, name: str, payload: bytes) -> tuple[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.barrier()
+        torch.manual_seed(0)
+        fn = getattr(_load(module, path), name)
+        return "ok", pickle.loads(pickle.dumps(fn(*pickle.loads(payload))))
+    except BaseException:  # noqa: BLE001  # the parent raises it
+        return "error", traceback.format_exc()
+
+
+def _load(name: str, path: str) -> Any:
+    """A test module by its file: pytest's importlib mode gives it a name that a plain import need not find."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
