@@ -535,6 +535,7 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
 %all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
+%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %wait_tensor_default_8: f32[20] = wait_tensor(%all_gather_into_tensor_default_4)  # blocks.1: gather
 %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.1: gather
@@ -551,7 +552,6 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.1: gather
 %t_1: f32[4,4] = t(%view_default_5)
-%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %mm_3: f32[3,4] = mm(%threshold_backward, %t_1)
 %reshape_default_8: f32[2,8] = reshape(%mm_2, [2, 8])  # blocks.1: reduce
 %constant_pad_nd_default_6: f32[4,1] = constant_pad_nd(%sum_1, [0, 0, 0, 1])  # blocks.1: reduce
@@ -576,15 +576,15 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.0: gather
 %view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
 %t_3: f32[4,4] = t(%view_default_8)
-%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
-%div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
-mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %mm_5: f32[3,4] = mm(%threshold_backward_1, %t_3)
 %reshape_default_11: f32[2,8] = reshape(%mm_4, [2, 8])  # blocks.0: reduce
 %constant_pad_nd_default_7: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce
 %reshape_default_12: f32[2,2] = reshape(%constant_pad_nd_default_7, [2, 2])  # blocks.0: reduce
 %cat_default_1: f32[2,10] = cat([%reshape_default_11, %reshape_default_12], 1)  # blocks.0: reduce
 %reshape_default_13: f32[20] = reshape(%cat_default_1, [20])  # blocks.0: reduce
+%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
+%div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
+mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %reduce_scatter_tensor_default_5: f32[10] = reduce_scatter_tensor(%reshape_default_13, 'sum', 2, '0')  # blocks.0: reduce
 %wait_tensor_default_11: f32[10] = wait_tensor(%reduce_scatter_tensor_default_5)  # blocks.0: reduce
 %div_tensor_5: f32[10] = div(%wait_tensor_default_11, 2.0)  # blocks.0: reduce
@@ -603,6 +603,7 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
 %all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
+%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %wait_tensor_default_8: f32[20] = wait_tensor(%all_gather_into_tensor_default_4)  # blocks.1: gather
 %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.1: gather
@@ -620,7 +621,6 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 free(%wait_tensor_default_8)
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.1: gather
 %t_1: f32[4,4] = t(%view_default_5)
-%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %mm_3: f32[3,4] = mm(%threshold_backward, %t_1)
 %reshape_default_8: f32[2,8] = reshape(%mm_2, [2, 8])  # blocks.1: reduce
 %constant_pad_nd_default_6: f32[4,1] = constant_pad_nd(%sum_1, [0, 0, 0, 1])  # blocks.1: reduce
@@ -646,15 +646,15 @@ free(%wait_tensor_default_8)
 free(%wait_tensor_default_9)
 %view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
 %t_3: f32[4,4] = t(%view_default_8)
-%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
-%div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
-mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %mm_5: f32[3,4] = mm(%threshold_backward_1, %t_3)
 %reshape_default_11: f32[2,8] = reshape(%mm_4, [2, 8])  # blocks.0: reduce
 %constant_pad_nd_default_7: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce
 %reshape_default_12: f32[2,2] = reshape(%constant_pad_nd_default_7, [2, 2])  # blocks.0: reduce
 %cat_default_1: f32[2,10] = cat([%reshape_default_11, %reshape_default_12], 1)  # blocks.0: reduce
 %reshape_default_13: f32[20] = reshape(%cat_default_1, [20])  # blocks.0: reduce
+%wait_tensor_default_10: f32[10] = wait_tensor(%reduce_scatter_tensor_default_4)  # blocks.1: reduce
+%div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
+mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %reduce_scatter_tensor_default_5: f32[10] = reduce_scatter_tensor(%reshape_default_13, 'sum', 2, '0')  # blocks.0: reduce
 %wait_tensor_default_11: f32[10] = wait_tensor(%reduce_scatter_tensor_default_5)  # blocks.0: reduce
 %div_tensor_5: f32[10] = div(%wait_tensor_default_11, 2.0)  # blocks.0: reduce
