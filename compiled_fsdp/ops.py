@@ -7,6 +7,7 @@
 | `keep_slice(param, *spec) -> slice` | this rank's 1/post_size of a parameter, kept from forward to backward (int reshard) |
 | `unshard_slice(slice, *spec) -> param` | the parameter again, gathered over the small group |
 | `mark_grads_(flat_grad, flat, offsets)` | tells the unit which of its parameters have a gradient in this backward |
+| `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -45,6 +46,7 @@ library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor")
 library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
 library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
 library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()")
+library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -53,6 +55,7 @@ REDUCE_GRAD = fsdp.reduce_grad.default
 KEEP_SLICE = fsdp.keep_slice.default
 UNSHARD_SLICE = fsdp.unshard_slice.default
 MARK_GRADS = fsdp.mark_grads_.default
+COPY_COLUMNS = fsdp.copy_columns.default
 FREE = fsdp.free.default
 
 
@@ -166,6 +169,16 @@ def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None
 @_fake("mark_grads_")
 def _mark_grads_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     return None
+
+
+@_real("copy_columns")
+def _copy_columns(columns: Tensor) -> Tensor:
+    return columns.clone(memory_format=torch.contiguous_format)
+
+
+@_fake("copy_columns")
+def _copy_columns_fake(columns: Tensor) -> Tensor:
+    return columns.new_empty(columns.shape)
 
 
 @_real("free")
