@@ -36,7 +36,7 @@ class WorkerError(AssertionError):
     """A rank raised, died or hung; the text holds what every rank was doing."""
 
 
-# Seen twice in 450 tests on a loaded machine, inside gloo's wait on torch 2.13.0; the cause is not found.
+# Seen on a loaded machine, inside gloo's wait on torch 2.13.0; the cause is not found (README, Limits).
 KNOWN_ABORT = "malloc(): unaligned tcache chunk detected"
 
 
