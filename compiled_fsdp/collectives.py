@@ -82,13 +82,14 @@ def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
 
 def reduce_scatter(run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction) -> Value:
     """Reduce `rows` [group_size, numel] in `how.dtype` over all data-parallel ranks to this rank's row [numel]."""
-    x = run(aten.reshape.default, rows, [group_size * numel])
+    is_all_to_all = group_size > 1 and how.algorithm == "all_to_all"
+    # [Note: what a collective reads] The backend's thread reads it while this thread goes on, and torch is not safe against
+    # dropping the last Python reference meanwhile (pytorch issue 75529): so the buffer itself is passed, no temporary view.
+    x = rows if is_all_to_all else run(aten.reshape.default, rows, [group_size * numel])
     if how.pre_divide != 1.0:
         x = run(aten.div.Tensor, x, how.pre_divide)
-    if group_size > 1 and how.algorithm == "all_to_all":
-        sizes = [numel] * group_size
-        x = run(WAIT, run(ALL_TO_ALL, x, sizes, sizes, group))
-        x = run(aten.sum.dim_IntList, run(aten.view.default, x, [group_size, numel]), [0])
+    if is_all_to_all:
+        x = run(aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, x, [1] * group_size, [1] * group_size, group)), [0])
     elif group_size > 1:
         x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, group))
     if how.replicate_size > 1:

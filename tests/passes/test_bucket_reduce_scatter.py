@@ -148,14 +148,12 @@ return [%div_tensor_2]""",
 %d_b: f32[2]
 %neg_default: f32[4,2] = neg(%d_a)
 %neg_default_1: f32[2] = neg(%d_b)
-%reshape_default_4: f32[2,4] = reshape(%neg_default, [2, 4])  # u: reduce
-%reshape_default_5: f32[2,1] = reshape(%neg_default_1, [2, 1])  # u: reduce
-%cat_default: f32[2,5] = cat([%reshape_default_4, %reshape_default_5], 1)  # u: reduce
-%reshape_default_6: f32[10] = reshape(%cat_default, [10])  # u: reduce
-%all_to_all_single_default_2: f32[10] = all_to_all_single(%reshape_default_6, [5, 5], [5, 5], 'shard')  # u: reduce
-%wait_tensor_default_2: f32[10] = wait_tensor(%all_to_all_single_default_2)  # u: reduce
-%view_default_2: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: reduce
-%sum_dim_int_list_2: f32[5] = sum(%view_default_2, [0])  # u: reduce
+%reshape_default_2: f32[2,4] = reshape(%neg_default, [2, 4])  # u: reduce
+%reshape_default_3: f32[2,1] = reshape(%neg_default_1, [2, 1])  # u: reduce
+%cat_default: f32[2,5] = cat([%reshape_default_2, %reshape_default_3], 1)  # u: reduce
+%all_to_all_single_default_2: f32[2,5] = all_to_all_single(%cat_default, [1, 1], [1, 1], 'shard')  # u: reduce
+%wait_tensor_default_2: f32[2,5] = wait_tensor(%all_to_all_single_default_2)  # u: reduce
+%sum_dim_int_list_2: f32[5] = sum(%wait_tensor_default_2, [0])  # u: reduce
 %div_tensor_2: f32[5] = div(%sum_dim_int_list_2, 2.0)  # u: reduce
 mark_grads_(%div_tensor_2, %flat, [0, 4])
 return [%div_tensor_2]""",
