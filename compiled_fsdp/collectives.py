@@ -110,6 +110,8 @@ def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
 def reduce_grad(run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
     """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`."""
     rows = rank_rows(run, convert(run, grad, grad_dtype, spec.reduce_dtype), spec)
+    if spec.group_size > 1 and spec.reduce_algorithm == "all_to_all":  # see [Note: what a collective reads]
+        rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
     piece = reduce_scatter(run, rows, spec.shard_numel, spec.group_size, spec.group, spec.reduction)
     return place(run, convert(run, piece, spec.reduce_dtype, dtype), numel, spec)
 
@@ -167,6 +169,8 @@ def reduce_bucket(run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]
     """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`."""
     spec = grads[0][2]
     rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]
+    if len(rows) == 1 and spec.group_size > 1:  # a view of the gradient; see [Note: what a collective reads]
+        rows = [run(aten.clone.default, rows[0], memory_format=torch.contiguous_format)]
     joined = rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
     total = sum(s.shard_numel for _, _, s in grads)
     reduced = reduce_scatter(run, joined, total, spec.group_size, spec.group, spec.reduction)
