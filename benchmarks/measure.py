@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import math
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from torch._C._profiler import (
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from compiled_fsdp import gloo
+
 WINDOW = "measure::window"
 WAIT = "measure::wait"
 
@@ -39,8 +43,10 @@ COLLECTIVES = {
     "c10d::allreduce_": ("reduced", 0),
     "c10d::allreduce_coalesced_": ("reduced", 0),
 }
-ISSUE_PREFIXES = ("c10d::", "_c10d_functional::")
+ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather")
 TRANSPORT_PREFIXES = ("gloo:", "mpi:", "ucc:")
+# The profiler takes a message for under way until somebody waits for it: `_watched_exchanges` sees when it really arrived.
+MESSAGES = ("gloo:send", "gloo:recv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +123,15 @@ def replay(changes: Iterable[tuple[int, int, int]], start: int, end: int) -> int
     """
     live: dict[int, int] = {}
     current = peak = base = 0
-    for time, address, size in sorted(changes, key=lambda change: change[0]):
-        if time > end:
+    for when, address, size in sorted(changes, key=lambda change: change[0]):
+        if when > end:
             break
         if size >= 0:
             live[address] = size
             current += size
         else:
             current -= live.pop(address, 0)
-        if time < start:
+        if when < start:
             base = peak = current
         peak = max(peak, current)
     return peak - base
@@ -150,19 +156,19 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
     The process group must be one for CPU tensors: times are those of the host.
     """
     fn()
-    with _profiled(record_shapes=True) as prof, _marked_waits(), record_function(WINDOW):
+    with _watched_exchanges() as exchanges, _profiled(record_shapes=True) as prof, _marked_waits(), record_function(WINDOW):
         for _ in range(repeats):
             fn()
     events = list(_events(prof))
     issued: list[tuple[int, int]] = []
-    carried: list[tuple[int, int]] = []
-    num_bytes = {"gathered": 0, "reduced": 0}
-    num_collectives = 0
+    carried: list[tuple[int, int]] = [entry.span for entry in exchanges]
+    num_bytes = {"gathered": sum(entry.num_bytes for entry in exchanges), "reduced": 0}
+    num_collectives = len(exchanges)
     for event in events:
         span = (event.start_time_ns, event.end_time_ns)
         if event.name == WAIT or event.name.startswith(ISSUE_PREFIXES):
             issued.append(span)
-        elif event.name.startswith(TRANSPORT_PREFIXES):
+        elif event.name.startswith(TRANSPORT_PREFIXES) and event.name not in MESSAGES:
             carried.append(span)
         if event.name in COLLECTIVES:
             kind, argument = COLLECTIVES[event.name]
@@ -212,6 +218,47 @@ def _marked_waits() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+class _Watched:
+    """An `Exchange` of ours under way: a thread waits for its messages and notes when the last is done."""
+
+    def __init__(self, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+        _, rows = buffers
+        self.num_bytes = rows.numel() * rows.itemsize
+        self.works = works
+        self.started = self.done = time.time_ns()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.done = time.time_ns()
+
+    def wait(self) -> None:
+        self.thread.join()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.started, self.done
+
+
+@contextmanager
+def _watched_exchanges() -> Iterator[list[_Watched]]:
+    """Collect the gathers that our runtime does by sends and receives."""
+    watched: list[_Watched] = []
+    original = gloo.Exchange.__init__
+
+    def watch(self: gloo.Exchange, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+        watched.append(_Watched(works, buffers))
+        original(self, [watched[-1]], buffers)
+
+    gloo.Exchange.__init__ = watch  # type: ignore[method-assign]
+    try:
+        yield watched
+    finally:
+        gloo.Exchange.__init__ = original  # type: ignore[method-assign]
 
 
 def _events(prof: profile) -> Iterator[_ProfilerEvent]:

@@ -17,10 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from .collectives import WAIT
-from .graph import Builder, find
-from .inductor import install_passes, run_half, run_joint
-from .ops import FREE
+from .inductor import install_passes, run_half, run_joint, use_gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,21 +30,11 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
     return halves
 
 
-def _hold_inputs(gm: GraphModule) -> GraphModule:
-    """Keep what a collective reads referenced until it is awaited, as Inductor's generated code does.
-
-    Otherwise this thread drops its last reference while the backend's thread may be dropping its own.
-    """
-    for wait in find(gm.graph, WAIT):
-        (start,) = wait.all_input_nodes
-        for source in start.all_input_nodes:
-            if source.op != "placeholder":
-                Builder(wait.next, wait)(FREE, source)
-    return gm
-
-
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
-    runner: Callable[..., Any] = boxed_nop(_hold_inputs(run_half(gm)), inputs)
+    gm = run_half(gm)
+    use_gloo(gm.graph)
+    gm.recompile()
+    runner: Callable[..., Any] = boxed_nop(gm, inputs)
     return runner
 
 

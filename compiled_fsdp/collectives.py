@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
+from . import gloo
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -34,8 +36,10 @@ CONVERT = torch.ops.prims.convert_element_type.default
 STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE)
 
 
-def call(op: Callable[..., Value], *args: object, **kwargs: object) -> Value:
+def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     """Run an op on real tensors."""
+    if op is ALL_GATHER and gloo.is_gloo(args[2], args[0].device):
+        return torch.ops.fsdp.all_gather(*args)
     return op(*args, **kwargs)
 
 
@@ -83,8 +87,6 @@ def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
 def reduce_scatter(run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction) -> Value:
     """Reduce `rows` [group_size, numel] in `how.dtype` over all data-parallel ranks to this rank's row [numel]."""
     is_all_to_all = group_size > 1 and how.algorithm == "all_to_all"
-    # [Note: what a collective reads] The backend's thread reads it while this thread goes on, and torch is not safe against
-    # dropping the last Python reference meanwhile (pytorch issue 75529): so the buffer itself is passed, no temporary view.
     x = rows if is_all_to_all else run(aten.reshape.default, rows, [group_size * numel])
     if how.pre_divide != 1.0:
         x = run(aten.div.Tensor, x, how.pre_divide)
@@ -110,8 +112,6 @@ def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
 def reduce_grad(run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
     """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`."""
     rows = rank_rows(run, convert(run, grad, grad_dtype, spec.reduce_dtype), spec)
-    if spec.group_size > 1 and spec.reduce_algorithm == "all_to_all":  # see [Note: what a collective reads]
-        rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
     piece = reduce_scatter(run, rows, spec.shard_numel, spec.group_size, spec.group, spec.reduction)
     return place(run, convert(run, piece, spec.reduce_dtype, dtype), numel, spec)
 
@@ -169,8 +169,6 @@ def reduce_bucket(run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]
     """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`."""
     spec = grads[0][2]
     rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]
-    if len(rows) == 1 and spec.group_size > 1:  # a view of the gradient; see [Note: what a collective reads]
-        rows = [run(aten.clone.default, rows[0], memory_format=torch.contiguous_format)]
     joined = rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
     total = sum(s.shard_numel for _, _, s in grads)
     reduced = reduce_scatter(run, joined, total, spec.group_size, spec.group, spec.reduction)

@@ -19,10 +19,11 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
 
-from . import dump
-from .graph import erase_all, find
+from . import collectives as comm
+from . import dump, gloo
+from .graph import erase_all, find, value
 from .meta import get_tag
-from .ops import COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .ops import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .pin_order import pin_order
 from .plan import current_plan
 
@@ -63,6 +64,14 @@ def run_half(gm: GraphModule) -> GraphModule:
     return run_pipeline(gm, current_plan(), HALF, writer.after_pass)
 
 
+def use_gloo(graph: Graph) -> None:
+    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. The last step for both executors."""
+    for node in find(graph, comm.ALL_GATHER):
+        shard, _, group = node.args
+        if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
+            node.target = ALL_GATHER
+
+
 class JointPass(CustomGraphPass):
     """Inductor's joint hook."""
 
@@ -88,6 +97,7 @@ class HalfPass(CustomGraphPass):
             tag = get_tag(node)
             if tag is not None and tag.kind == "gather":
                 node.target, node.kwargs = COPY_COLUMNS, {}
+        use_gloo(graph)
 
     def uuid(self) -> Any:
         """As for `JointPass`."""

@@ -8,6 +8,7 @@
 | `unshard_slice(slice, *spec) -> param` | the parameter again, gathered over the small group |
 | `mark_grads_(flat_grad, flat, offsets)` | tells the unit which of its parameters have a gradient in this backward |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
+| `all_gather(shard, group_size, group) -> gathered` | started, not awaited: the all-gather over gloo, see `gloo.py` |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import collectives as comm
+from . import gloo
 from .errors import warn_once
 from .spec import ParamSpec
 from .torch_private import group_named
@@ -47,6 +49,7 @@ library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
 library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
 library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()")
 library.define("copy_columns(Tensor columns) -> Tensor")
+library.define("all_gather(Tensor shard, SymInt group_size, str group) -> Tensor")
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -56,6 +59,7 @@ KEEP_SLICE = fsdp.keep_slice.default
 UNSHARD_SLICE = fsdp.unshard_slice.default
 MARK_GRADS = fsdp.mark_grads_.default
 COPY_COLUMNS = fsdp.copy_columns.default
+ALL_GATHER = fsdp.all_gather.default
 FREE = fsdp.free.default
 
 
@@ -179,6 +183,16 @@ def _copy_columns(columns: Tensor) -> Tensor:
 @_fake("copy_columns")
 def _copy_columns_fake(columns: Tensor) -> Tensor:
     return columns.new_empty(columns.shape)
+
+
+@_real("all_gather")
+def _all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
+    return gloo.all_gather(shard, group_size, group)
+
+
+@_fake("all_gather")
+def _all_gather_fake(shard: Tensor, group_size: int, group: str) -> Tensor:
+    return shard.new_empty(group_size * shard.numel())
 
 
 @_real("free")

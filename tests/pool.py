@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +35,6 @@ class WorkerError(AssertionError):
     """A rank raised, died or hung; the text holds what every rank was doing."""
 
 
-# Seen on a loaded machine, inside gloo's wait on torch 2.13.0; the cause is not found (README, Limits).
-KNOWN_ABORT = "malloc(): unaligned tcache chunk detected"
-
-
 class Pool:
     """`world_size` processes in one gloo group."""
 
@@ -49,11 +44,8 @@ class Pool:
         self._pipes: list[Connection] = []
         self._folder = Path()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, is_first: bool = True) -> list[Any]:
-        """Call a module-level function on every rank; what each returned, by rank.
-
-        One known abort of a worker is tried once more, with a warning that pytest lists.
-        """
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """Call a module-level function on every rank; what each returned, by rank."""
         if not self._processes:
             self._start()
         sizes = [self._log(rank).stat().st_size for rank in range(self.world_size)]
@@ -61,12 +53,6 @@ class Pool:
         for pipe in self._pipes:
             pipe.send((*place, pickle.dumps(args)))
         answers = self._collect(timeout)
-        if self._has_known_abort(answers, sizes) and is_first:
-            self.close()
-            warnings.warn(
-                f"{KNOWN_ABORT!r}: {fn.__qualname__}{args} was run again, see 'Limits' in the README", stacklevel=2
-            )
-            return self.run(fn, *args, timeout=timeout, is_first=False)
         if all(kind == "ok" for kind, _ in answers):
             return [value for _, value in answers]
         report = [f"{fn.__qualname__}{args} failed at world size {self.world_size}"]
@@ -77,10 +63,6 @@ class Pool:
             report.append(f"--- rank {rank}, its output: {output[-3000:]}" if output else "")
         self.close()
         raise WorkerError("\n".join(line for line in report if line))
-
-    def _has_known_abort(self, answers: list[tuple[str, Any]], sizes: list[int]) -> bool:
-        died = [rank for rank, (kind, _) in enumerate(answers) if kind == "died"]
-        return any(KNOWN_ABORT in self._log(r).read_text(errors="replace")[sizes[r] :] for r in died)
 
     def close(self) -> None:
         """Kill the workers; the next `run` starts new ones."""

@@ -54,12 +54,14 @@ def communications(run: Any) -> Counter[str]:
     with torch.profiler.profile() as profiler:
         run()
     kinds = {
-        "gloo:all_gather": "gather",
+        "fsdp::all_gather": "gather",
         "gloo:all_to_all": "reduce",
         "gloo:reduce_scatter": "reduce",
         "gloo:all_reduce": "all_reduce",
     }
-    return Counter(kinds[e.name] for e in profiler.events() if e.name.startswith("gloo:"))
+    others = ("gloo:send", "gloo:recv")  # what our all-gather consists of
+    names = [e.name for e in profiler.events() if e.name not in others]
+    return Counter(kinds[n] for n in names if n in kinds or n.startswith("gloo:"))
 
 
 # -- graphs and recompiles

@@ -175,8 +175,7 @@ return [%div_tensor_2]""",
 %neg_default: f32[4] = neg(%d_a)
 %neg_default_1: f32[4] = neg(%d_b)
 %reshape_default_9: f32[2,2] = reshape(%neg_default_1, [2, 2])  # u: reduce
-%clone_default: f32[2,2] = clone(%reshape_default_9, memory_format=torch.contiguous_format)  # u: reduce
-%reshape_default_10: f32[4] = reshape(%clone_default, [4])  # u: reduce
+%reshape_default_10: f32[4] = reshape(%reshape_default_9, [4])  # u: reduce
 %reduce_scatter_tensor_default_4: f32[2] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, 'g')  # u: reduce
 %wait_tensor_default_4: f32[2] = wait_tensor(%reduce_scatter_tensor_default_4)  # u: reduce
 %div_tensor_4: f32[2] = div(%wait_tensor_default_4, 2.0)  # u: reduce
