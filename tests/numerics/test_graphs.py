@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ def captured() -> Iterator[list[Graph]]:
 
     def run_half(gm: Any) -> Any:
         result = original(gm)
-        graphs.append(result.graph)
+        graphs.append(copy.deepcopy(result.graph))  # the executor changes its own when it takes over
         return result
 
     backend_module.run_half = run_half
@@ -55,6 +56,7 @@ def communications(run: Any) -> Counter[str]:
         run()
     kinds = {
         "fsdp::all_gather": "gather",
+        "gloo:all_gather": "gather",
         "gloo:all_to_all": "reduce",
         "gloo:reduce_scatter": "reduce",
         "gloo:all_reduce": "all_reduce",
