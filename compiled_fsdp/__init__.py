@@ -8,8 +8,12 @@ from . import backend as backend
 from .api import fully_shard as fully_shard
 from .dump import dumped_to as dumped_to
 from .errors import GraphInvariantError as GraphInvariantError
-from .module import FSDPModule as FSDPModule
-from .module import UnshardHandle as UnshardHandle
+from .fallback import FallbackError as FallbackError
+from .fallback import set_fallback as set_fallback
+from .fsdp_module import FSDPModule as FSDPModule
+from .fsdp_module import UnshardHandle as UnshardHandle
+from .fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
+from .fsdp_module import share_comm_ctx as share_comm_ctx
 from .plan import Plan as Plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
@@ -18,6 +22,7 @@ from .version import __version__ as __version__
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FallbackError",
     "GraphInvariantError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -27,5 +32,8 @@ __all__ = [
     "dumped_to",
     "fully_shard",
     "planned",
+    "register_fsdp_forward_method",
+    "set_fallback",
     "set_plan",
+    "share_comm_ctx",
 ]

@@ -6,19 +6,25 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from .first_call import check_optimizers
+from .fsdp_module import FSDPModule
 from .inductor import install_passes
-from .mesh import resolve_mesh, resolve_reshard
-from .module import FSDPModule, State, get_state, shard_classes
-from .torch_private import is_compiled
+from .mesh import resolve_mesh, resolve_placement, resolve_reshard
+from .module import shard_classes, share_params
+from .state import State, distinct, get_state
+from .torch_private import is_replicated, plain_name, uncompiled
 from .unit import Original, Unit, taken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .mesh import MeshInfo
+    from .unit import ShardedParam
 
 _NO_OFFLOAD = OffloadPolicy()
 _FULL_PRECISION = MixedPrecisionPolicy()
@@ -75,41 +81,56 @@ def fully_shard(
             False keeps them; an int (a factor of the shard size) keeps a slice on groups of that size; None means True,
             but False for the outermost unit.
         mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class.
-        offload_policy, shard_placement_fn, dp_mesh_dims: not there yet.
+        shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must divide evenly), or torch's
+            `ShardPlacementResult` with a mesh of its own.
+        offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes nothing; else not there yet.
+        dp_mesh_dims: not there yet.
         ignored_params: left alone: not moved, cut, gathered or reduced.
+
+    A parameter that an earlier call sharded already (tied weights) stays in that call's unit: it is gathered once for both, and its
+    gradients are added before they are reduced.
 
     Raises:
         ValueError: an argument out of its range, a scalar parameter, a container without `forward`.
         AssertionError: the module was sharded before, or a 2D mesh has no names (as torch raises).
         NotImplementedError: an argument that is not supported yet, or a non-contiguous parameter.
     """
-    _check_supported(shard_placement_fn, offload_policy, dp_mesh_dims)
     modules = _check_modules(module)
     info = resolve_mesh(mesh)
+    _check_supported(info, offload_policy, dp_mesh_dims)
     reshard = resolve_reshard(reshard_after_forward, info.shard_size)
     managed = _managed_modules(modules)
-    params = _managed_params(managed, modules, ignored_params or set())
+    params = _managed_params(managed, modules, ignored_params or set(), shard_placement_fn, info)
+    lent = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
-    unit = Unit(modules, params, info, mp_policy, reshard)
+    unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard)
     state = State(unit)
-    shard_classes(modules, managed, unit, state)
+    shard_classes(modules, _to_mark(managed, ignored_params), unit, state)
+    share_params(lent, state)
     _adopt_nested(modules)
     install_passes()
+    check_optimizers()
     return module
 
 
-def _check_supported(placement_fn: object, offload: object, dims: object) -> None:
-    pairs = (
-        ("shard_placement_fn", placement_fn, placement_fn is not None),
-        ("offload_policy", offload, type(offload) is not OffloadPolicy),
-        ("dp_mesh_dims", dims, dims is not None),
-    )
-    for name, value, is_asked in pairs:
-        if is_asked:
-            raise NotImplementedError(
-                f"fully_shard: {name}={value!r} is not supported yet. Leave it out, or use "
-                "torch.distributed.fsdp.fully_shard for this model"
-            )
+def _check_supported(info: MeshInfo, offload: OffloadPolicy, dims: object) -> None:
+    if dims is not None:
+        raise NotImplementedError(
+            f"fully_shard: dp_mesh_dims={dims!r} is not supported yet. Leave it out, or use torch.distributed.fsdp.fully_shard "
+            "for this model"
+        )
+    if not isinstance(offload, CPUOffloadPolicy):
+        return
+    if info.mesh.device_type != "cpu":
+        raise NotImplementedError(
+            f"fully_shard: offload_policy={offload!r} is not supported on {info.mesh.device_type} yet. Leave it out, or use "
+            "torch.distributed.fsdp.fully_shard for this model"
+        )
+    if offload.pin_memory and not torch.accelerator.is_available():
+        raise RuntimeError(
+            f"fully_shard: offload_policy={offload!r} asks for pinned memory, which needs an accelerator. "
+            "Pass CPUOffloadPolicy(pin_memory=False)"
+        )
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -119,11 +140,6 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     for entry in given:
         if not isinstance(entry, nn.Module):
             raise TypeError(f"fully_shard: expects nn.Module, got {type(entry).__name__}: {entry!r}")
-        if is_compiled(entry):
-            raise NotImplementedError(
-                "fully_shard: got the result of torch.compile; sharding a compiled module is "
-                "not supported yet. Shard first, then compile: torch.compile(fully_shard(model))"
-            )
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
@@ -132,7 +148,7 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
         )
     below = {id(m) for entry in given for m in entry.modules() if m is not entry}
     roots = tuple(entry for entry in given if id(entry) not in below)
-    again = [m for i, m in enumerate(roots) if get_state(m) or m in roots[:i]]
+    again = [m for i, m in enumerate(roots) if get_state(uncompiled(m)) or m in roots[:i]]
     if again:
         raise AssertionError(
             f"fully_shard: {type(again[0]).__name__} is sharded already; a module can be given to fully_shard once"
@@ -146,6 +162,8 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
+        if is_replicated(module):
+            return
         seen.add(id(module))
         for child in module.children():
             if id(child) not in seen and get_state(child) is None:
@@ -158,38 +176,69 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _managed_params(managed: Sequence[nn.Module], roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Original]:
-    """Each parameter once, with everything that holds it and its name under the first root that has it."""
+def _to_mark(managed: list[nn.Module], ignored: set[nn.Parameter] | None) -> list[nn.Module]:
+    """Those that others may take for managed: without modules that hold, themselves and below, only what is ignored."""
+    if ignored is None:
+        return managed
+
+    def holds(module: nn.Module) -> bool:
+        return any(p not in ignored for p in module.parameters()) or any(True for _ in module.buffers())
+
+    return [module for module in managed if holds(module)]
+
+
+def _shared_params(
+    managed: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> list[tuple[Unit, ShardedParam, nn.Module, str]]:
+    """Parameters of these modules that an earlier call cut: their unit, and where else they are held."""
+    found = []
+    skip = {id(p) for p in ignored}
+    for module in managed:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in skip and parameter in taken:
+                found.append((*taken[parameter], module, name))
+    return found
+
+
+def _managed_params(
+    managed: Sequence[nn.Module],
+    roots: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    info: MeshInfo,
+) -> list[Original]:
+    """Each parameter once, with everything that holds it, its name under the first root that has it, and how it is cut."""
     skip = {id(p) for p in ignored}
     found: dict[int, nn.Parameter] = {}
     for module in managed:
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in skip:
+            if parameter is not None and id(parameter) not in skip and parameter not in taken:
                 found.setdefault(id(parameter), parameter)
-    _check_not_taken(found.values(), roots)
+    _check_no_scalars(roots, found)
     originals: dict[int, Original] = {}
     for root in roots:
         for above, module in root.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) not in found:
                     continue
-                path = f"{above}.{name}" if above else name
-                _check_param(path, parameter)
-                entry = originals.setdefault(id(parameter), Original(parameter, [], root, path))
-                entry.owners.append((module, name))
+                path = plain_name(f"{above}.{name}" if above else name)
+                if id(parameter) not in originals:
+                    _check_param(path, parameter)
+                    result = placement_fn(parameter) if placement_fn else None
+                    place = resolve_placement(result, path, parameter, info)
+                    originals[id(parameter)] = Original(parameter, [], uncompiled(root), path, *place)
+                originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
 
 
-def _check_not_taken(params: Iterable[nn.Parameter], roots: Sequence[nn.Module]) -> None:
-    """A parameter that an earlier call cut is still held here: cutting it again would silently untie it."""
-    for parameter in params:
-        owner = taken.get(parameter)
-        if owner is not None:
-            names = [path for root in roots for path, p in root.named_parameters() if p is parameter]
-            raise ValueError(
-                f"fully_shard: parameter {' = '.join(names)} is shared with {owner}, which an earlier call sharded. A shared "
-                "parameter must be in one unit: pass both modules in one call, fully_shard([a, b])"
-            )
+def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Parameter]) -> None:
+    for root in roots:
+        for path, parameter in root.named_parameters():
+            if id(parameter) in managed and parameter.dim() == 0:
+                raise ValueError(
+                    f"fully_shard: parameter {plain_name(path)} is a scalar and cannot be cut. Change it to a 1D tensor with numel "
+                    "equal to 1, or name it in ignored_params"
+                )
 
 
 def _check_param(name: str, parameter: nn.Parameter) -> None:
@@ -198,10 +247,10 @@ def _check_param(name: str, parameter: nn.Parameter) -> None:
             f"fully_shard: parameter {name} is a DTensor with placements {parameter.placements} already; combining with "
             "tensor parallelism is not supported yet. Shard before, or use torch.distributed.fsdp.fully_shard"
         )
-    if parameter.dim() == 0:
-        raise ValueError(
-            f"fully_shard: parameter {name} is a scalar and cannot be cut on dim 0. Change {name} to a 1D tensor with "
-            "numel equal to 1, or name it in ignored_params"
+    if hasattr(parameter, "fsdp_pre_all_gather") or hasattr(parameter, "fsdp_post_all_gather"):
+        raise NotImplementedError(
+            f"fully_shard: parameter {name} is a {type(parameter.data).__name__} with an all-gather extension "
+            "(fsdp_pre_all_gather), which is not supported yet. Use torch.distributed.fsdp.fully_shard for this model"
         )
     if not parameter.is_contiguous():
         raise NotImplementedError(
@@ -221,10 +270,14 @@ def _adopt_nested(roots: Sequence[nn.Module]) -> None:
     """This call is the outermost so far: units below are named from here and no longer count as outermost."""
     if len(roots) > 1:
         return
-    paths = {module: path for path, module in roots[0].named_modules()}
-    states = (get_state(module) for module in paths if module is not roots[0])
-    for state in {id(s): s for s in states if s is not None}.values():
-        state.unit.adopt(paths, is_nested=True)
+    outer = get_state(roots[0])
+    assert outer is not None
+    paths = {module: plain_name(path) for path, module in roots[0].named_modules()}
+    for state in distinct(get_state(module) for module in paths):
+        if state is not outer:
+            state.unit.adopt(paths, is_nested=True)
+            if state.runtime.tree is not outer.runtime.tree:
+                outer.runtime.tree.absorb(state.runtime.tree)
 
 
 def _state_of(module: nn.Module) -> State | None:

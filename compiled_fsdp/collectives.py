@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
-from . import gloo
+from . import gloo, schema
+from .spec import MEAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .spec import ParamSpec, Reduction
+    from .spec import ParamSpec
 
     Value = Any  # a torch.Tensor, or an fx.Node standing for one
     Run = Callable[..., Value]
@@ -33,13 +34,14 @@ ALL_TO_ALL = c10d.all_to_all_single.default
 ALL_REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
-STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE)
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, schema.CUSTOM_ALL_GATHER, schema.CUSTOM_REDUCE_SCATTER)
+CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
 def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     """Run an op on real tensors."""
     if op is ALL_GATHER and gloo.is_gloo(args[2], args[0].device):
-        return torch.ops.fsdp.all_gather(*args)
+        return schema.ALL_GATHER(*args)
     return op(*args, **kwargs)
 
 
@@ -48,19 +50,30 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
     return x if source == target else run(CONVERT, x, target)
 
 
-def all_gather(run: Run, shard: Value, group_size: int, group: str) -> Value:
-    """Gather `shard` [n] from every rank of `group` to [group_size * n]; for one rank, the shard itself."""
-    if group_size == 1:
+def all_gather(run: Run, shard: Value, spec: ParamSpec) -> Value:
+    """Gather `shard` [n] from every rank of the spec's group to [group_size * n]; for one rank, the shard itself."""
+    if spec.group_size == 1:
         return shard
-    return run(WAIT, run(ALL_GATHER, shard, group_size, group))
+    if spec.gather_algorithm:
+        return run(WAIT, run(schema.CUSTOM_ALL_GATHER, shard, spec.group_size, spec.group, spec.gather_algorithm))
+    return run(WAIT, run(ALL_GATHER, shard, spec.group_size, spec.group))
 
 
 def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
     """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and `spec.dtype`."""
     end = spec.offset + spec.shard_numel
     shard = flat if (spec.offset, end) == (0, numel) else run(aten.slice.Tensor, flat, 0, spec.offset, end)
-    gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec.group_size, spec.group)
-    return unpad(run, run(aten.view.default, gathered, list(spec.padded_shape)), spec)
+    gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec)
+    return from_rows(run, gathered, spec)
+
+
+def from_rows(run: Run, rows: Value, spec: ParamSpec) -> Value:
+    """From [group_size * shard_numel], the padded shards of all ranks, to one parameter of `spec.shape`."""
+    if spec.dim == 0:
+        return unpad(run, run(aten.view.default, rows, list(spec.padded_shape)), spec)
+    apart = run(aten.view.default, rows, [spec.group_size, *spec.shard_shape])
+    together = run(aten.permute.default, apart, [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)])
+    return run(aten.reshape.default, together, list(spec.shape))
 
 
 def unpad(run: Run, padded: Value, spec: ParamSpec) -> Value:
@@ -81,24 +94,45 @@ def pad_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
 def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
     """From `spec.shape` to [group_size, shard_numel]: row r is what rank r owns."""
     padded = pad_rows(run, full, spec)
+    if spec.dim:
+        apart = run(
+            aten.view.default, padded, list((*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :]))
+        )
+        padded = run(aten.permute.default, apart, [spec.dim, *(d for d in range(len(spec.shape) + 1) if d != spec.dim)])
     return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
 
 
-def reduce_scatter(run: Run, rows: Value, numel: int, group_size: int, group: str, how: Reduction) -> Value:
-    """Reduce `rows` [group_size, numel] in `how.dtype` over all data-parallel ranks to this rank's row [numel]."""
+def reduce_scatter(run: Run, rows: Value, spec: ParamSpec, flat: Value, offsets: list[int], numel: int) -> Value | None:
+    """Reduce `rows` [group_size, numel] over all data-parallel ranks to this rank's row [numel].
+
+    None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept the result.
+    """
+    how, group_size = spec.reduction, spec.group_size
     is_all_to_all = group_size > 1 and how.algorithm == "all_to_all"
     x = rows if is_all_to_all else run(aten.reshape.default, rows, [group_size * numel])
     if how.pre_divide != 1.0:
         x = run(aten.div.Tensor, x, how.pre_divide)
     if is_all_to_all:
-        x = run(aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, x, [1] * group_size, [1] * group_size, group)), [0])
+        x = run(
+            aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, x, [1] * group_size, [1] * group_size, spec.reduce_group)), [0]
+        )
+    elif group_size > 1 and how.algorithm.startswith(CUSTOM):
+        x = run(WAIT, run(schema.CUSTOM_REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group, how.algorithm))
     elif group_size > 1:
-        x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, group))
+        x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group))
     if how.replicate_size > 1:
+        if how.sync == "scatter":
+            run(schema.RETAIN, x, flat, offsets, "partial")
+            return None
+        if how.is_accumulating:
+            run(schema.ADD_RETAINED, x, flat, offsets, "partial")
         x = run(WAIT, run(ALL_REDUCE, x, how.op, how.replicate_group))
+    is_mean = how.hook.startswith(MEAN)
+    if how.hook and not is_mean:
+        x = run(schema.HOOK, x, how.hook)
     if how.post_divide != 1.0:
         x = run(aten.div.Tensor, x, how.post_divide)
-    return x
+    return run(schema.HOOK, x, how.hook.removeprefix(MEAN)) if is_mean else x
 
 
 def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
@@ -109,11 +143,15 @@ def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
     return run(aten.constant_pad_nd.default, piece, [spec.offset, after])
 
 
-def reduce_grad(run: Run, grad: Value, grad_dtype: torch.dtype, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
-    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`."""
-    rows = rank_rows(run, convert(run, grad, grad_dtype, spec.reduce_dtype), spec)
-    piece = reduce_scatter(run, rows, spec.shard_numel, spec.group_size, spec.group, spec.reduction)
-    return place(run, convert(run, piece, spec.reduce_dtype, dtype), numel, spec)
+def reduce_grad(
+    run: Run, grad: Value, grad_dtype: torch.dtype, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec
+) -> Value | None:
+    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`.
+
+    None if the policy is to keep the gradient for a later backward.
+    """
+    piece = reduce_bucket(run, [(grad, grad_dtype, spec)], flat, dtype)
+    return None if piece is None else place(run, piece, numel, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +185,7 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
     spec = members[0][1]
     pieces = _pieces(run, members)
     shard = pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
-    gathered = all_gather(run, shard, spec.group_size, spec.group)
+    gathered = all_gather(run, shard, spec)
     total = sum(s.shard_numel for _, s in members)
     return run(aten.view.default, gathered, [spec.group_size, total])
 
@@ -162,17 +200,31 @@ def copy_out(run: Run, gathered: Value, total: int, start: int, spec: ParamSpec)
         columns = run(aten.slice.Tensor, gathered, 1, start, start + spec.shard_numel)
         if spec.group_size > 1:
             columns = run(aten.clone.default, columns, memory_format=torch.contiguous_format)
-    return unpad(run, run(aten.view.default, columns, list(spec.padded_shape)), spec)
+    return from_rows(run, columns, spec)
 
 
-def reduce_bucket(run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], dtype: torch.dtype) -> Value:
-    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`."""
+def reduce_bucket(
+    run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], flat: Value, dtype: torch.dtype
+) -> Value | None:
+    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`.
+
+    None if the policy is to keep them for a later backward; the owner of `flat` has them then.
+    """
     spec = grads[0][2]
+    how = spec.reduction
+    offsets = [s.offset for _, _, s in grads]
     rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]
     joined = rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
+    if how.sync == "retain":
+        run(schema.RETAIN, joined, flat, offsets, "rows")
+        return None
+    if how.is_accumulating:
+        if len(rows) == 1:  # a view of the gradient, which may be somebody else's too
+            joined = run(aten.clone.default, joined, memory_format=torch.contiguous_format)
+        run(schema.ADD_RETAINED, joined, flat, offsets, "rows")
     total = sum(s.shard_numel for _, _, s in grads)
-    reduced = reduce_scatter(run, joined, total, spec.group_size, spec.group, spec.reduction)
-    return convert(run, reduced, spec.reduce_dtype, dtype)
+    reduced = reduce_scatter(run, joined, spec, flat, offsets, total)
+    return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
 
 
 def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:

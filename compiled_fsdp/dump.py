@@ -19,8 +19,8 @@ import torch.distributed as dist
 from . import meta
 from .collectives import WAIT
 from .graph import is_backward, starts
-from .ops import FREE, KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .regions import find_regions
+from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ Gloo's own all-gather runs on a worker thread, gathers into a buffer of its own 
 and drops there. On torch 2.13 that thread's heap ends up corrupted: `malloc(): unaligned tcache chunk detected`, always in its
 `allgather_coalesced`, about once in ten thousand gathers of a loaded machine. Sends and receives need neither thread nor copy.
 
-Private torch used here (tried on 2.13): `ProcessGroup.send`, `recv`, `_get_backend`, `_register_work`.
+Private torch used here (tried on 2.13): `ProcessGroup.send`, `recv`, `_get_backend`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work
 
-from .torch_private import group_named
+from .torch_private import group_named, register_work
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -62,7 +61,7 @@ def all_gather(shard: Tensor, group_size: int, name: str) -> Tensor:
     rows[rank].copy_(shard)
     work = Exchange(works, (shard, rows))
     _pending.add(work)
-    _register_work(out, work)
+    register_work(out, work)
     return out
 
 

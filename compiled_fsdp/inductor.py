@@ -23,9 +23,9 @@ from . import collectives as comm
 from . import dump, gloo
 from .graph import erase_all, find, value
 from .meta import get_tag
-from .ops import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .pin_order import pin_order
 from .plan import current_plan
+from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode

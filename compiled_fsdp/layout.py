@@ -2,7 +2,7 @@
 
 [Note: names of tensors]
 original   the parameter as the user made it
-shard      one rank's rows of it: `torch.chunk(original, N)[rank]`, cut on dim 0, fewer or no rows on the last ranks
+shard      one rank's part of it: `torch.chunk(original, N, dim)[rank]`; on dim 0, fewer or no rows on the last ranks
 padded     the shard filled up with zero rows, so that it has as many on every rank
 flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back to back: the autograd leaf, the
            graph input, the input of the all-gather; the gradient has the same layout
@@ -25,24 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One parameter's place in the flat buffer; sizes in elements."""
+    """One parameter's place in the flat buffer; sizes in elements. `rows` are counted on `dim`, the one that is cut."""
 
     shape: tuple[int, ...]
+    dim: int
     offset: int
     rows: int
     numel: int
 
     def local_rows(self, rank: int) -> int:
         """Rows that this rank really owns; the rest of its `rows` are padding."""
-        return max(0, min(self.rows, self.shape[0] - rank * self.rows))
+        return max(0, min(self.rows, self.shape[self.dim] - rank * self.rows))
 
     def padded_view(self, flat: Tensor) -> Tensor:
-        """This parameter's [rows, ...] part of a flat buffer."""
-        return flat.narrow(0, self.offset, self.numel).view(self.rows, *self.shape[1:])
+        """This parameter's padded shard in a flat buffer."""
+        shape = (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
+        return flat.narrow(0, self.offset, self.numel).view(shape)
 
     def view(self, flat: Tensor, rank: int) -> Tensor:
         """This parameter's shard, without padding, as a view into a flat buffer."""
-        return self.padded_view(flat).narrow(0, 0, self.local_rows(rank))
+        return self.padded_view(flat).narrow(self.dim, 0, self.local_rows(rank))
+
+    def cut(self, full: Tensor, rank: int) -> Tensor:
+        """This rank's part of the whole parameter."""
+        start = min(rank * self.rows, self.shape[self.dim])
+        return full.narrow(self.dim, start, self.local_rows(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,13 @@ class FlatLayout:
     numel: int
 
 
-def flat_layout(shapes: Sequence[torch.Size], num_shards: int) -> FlatLayout:
-    """Put padded shards of these shapes back to back, in order."""
+def flat_layout(shapes: Sequence[torch.Size], num_shards: int, dims: Sequence[int] | None = None) -> FlatLayout:
+    """Put padded shards of these shapes back to back, in order; each cut on its dim, 0 by default."""
     shards: list[ShardLayout] = []
     offset = 0
-    for shape in shapes:
-        rows = -(-shape[0] // num_shards)
-        numel = rows * prod(shape[1:])
-        shards.append(ShardLayout(tuple(shape), offset, rows, numel))
+    for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
+        rows = -(-shape[dim] // num_shards)
+        numel = rows * prod((*shape[:dim], *shape[dim + 1 :]))
+        shards.append(ShardLayout(tuple(shape), dim, offset, rows, numel))
         offset += numel
     return FlatLayout(num_shards, tuple(shards), offset)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -48,10 +50,9 @@ class MeshInfo:
         """The group that all-reduces gradients, or None without HSDP."""
         return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Of a sharded parameter's DTensor on `mesh`."""
-        return (Replicate(), Shard(0)) if self.mesh.ndim == 2 else (Shard(0),)
+    def placements(self, dim: int = 0) -> tuple[Placement, ...]:
+        """Of a DTensor on `mesh` for a parameter that is cut on `dim`."""
+        return (Replicate(), Shard(dim)) if self.mesh.ndim == 2 else (Shard(dim),)
 
     @property
     def device(self) -> torch.device:
@@ -65,12 +66,23 @@ class MeshInfo:
         return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
 
 
+_twins: dict[str, dist.ProcessGroup] = {}
+
+
+def twin_group(group: dist.ProcessGroup) -> str:
+    """The name of a second group with the same ranks; made once for each group, by all its ranks together."""
+    if group.group_name not in _twins:
+        ranks = dist.get_process_group_ranks(group)
+        _twins[group.group_name] = dist.new_group(ranks, use_local_synchronization=True, backend=dist.get_backend(group))
+    return _twins[group.group_name].group_name
+
+
 def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
     """Check a user's mesh, or make the default one over all ranks (initialising the process group, as stock does)."""
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     if mesh.ndim not in (1, 2):
@@ -86,6 +98,35 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
     return MeshInfo(mesh)
 
 
+def resolve_placement(result: object, name: str, param: torch.Tensor, default: MeshInfo) -> tuple[int, MeshInfo]:
+    """The dimension and the mesh that a parameter is cut over, from what `shard_placement_fn` returned for it.
+
+    `result` is None (dim 0), a `Shard`, or torch's `ShardPlacementResult` (known by its two fields) with a mesh of its own.
+    """
+    placement, info = result, default
+    if hasattr(result, "mesh_info") and hasattr(result, "placement"):
+        placement, info = result.placement, MeshInfo(result.mesh_info.mesh)
+    if placement is None:
+        return 0, info
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"fully_shard: shard_placement_fn returned {result!r} for {name}, an invalid result; should be None, a Shard, or a "
+            "ShardPlacementResult"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(
+            f"fully_shard: shard_placement_fn returned {placement} for {name} of shape {tuple(param.shape)}, which has no dim "
+            f"{placement.dim}"
+        )
+    if dim and param.shape[dim] % info.shard_size:
+        raise NotImplementedError(
+            f"fully_shard: FSDP does not support uneven sharding on dim {dim}: {name} has size {param.shape[dim]} there, and the "
+            f"shard mesh has {info.shard_size} ranks. Return Shard(0), or pad the parameter"
+        )
+    return dim, info
+
+
 def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
     """Check `reshard_after_forward`; an int equal to the shard size means True, and 1 means False."""
     if value is None or isinstance(value, bool):
@@ -97,32 +138,50 @@ def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
             f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard mesh size "
             f"{shard_size}, so that slices can be kept on groups of that size"
         )
+    if value == 1:
+        _warn_of_one()
     return {1: False, shard_size: True}.get(value, value)
 
 
-def power_of_two_factor(world: int) -> float:
-    """The pre-division that keeps low-precision sums in range: stock FSDP's rule, near the square root of `world`."""
+@cache
+def _warn_of_one() -> None:
+    """Once, on the logger and in the sense of stock."""
+    logging.getLogger("torch.distributed.fsdp.fully_shard").warning(
+        "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of reshard_after_forward=True (bool). "
+        "It is treated as False: parameters stay unsharded after forward"
+    )
+
+
+def power_of_two_factor(total: float) -> float:
+    """The pre-division that keeps low-precision sums in range: stock FSDP's rule, near the square root of `total`."""
     factor = 1
-    while world % factor == 0 and world / factor > factor:
+    while total % factor == 0 and total / factor > factor:
         factor *= 2
     return float(factor)
 
 
-def default_reduction(info: MeshInfo, dtype: torch.dtype) -> Reduction:
-    """The mean over all data-parallel ranks, as the backend does it best.
+def averages(dtype: torch.dtype, factor: float | None, *, is_sum: bool) -> bool:
+    """Whether stock asks the backend for the mean itself, so that nothing is divided afterwards."""
+    return dtype in (torch.float32, torch.bfloat16) and factor is None and not is_sum
 
-    NCCL averages fp32 and bf16 itself. Elsewhere it is a sum and an explicit division: gloo's AVG has been wrong in some
-    releases. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's factors.
+
+def reduction(info: MeshInfo, dtype: torch.dtype, factor: float | None, *, is_sum: bool) -> Reduction:
+    """The mean over all data-parallel ranks, as the backend does it best; `factor` divides instead of their number.
+
+    NCCL averages fp32 and bf16 itself, unless `factor` or `is_sum` (`set_force_sum_reduction_for_comms`) ask for a sum. Elsewhere
+    it is a sum and an explicit division: gloo's AVG has been wrong in some releases, and it rejects PREMUL_SUM, which stock
+    uses for a factor. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's factors.
     """
     world = info.shard_size * info.replicate_size
+    total = float(world) if factor is None else factor
     backend = dist.get_backend(info.shard_group)
     replicate = info.replicate_group
-    pre, post = 1.0, float(world)
+    pre, post = 1.0, total
     op = "sum"
     if dtype not in (torch.float32, torch.bfloat16):
-        pre = power_of_two_factor(world)
-        post = world / pre
-    elif backend == "nccl":
+        pre = power_of_two_factor(total)
+        post = total / pre
+    elif backend == "nccl" and averages(dtype, factor, is_sum=is_sum):
         op, post = "avg", 1.0
     return Reduction(
         dtype=dtype,

@@ -1,70 +1,51 @@
-"""The IR: the `fsdp::` ops that a sharded model traces to, and what they do when nothing lowers them.
-
-| op | means |
-| --- | --- |
-| `unshard(flat, *spec) -> param` | the full parameter `spec.shape` of `spec.dtype`, from this unit's flat local buffer |
-| `reduce_grad(grad, flat, *spec) -> flat_grad` | the gradient of `flat` that one parameter's gradient contributes |
-| `keep_slice(param, *spec) -> slice` | this rank's 1/post_size of a parameter, kept from forward to backward (int reshard) |
-| `unshard_slice(slice, *spec) -> param` | the parameter again, gathered over the small group |
-| `mark_grads_(flat_grad, flat, offsets)` | tells the unit which of its parameters have a gradient in this backward |
-| `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, group_size, group) -> gathered` | started, not awaited: the all-gather over gloo, see `gloo.py` |
-| `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
-
-`spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
-kernels, and never alias their inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat
-buffer for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
-
-Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per parameter, none overlapped.
-"""
+"""What the `fsdp::` ops of `schema.py` do when they run: fake kernels, real ones, autograd, and how they reach a unit."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import collectives as comm
 from . import gloo
 from .errors import warn_once
-from .spec import ParamSpec
-from .torch_private import group_named
+from .schema import REDUCE_GRAD, library
+from .spec import REGISTRY, ParamSpec
+from .torch_private import group_named, reduce_op, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SPEC = (
-    "SymInt offset, SymInt[] shape, ScalarType dtype, SymInt group_size, str group, str reshard, SymInt post_size, "
-    "str post_group, ScalarType reduce_dtype, str reduce_op, str reduce_algorithm, float pre_divide, "
-    "float post_divide, SymInt replicate_size, str replicate_group, str unit, str fqn"
-)
 
-library = torch.library.Library("fsdp", "DEF")
-library.define(f"unshard(Tensor flat, {SPEC}) -> Tensor")
-library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor")
-library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
-library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
-library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()")
-library.define("copy_columns(Tensor columns) -> Tensor")
-library.define("all_gather(Tensor shard, SymInt group_size, str group) -> Tensor")
-library.define("free(Tensor buffer) -> ()")
+class Owner(Protocol):
+    """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
 
-fsdp = torch.ops.fsdp
-UNSHARD = fsdp.unshard.default
-REDUCE_GRAD = fsdp.reduce_grad.default
-KEEP_SLICE = fsdp.keep_slice.default
-UNSHARD_SLICE = fsdp.unshard_slice.default
-MARK_GRADS = fsdp.mark_grads_.default
-COPY_COLUMNS = fsdp.copy_columns.default
-ALL_GATHER = fsdp.all_gather.default
-FREE = fsdp.free.default
+    def mark(self, offsets: Sequence[int]) -> None:
+        """Gradients of these are in the flat gradient that this backward delivers."""
+
+    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """Keep gradients: `where` is "rows" (unreduced, [group_size, n]) or "partial" (over the shard axis only, [n])."""
+
+    def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """Add what was kept of these to `grads`, in place, and forget it."""
 
 
-# Flat buffer -> what to call with the offsets that got a gradient. Weak, and keyed by identity.
-grad_listeners: Any = WeakTensorKeyDictionary()
+def own(flat: Tensor, owner: Owner) -> None:
+    """Make `owner` the one that ops find by a flat buffer; it is held weakly."""
+    flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
+
+
+def _owner(flat: Tensor, op: str) -> Owner:
+    owner: Owner | None = getattr(flat, "_fsdp_owner", lambda: None)()
+    if owner is None:
+        raise RuntimeError(
+            f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph must be given the "
+            "flat buffer itself, not a copy or a view of it"
+        )
+    return owner
 
 
 def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -108,7 +89,9 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     with torch.no_grad():
-        result = comm.reduce_grad(comm.call, grad, grad.dtype, flat.numel(), flat.dtype, spec)
+        result = comm.reduce_grad(comm.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
+    if result is None:
+        return flat.new_zeros(flat.shape)
     _mark_grads(result, flat, (spec.offset,))
     return _own(result, grad)
 
@@ -136,10 +119,10 @@ torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_contex
 def _keep_slice(param: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
     rank = group_named(spec.group).rank()
-    start = min(rank * spec.rows, spec.shape[0])
-    rows = param[start : start + spec.rows]
-    kept = param.new_zeros(spec.rows, *spec.shape[1:])
-    kept[: rows.shape[0]] = rows
+    start = min(rank * spec.rows, spec.shape[spec.dim])
+    rows = param.narrow(spec.dim, start, min(spec.rows, spec.shape[spec.dim] - start))
+    kept = param.new_zeros(spec.shard_shape)
+    kept.narrow(spec.dim, 0, rows.shape[spec.dim]).copy_(rows)
     return kept.flatten()
 
 
@@ -161,18 +144,85 @@ def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
 
 @_real("mark_grads_")
 def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
-    listener = grad_listeners.get(flat)
-    if listener is None:
-        raise RuntimeError(
-            f"fsdp::mark_grads_: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph must be given the "
-            "flat buffer itself, not a copy or a view of it"
-        )
-    listener(offsets)
+    _owner(flat, "mark_grads_").mark(offsets)
 
 
 @_fake("mark_grads_")
 def _mark_grads_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     return None
+
+
+@_real("retain_")
+def _retain(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    _owner(flat, "retain_").retain(grads, offsets, where)
+
+
+@_fake("retain_")
+def _retain_fake(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    return None
+
+
+@_real("add_retained_")
+def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    _owner(flat, "add_retained_").add_retained(grads, offsets, where)
+
+
+@_fake("add_retained_")
+def _add_retained_fake(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    return None
+
+
+@_real("all_reduce_hook")
+def _all_reduce_hook(grads: Tensor, key: str) -> Tensor:
+    result = grads.clone()
+    REGISTRY[key](result)
+    return result
+
+
+@_fake("all_reduce_hook")
+def _all_reduce_hook_fake(grads: Tensor, key: str) -> Tensor:
+    return torch.empty_like(grads)
+
+
+def _custom(algorithm: str) -> Any:
+    return REGISTRY[algorithm.removeprefix(comm.CUSTOM)]
+
+
+@_real("custom_all_gather")
+def _custom_all_gather(shard: Tensor, group_size: int, group: str, algorithm: str) -> Tensor:
+    """Stock's contract: one `allocate`; the input is this rank's slice of the output."""
+    communicate, process_group = _custom(algorithm), group_named(group)
+    numel = shard.numel()
+    out: Tensor = communicate.allocate((group_size * numel,), dtype=shard.dtype, device=shard.device)
+    mine = out.narrow(0, process_group.rank() * numel, numel)
+    mine.copy_(shard)
+    work = communicate(output_tensor=out, input_tensor=mine, group=process_group, async_op=True)
+    if work is not None:
+        register_work(out, work)
+    return out
+
+
+@_fake("custom_all_gather")
+def _custom_all_gather_fake(shard: Tensor, group_size: int, group: str, algorithm: str) -> Tensor:
+    return shard.new_empty(group_size * shard.numel())
+
+
+@_real("custom_reduce_scatter")
+def _custom_reduce_scatter(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+    """Stock's contract: `allocate` for the input and for the output; no `async_op`."""
+    communicate = _custom(algorithm)
+    source: Tensor = communicate.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
+    source.copy_(rows)
+    out: Tensor = communicate.allocate((rows.numel() // group_size,), dtype=rows.dtype, device=rows.device)
+    work = communicate(output_tensor=out, input_tensor=source, group=group_named(group), op=reduce_op(op))
+    if work is not None:
+        register_work(out, work)
+    return out
+
+
+@_fake("custom_reduce_scatter")
+def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+    return rows.new_empty(rows.numel() // group_size)
 
 
 @_real("copy_columns")
@@ -203,7 +253,3 @@ def _free(buffer: Tensor) -> None:
 @_fake("free")
 def _free_fake(buffer: Tensor) -> None:
     return None
-
-
-torch.fx.node.has_side_effect(FREE)
-torch.fx.node.has_side_effect(MARK_GRADS)

@@ -28,9 +28,8 @@ class Region:
 
     @property
     def source(self) -> Node:
-        """The one value that an unbucketed communication reads."""
-        (source,) = self.sources
-        return source
+        """What an unbucketed communication communicates: the first value that it reads; a flat buffer may follow."""
+        return self.sources[0]
 
     @property
     def sources(self) -> tuple[Node, ...]:

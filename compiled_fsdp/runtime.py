@@ -1,15 +1,25 @@
 """The eager runtime: the same units where there is no graph, because the user did not compile or Dynamo could not.
 
 A unit is gathered before its forward and freed after it, gathered again before its backward, and its gradients are reduced
-after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`. The unsharded parameters are
-autograd leaves whose storage is emptied and refilled, so that what autograd saved stays valid.
+after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`, in the background of what is
+computed meanwhile. The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what autograd
+saved stays valid.
+
+[Note: order]
+The units below one outermost module form a `Tree`. Forward starts the gather of the unit that came next in the forward before;
+backward starts that of the unit whose forward came before; explicit lists replace both. A reduction is awaited when the next
+but one starts, or at the end of backward. Every rank takes these decisions from the same history, so all agree.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree`, and the id of the graph that autograd is running.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +27,142 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import collectives as comm
-from .ops import KEEP_SLICE
+from .deferred import Deferred
+from .deferred import Value as Recorded
+from .errors import warn_once
+from .schema import KEEP_SLICE
 from .spec import ParamSpec
-from .torch_private import preserve_version
+from .torch_private import preserve_version, untraced
+from .unit import OPEN
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     from .unit import FlatParam, ShardedParam, Unit
+
+
+log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
+
+
+@contextmanager
+def span(what: str, unit: str) -> Iterator[None]:
+    """A range in the profile and a line in the log, named as stock names them."""
+    log.debug("FSDP::%s (%s)", what, unit)
+    with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
+        yield
+
+
+class Tree:
+    """What the units below one outermost module share.
+
+    members: the units' runtimes.
+    order: post-forwards of this iteration, with repeats.
+    next_forward: which unit's forward followed which in the last forward.
+    in_flight: reductions under way, oldest first.
+    backward: units that the running backward has reached, in order.
+    used: units that ran a forward which backward may come back to.
+    """
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.order: list[Runtime] = []
+        self.next_forward: dict[Runtime, Runtime] = {}
+        self.last_forward: Runtime | None = None
+        self.in_flight: deque[Reduction] = deque()
+        self.backward: dict[Runtime, None] = {}
+        self.used: dict[Runtime, None] = {}
+        self.is_last_backward = True
+        self.has_callback = False
+
+    def absorb(self, other: Tree) -> None:
+        """Take over the units of another tree."""
+        for runtime in list(other.members):
+            runtime.tree = self
+            self.members.add(runtime)
+        other.members.clear()
+
+    def enter_backward(self, runtime: Runtime) -> None:
+        """Note that the running backward reaches a unit, and have its end noticed."""
+        self.queue_callback()
+        self.backward.setdefault(runtime)
+
+    def queue_callback(self) -> None:
+        """Have the end of the running backward noticed, once."""
+        if not self.has_callback:
+            self.has_callback = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def add_reduction(self, reduction: Reduction) -> None:
+        """Let a reduction run in the background; await the oldest if too many are under way."""
+        self.in_flight.append(reduction)
+        limit = max(r.unit.settings.max_reductions_in_flight for r in self.members)
+        while len(self.in_flight) > limit:
+            self.in_flight.popleft().finish()
+
+    def end_of_backward(self) -> None:
+        """Reduce what is left, await everything, and free."""
+        self.has_callback = False
+        reached, used = list(self.backward), list(self.used)
+        self.backward.clear()
+        with torch.profiler.record_function("FSDP::root_post_backward_callback"):
+            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
+                runtime.post_backward(is_end=True)
+            self._await_all()
+            for runtime in sorted(self.members, key=lambda r: r.unit.number):
+                runtime.reduce_retained()
+            self._await_all()
+            for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
+                if runtime.unit.settings.reshard_after_backward:
+                    runtime.reshard()
+        self.used.clear()
+        self.last_forward = None
+        if self.is_last_backward:
+            self.order.clear()
+            for runtime in self.members:
+                runtime.indices.clear()
+                runtime.drop_pending()
+
+    def _await_all(self) -> None:
+        while self.in_flight:
+            self.in_flight.popleft().finish()
+
+    def recover(self) -> None:
+        """If a backward began and never ended, an exception ended it: `reset`."""
+        if self.has_callback and not in_backward():
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception ended: await what is under way, free everything."""
+        while self.in_flight:
+            self.in_flight.popleft().discard()
+        self.has_callback = False
+        self.last_forward = None
+        for collection in (self.order, self.backward, self.used):
+            collection.clear()
+        for runtime in self.members:
+            runtime.reset()
+
+
+class Reduction:
+    """The gradients of a unit on their way: one program for each flat buffer."""
+
+    def __init__(self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]) -> None:
+        self.programs = programs
+        for program, *_ in programs:
+            program.advance()
+
+    def finish(self) -> None:
+        """Await it and write `.grad`."""
+        with torch.no_grad():
+            for program, flat, result, params in self.programs:
+                program.finish()
+                if result is not None:
+                    flat.accumulate_grad(result.tensor, params)
+
+    def discard(self) -> None:
+        """Await it, so that the ranks stay in step, and drop the result."""
+        for program, *_ in self.programs:
+            program.finish()
 
 
 class Runtime:
@@ -32,118 +172,257 @@ class Runtime:
     has_run: members of a list unit that ran in this forward; the last of them frees.
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
+    pending: gathers under way.
+    indices: places of this unit in `tree.order` that backward has not come to.
+    lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.tree = Tree()
+        self.tree.members.add(self)
         self.is_unsharded = False
         self.has_run: set[nn.Module] = set()
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
+        self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
+        self.pending_versions: list[int] = []
+        self.indices: list[int] = []
+        self.forward_prefetch: list[Runtime] = []
+        self.backward_prefetch: list[Runtime] = []
+        self.lenders: list[Runtime] = []
+        self.borrowers: list[Runtime] = []
+        self.is_in_forward = False
+
+    def borrow(self, lender: Runtime) -> None:
+        """Parameters of `lender`'s unit are read in this unit's forward too."""
+        if lender is not self and lender not in self.lenders:
+            self.lenders.append(lender)
+            lender.borrowers.append(self)
 
     # -- forward
 
-    def pre_forward(self, module: nn.Module, tensors: list[Any]) -> list[Any]:
+    @untraced
+    def pre_forward(self, module: nn.Module, inputs: Any) -> Any:
         """Gather; watch the inputs, so that the reduction runs when their gradients are done."""
-        is_first = not self.has_run or module in self.has_run
-        if is_first:
-            self.has_run.clear()
-        if self.is_unsharded and not in_backward() and self.versions != self._versions():
-            self.reshard()
-        self.unshard()
-        if in_backward() or not torch.is_grad_enabled() or not is_first:
-            return tensors
-        return self._watch_inputs(tensors)
+        with span("pre_forward", self.unit.name):
+            self.tree.recover()
+            is_first = not self.has_run or module in self.has_run
+            if is_first:
+                self.has_run.clear()
+            if self.is_unsharded and not in_backward() and self.versions != self._versions():
+                self.reshard()
+            for runtime in (*self.lenders, self):
+                runtime.unshard()
+                runtime._open()
+            self.is_in_forward = True
+            if in_backward():
+                return self._pre_recompute(inputs)
+            self._note_forward()
+            if not torch.is_grad_enabled() or not is_first:
+                return inputs
+            return self._watch_inputs(inputs)
 
-    def post_forward(self, module: nn.Module, output: Any) -> None:
+    def _pre_recompute(self, inputs: Any) -> Any:
+        """A forward inside backward, by activation checkpointing; when reentrant, the first that autograd records."""
+        if self in self.tree.used or not torch.is_grad_enabled():
+            return inputs
+        self.tree.enter_backward(self)
+        return self._watch_inputs(inputs)
+
+    def _note_forward(self) -> None:
+        tree = self.tree
+        if tree.last_forward is not None and tree.last_forward is not self:
+            tree.next_forward[tree.last_forward] = self
+        tree.last_forward = self
+        following = tree.next_forward.get(self)
+        for target in self.forward_prefetch or ([following] if following else []):
+            target.start_unshard()
+
+    @untraced
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Free according to the policy; watch the outputs, so that backward gathers before it needs the parameters."""
+        self.is_in_forward = False
+        for runtime in (*self.lenders, self):
+            runtime._close()
         if in_backward():  # recomputation by activation checkpointing: backward frees
-            return
-        self.has_run.add(module)
-        if len(self.has_run) == len(self.unit.modules):
-            self.has_run.clear()
-            self._reshard_after_forward()
-        if torch.is_grad_enabled():
-            _has_run_forward.add(self)
-            for tensor in tree_flatten(output)[0]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._pre_backward)
+            return output
+        with span("post_forward", self.unit.name):
+            self.has_run.add(module)
+            if len(self.has_run) == len(self.unit.modules):
+                self._end_of_forward()
+            if self.unit.is_outermost:
+                for runtime in self.tree.members:  # list units of which this forward left out a member
+                    if runtime.has_run:
+                        runtime._end_of_forward()
+            if torch.is_grad_enabled():
+                self.tree.used.setdefault(self)
+                map_tensors(self._watch_output, output)
+        return output
 
-    def _watch_inputs(self, tensors: list[Any]) -> list[Any]:
-        places = [i for i, t in enumerate(tensors) if isinstance(t, Tensor) and t.requires_grad]
-        if not places:
-            return tensors
-        watched = _Watch.apply(  # type: ignore[no-untyped-call]
-            self, *(tensors[i] for i in places)
-        )
-        tensors = list(tensors)
-        for i, tensor in zip(places, watched, strict=True):
-            tensors[i] = tensor
-        return tensors
+    def _watch_output(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            if tensor._is_view():
+                warn_once(
+                    f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on it may drop the hook that "
+                    "gathers before backward. Return a copy, or do not write to it"
+                )
+            tensor.register_hook(self._pre_backward)
+        return tensor
+
+    def _end_of_forward(self) -> None:
+        self.has_run.clear()
+        self._close()
+        self._reshard_after_forward()
+        if torch.is_grad_enabled():
+            self.indices.append(len(self.tree.order))
+            self.tree.order.append(self)
+
+    def _watch_inputs(self, inputs: Any) -> Any:
+        found: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                found.append(tensor)
+            return tensor
+
+        map_tensors(collect, inputs)
+        if not found:
+            return inputs
+        watched = iter(_Watch.apply(self, *found))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self) -> None:
-        if self.unit.reshard is False and torch.is_grad_enabled():
+        if any(borrower.is_in_forward for borrower in self.borrowers):
             return
-        if not isinstance(self.unit.reshard, bool) and torch.is_grad_enabled():
+        for lender in self.lenders:
+            if not lender.is_in_forward:
+                lender._reshard_after_forward()
+        if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+            return
+        if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
                 for param in flat.params:
-                    spec = self.unit.spec(flat, param)
+                    if param.spec.reshard != "slice":
+                        continue
                     assert param.unsharded is not None
-                    self.slices[param] = KEEP_SLICE(param.unsharded.detach(), *spec.args())
+                    self.slices[param] = KEEP_SLICE(param.unsharded.detach(), *param.spec.args())
         self.reshard()
 
     # -- backward
 
     def _pre_backward(self, grad: Tensor) -> Tensor:
-        if self not in _in_backward:
-            if not _in_backward:
-                torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward)
-            _in_backward[self] = None
-        self.unshard()
+        tree = self.tree
+        if self not in tree.backward:
+            with span("pre_backward", self.unit.name):
+                tree.enter_backward(self)
+                self._unshard_for_backward()
+                self._prefetch_backward()
+        else:
+            self._unshard_for_backward()
         return grad
 
-    def post_backward(self) -> None:
-        """Free the parameters and reduce what gradients there are; does nothing when called again."""
-        self.slices.clear()
-        if self.is_unsharded:
-            self.reshard()
-        for flat in self.unit.flats:
-            self._reduce(flat)
+    def _unshard_for_backward(self) -> None:
+        for runtime in (*self.lenders, self):
+            if runtime.unit.settings.unshard_in_backward:
+                runtime.unshard()
 
-    def _reduce(self, flat: FlatParam) -> None:
-        ready: list[tuple[ShardedParam, Tensor, torch.dtype, ParamSpec]] = []
+    def _prefetch_backward(self) -> None:
+        tree = self.tree
+        index = self.indices.pop() if self.indices else 0
+        before = tree.order[index - 1] if index else None
+        for target in self.backward_prefetch or ([before] if before else []):
+            if target.unit.settings.unshard_in_backward:
+                target.start_unshard()
+
+    def post_backward(self, *, is_end: bool = False) -> None:
+        """Free the parameters and reduce what gradients there are; does nothing when called again."""
+        if self.borrowers and not is_end:  # more gradients of these parameters may come
+            return
+        self.slices.clear()
+        self._close()
+        if self.unit.settings.reshard_after_backward:
+            self.reshard()
+        with span("post_backward_reduce", self.unit.name), torch.no_grad():
+            programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
+            if programs:
+                self.tree.add_reduction(Reduction(programs))
+
+    def _reduce(self, flat: FlatParam) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
+        ready: list[tuple[ShardedParam, Tensor]] = []
         for param in flat.params:
             full = param.unsharded
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
-                ready.append((param, grad, grad.dtype, self.unit.spec(flat, param)))
-        if not ready:
-            return
-        with torch.no_grad():
-            grads = [entry[1:] for entry in ready]
-            specs = [entry[3] for entry in ready]
-            reduced = comm.reduce_bucket(comm.call, grads, flat.data.dtype)
-            flat_grad = comm.place_bucket(comm.call, reduced, specs, flat.layout.numel)
-        flat.accumulate_grad(flat_grad, [entry[0] for entry in ready])
+                ready.append((param, grad))
+        if flat.data.requires_grad and self.unit.settings.reduce_unused:
+            have = {param for param, _ in ready}
+            missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
+            ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
+            ready.sort(key=lambda entry: entry[0].layout.offset)
+        if ready:
+            yield self._program(flat, ready)
+
+    def _program(
+        self, flat: FlatParam, ready: list[tuple[ShardedParam, Tensor]]
+    ) -> tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]:
+        """What becomes of these gradients."""
+        run = Deferred()
+        specs = [param.spec for param, _ in ready]
+        grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
+        reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
+        if reduced is not None:
+            reduced = comm.place_bucket(run, reduced, specs, flat.layout.numel)
+        return run, flat, reduced, [param for param, _ in ready]
+
+    def reduce_retained(self) -> None:
+        """At the end of a backward that reduces: what earlier ones left, where this one brought nothing new."""
+        for flat in self.unit.flats:
+            goes_on = {"retain": (), "scatter": ("rows",), "reduce": ("rows", "partial")}
+            left = {(where, offset) for where, offset in flat.retained}
+            params = [p for p in flat.params if any((where, p.layout.offset) in left for where in goes_on[p.spec.sync])]
+            if not params:
+                continue
+            zeros = [(p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device)) for p in params]
+            with torch.no_grad():
+                self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
 
     # -- parameters
+
+    def start_unshard(self) -> None:
+        """Start to gather, unless gathered or under way already."""
+        if self.is_unsharded or self._has_pending():
+            return
+        self._check_not_meta()
+        self.pending_versions = self._versions()
+        with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
+            self.pending = self._gathers()
+            for program, *_ in self.pending:
+                program.advance()
 
     def unshard(self) -> None:
         """Gather, unless gathered already, and register the full parameters."""
         if self.is_unsharded:
             return
-        self._check_not_meta()
-        with torch.no_grad():
-            if self.slices:
-                self._gather(is_slice=True)
-            else:
-                self._gather(is_slice=False)
+        self.start_unshard()
+        pending, self.pending = self.pending, []
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            span("all_gather_copy_out", self.unit.name),
+        ):
+            for program, gathered, members in pending:
+                program.finish()
+                start = 0
+                for param, spec in members:
+                    _fill(param, gathered.tensor, start, spec)
+                    start += spec.shard_numel
         for param in self.unit.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
-        self.versions = self._versions()
+        self.versions = self.pending_versions
 
     def reshard(self) -> None:
         """Register the sharded parameters and empty the storage of the full ones."""
@@ -157,30 +436,60 @@ class Runtime:
 
     def reshard_if_idle(self) -> None:
         """Reshard, unless the backward that is running still needs the full parameters."""
-        if self not in _in_backward:
+        if self not in self.tree.backward and self.unit.settings.reshard_after_backward:
             self.reshard()
+
+    def drop_pending(self) -> None:
+        """Await gathers under way, which nobody used or which are out of date, and forget them."""
+        for program, *_ in self.pending:
+            program.finish()
+        self.pending = []
+
+    def reset(self) -> None:
+        """Back to rest after an exception."""
+        self.is_in_forward = False
+        self.drop_pending()
+        self._close()
+        self.has_run.clear()
+        self.slices.clear()
+        self.indices.clear()
+        self.reshard()
+
+    def _has_pending(self) -> bool:
+        if self.pending and self.pending_versions != self._versions():
+            self.drop_pending()
+        return bool(self.pending)
 
     def _versions(self) -> list[int]:
         return [flat.data._version for flat in self.unit.flats]
 
-    def _gather(self, *, is_slice: bool) -> None:
-        """One all-gather per compute dtype over all flat buffers, then one copy into each full parameter."""
-        buckets: dict[torch.dtype, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
+    def _open(self) -> None:
+        """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""
+        for param in self.unit.params:
+            param.show_handle(OPEN)
+
+    def _close(self) -> None:
+        for param in self.unit.params:
+            param.show_handle(param.handle)
+
+    def _gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
+        """One all-gather for each (compute dtype, group) over all flat buffers."""
+        buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
             for param in flat.params:
-                spec, source = self.unit.spec(flat, param), whole
-                if is_slice:
+                spec, source = param.spec, whole
+                if param in self.slices:
                     spec = spec.over_post_group()
                     kept = self.slices[param]
                     source = comm.Source(kept, kept.numel(), kept.dtype)
-                buckets.setdefault(spec.dtype, []).append((source, spec, param))
+                buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
+        gathers = []
         for members in buckets.values():
-            gathered = comm.gather_bucket(comm.call, [(s, p) for s, p, _ in members])
-            start = 0
-            for _, spec, param in members:
-                _fill(param, gathered, start, spec)
-                start += spec.shard_numel
+            run = Deferred()
+            gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
+            gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
+        return gathers
 
     def _check_not_meta(self) -> None:
         meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
@@ -194,14 +503,15 @@ class Runtime:
 def _fill(param: ShardedParam, gathered: Tensor, start: int, spec: ParamSpec) -> None:
     """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
     if param.unsharded is None or param.unsharded.dtype != spec.dtype:
-        full = gathered.new_empty(spec.padded_shape)[: spec.shape[0]]
+        full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.unsharded = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
     full = param.unsharded
     columns = gathered.narrow(1, start, spec.shard_numel)
     with preserve_version(full):
         full.untyped_storage().resize_(columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())
-        padded.view(spec.group_size, -1).copy_(columns)
+        apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
+        apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))
 
 
 class _Watch(torch.autograd.Function):
@@ -214,22 +524,9 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.runtime.tree.enter_backward(ctx.runtime)
         ctx.runtime.post_backward()
         return None, *grads
-
-
-_in_backward: dict[Runtime, None] = {}  # units that the running backward has reached, in order
-_has_run_forward: weakref.WeakSet[Runtime] = weakref.WeakSet()  # units to free at its end, reached or not
-
-
-def _end_of_backward() -> None:
-    runtimes = list(_in_backward)
-    _in_backward.clear()
-    for runtime in runtimes:
-        runtime.post_backward()
-    for runtime in list(_has_run_forward):
-        runtime.reshard()
-    _has_run_forward.clear()
 
 
 def in_backward() -> bool:
@@ -237,8 +534,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def with_tensors(runtime: Runtime, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run the eager pre-forward on the leaves of a module's arguments."""
-    leaves, structure = tree_flatten((args, kwargs))
-    new_args, new_kwargs = tree_unflatten(runtime.pre_forward(module, leaves), structure)
-    return new_args, new_kwargs
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same object."""
+    leaves, structure = tree_flatten(value)
+    mapped = [_map_leaf(fn, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields_ = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
+    changed = {name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old}
+    return replace(leaf, **changed) if changed else leaf

@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 # dynamic as soon as a second model of the same class has other sizes, and no pass could lower them.
 CONSTANTS: dict[str, tuple[object, ...]] = {}
 
+MEAN = "mean:"  # before a hook's key
+
+# What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an op's arguments.
+REGISTRY: dict[str, Any] = {}
+
+
+def register(thing: object) -> str:
+    """Enter something into `REGISTRY`, and return its key: the same for the same object."""
+    for key, known in REGISTRY.items():
+        if known is thing:
+            return key
+    key = f"{type(thing).__name__}#{len(REGISTRY)}"
+    REGISTRY[key] = thing
+    return key
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -28,8 +43,12 @@ class Reduction:
     dtype: what travels on the wire and is summed.
     op: "sum" or "avg"; NCCL averages on the device, other backends get a sum and an explicit division.
     algorithm: "reduce_scatter", or "all_to_all" (all-to-all, then a local sum in rank order): half the bytes on gloo,
-        whose reduce-scatter moves what an all-reduce moves.
+        whose reduce-scatter moves what an all-reduce moves; or "custom:KEY", a user's communication in `REGISTRY`.
     replicate_size, replicate_group: the all-reduce over HSDP's replicate axis; size 1 means none.
+    sync: "reduce"; "retain" keeps the unreduced gradient for a later backward; "scatter" (HSDP) keeps the one that is
+        reduced over the shard axis only.
+    is_accumulating: earlier backwards may have left retained gradients, which this one adds first.
+    hook: key in `REGISTRY` of what sees the flat result before the last division, or after it ("mean:KEY"); "" for none.
     """
 
     dtype: torch.dtype
@@ -39,6 +58,9 @@ class Reduction:
     post_divide: float = 1.0
     replicate_size: int = 1
     replicate_group: str = ""
+    sync: str = "reduce"
+    is_accumulating: bool = False
+    hook: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +68,26 @@ class ParamSpec:
     """The trailing arguments of `fsdp::unshard`, in order; sizes in elements, not bytes.
 
     offset: where this parameter's padded shard begins in the unit's flat local buffer.
-    shape: global shape of the parameter, sharded on dim 0.
+    shape: global shape of the parameter.
+    dim: the dimension that is sharded; only dim 0 may be uneven.
     dtype: of the unsharded parameter, and of the all-gather.
     group_size, group: the shard axis' process group, by name.
+    gather_algorithm: "" (all-gather) or "custom:KEY".
+    reduce_group: the group of the reduction over the shard axis; the same ranks.
     reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
         (keep a 1/post_size slice and gather that over `post_group`).
-    reduce_*, pre_divide, post_divide, replicate_*: see `Reduction`.
+    reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook: see `Reduction`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     """
 
     offset: int
     shape: tuple[int, ...]
+    dim: int
     dtype: torch.dtype
     group_size: int
     group: str
+    gather_algorithm: str
+    reduce_group: str
     reshard: str
     post_size: int
     post_group: str
@@ -70,6 +98,9 @@ class ParamSpec:
     post_divide: float
     replicate_size: int
     replicate_group: str
+    sync: str
+    is_accumulating: bool
+    hook: str
     unit: str
     fqn: str
 
@@ -97,18 +128,23 @@ class ParamSpec:
 
     @property
     def rows(self) -> int:
-        """Rows (of dim 0) in each rank's padded shard: `ceil(shape[0] / group_size)`, as `torch.chunk` cuts."""
-        return -(-self.shape[0] // self.group_size)
+        """Rows (of `dim`) in each rank's padded shard: `ceil(shape[dim] / group_size)`, as `torch.chunk` cuts."""
+        return -(-self.shape[self.dim] // self.group_size)
 
     @property
     def shard_numel(self) -> int:
         """Elements in each rank's padded shard."""
-        return self.rows * prod(self.shape[1:])
+        return prod(self.shard_shape)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of each rank's padded shard."""
+        return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of what an all-gather of the padded shards gives."""
-        return (self.rows * self.group_size, *self.shape[1:])
+        """Shape of the parameter with the rows that only fill up the last shards."""
+        return (*self.shape[: self.dim], self.rows * self.group_size, *self.shape[self.dim + 1 :])
 
     @property
     def reduction(self) -> Reduction:
@@ -121,8 +157,11 @@ class ParamSpec:
             self.post_divide,
             self.replicate_size,
             self.replicate_group,
+            self.sync,
+            self.is_accumulating,
+            self.hook,
         )
 
     def over_post_group(self) -> ParamSpec:
         """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`)."""
-        return replace(self, offset=0, group_size=self.post_size, group=self.post_group)
+        return replace(self, offset=0, group_size=self.post_size, group=self.post_group, gather_algorithm="")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def make_dtensor(
@@ -59,11 +64,65 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def register_work(tensor: Tensor, work: Any) -> None:
+    """Make `_c10d_functional.wait_tensor(tensor)` wait for `work`."""
+    _register_work(tensor, work)
+
+
+def reduce_op(name: str) -> Any:
+    """The `ReduceOp` that functional collectives call by this name."""
+    return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[name]
+
+
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
+def untraced(fn: Callable[P, R]) -> Callable[P, R]:
+    """Keep Dynamo out of this function and of all that it calls, typed."""
+    disabled: Callable[P, R] = torch._dynamo.disable(fn)
+    return disabled
+
+
+def never_traced_alone(fn: Callable[..., Any]) -> None:
+    """Let Dynamo run this function as it is when it meets it as a frame of its own; when inlined, it is traced as ever."""
+    skip_code(fn.__code__)
+
+
+def never_trace_hooks_alone() -> None:
+    """Keep Dynamo from starting a graph inside `nn.Module.__call__`, between a module's hooks and its forward.
+
+    It would take the pre-forward hook into a graph and run the forward outside: then nobody has gathered. Whole calls are traced as
+    ever; after a graph break in a forward, hooks run as they stand and the forward is compiled by itself.
+    """
+    for constant in torch.nn.Module._call_impl.__code__.co_consts:
+        if getattr(constant, "co_name", "") == "inner":
+            skip_code(constant)
+
+
 def is_compiled(module: object) -> bool:
     """Whether this is what `torch.compile(module)` returns, not a module of the user's."""
     return isinstance(module, OptimizedModule)
+
+
+def uncompiled(module: Any) -> Any:
+    """The user's module inside what `torch.compile(module)` returns, or the module itself."""
+    return module._orig_mod if is_compiled(module) else module
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied: such modules, and those inside, are not sharded."""
+    registry = _get_registry(module)
+    return registry is not None and "replicate" in registry
+
+
+def plain_name(path: str) -> str:
+    """A name without what wrappers add to it."""
+    parts = [part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    return ".".join(parts)
+
+
+def rebind_compiled(module: Any) -> None:
+    """Let an `OptimizedModule` compile the `__call__` of the class that its module has now."""
+    module._initialize()

@@ -7,7 +7,8 @@ buffer too, from a compiled graph or from the eager runtime, and its views becom
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import FlatLayout, ShardLayout, flat_layout
-from .mesh import MeshInfo, default_reduction
-from .ops import grad_listeners
-from .spec import ParamSpec
+from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .ops import own
+from .spec import MEAN, ParamSpec
 from .torch_private import make_dtensor
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _unit_numbers = itertools.count()
 
-# Originals that were cut -> where they were. An entry lives as long as something still holds the original.
+# Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still holds the original.
 taken: Any = WeakTensorKeyDictionary()
 
 
@@ -42,6 +43,8 @@ class ShardedParam:
     fqn: name relative to the outermost `fully_shard` module known so far.
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
     unsharded: the eager runtime's full parameter; None before the first eager use.
+    spec: the arguments of its ops under the current settings.
+    handle: what a traced read outside an eager forward needs.
     """
 
     owners: list[tuple[nn.Module, str]]
@@ -51,6 +54,13 @@ class ShardedParam:
     layout: ShardLayout
     unsharded: nn.Parameter | None = None
     fqn: str = ""
+    spec: ParamSpec = field(init=False)
+    handle: Handle = field(init=False)
+
+    def show_handle(self, handle: Handle) -> None:
+        """Make `handle` what a traced read finds; compiled code guards on it."""
+        for module, name in self.owners:
+            module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what the owning modules hold."""
@@ -63,22 +73,79 @@ class ShardedParam:
 
 @dataclass(eq=False)
 class FlatParam:
-    """A flat local buffer: the parameters of a unit that share a dtype and `requires_grad`."""
+    """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
+
+    marked: offsets of the parameters whose gradients the running backward delivers.
+    retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
+        "partial": over the shard axis only) and offset.
+    """
 
     unit: Unit
+    mesh_info: MeshInfo
     layout: FlatLayout
     params: list[ShardedParam]
     data: nn.Parameter
     marked: set[int] = field(default_factory=set)
+    retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        grad_listeners[self.data] = self.marked.update
+        own(self.data, self)
         if self.data.requires_grad:
-            self.data.register_post_accumulate_grad_hook(self._take_leaf_grad)
+            self._watch_leaf()
+
+    def _watch_leaf(self) -> None:
+        """Weakly: autograd's hooks are out of the garbage collector's sight."""
+        me = weakref.ref(self)
+
+        def take(leaf: Tensor) -> None:
+            flat = me()
+            if flat is not None:
+                flat._take_leaf_grad(leaf)
+
+        self.data.register_post_accumulate_grad_hook(take)
+
+    def set_requires_grad(self, value: bool) -> None:
+        """Begin or cease to be a leaf that gets a gradient."""
+        self.data.requires_grad_(value)
+        if value and not self.data._post_accumulate_grad_hooks:
+            self._watch_leaf()
 
     def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
         """The parameter's shard inside a buffer of this layout."""
-        return param.layout.view(flat, self.unit.mesh_info.shard_rank)
+        return param.layout.view(flat, self.mesh_info.shard_rank)
+
+    # -- called by ops
+
+    def mark(self, offsets: Sequence[int]) -> None:
+        """See `ops.Owner`."""
+        self.marked.update(offsets)
+        if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
+            self.unit.on_retained()
+
+    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_retained()
+        for offset, piece in self._pieces(grads, offsets):
+            kept = self.retained.get((where, offset))
+            if kept is None:
+                self.retained[where, offset] = piece.clone()
+            else:
+                kept.add_(piece)
+
+    def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """See `ops.Owner`."""
+        for offset, piece in self._pieces(grads, offsets):
+            kept = self.retained.pop((where, offset), None)
+            if kept is not None:
+                piece.add_(kept)
+
+    def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
+        """The columns of each parameter in a bucket."""
+        sizes = {p.layout.offset: p.layout.numel for p in self.params}
+        pieces = grads.split([sizes[o] for o in offsets], dim=-1)
+        return zip(offsets, pieces, strict=True)
+
+    # -- gradients
 
     def _take_leaf_grad(self, leaf: Tensor) -> None:
         """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
@@ -129,12 +196,9 @@ class FlatParam:
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
-        if same or not locals_:
+        if same or not locals_ or any(a.device.type == "meta" for a in locals_):
             return
-        first = locals_[0]
-        fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
-        if fresh.device.type == "meta":
-            return
+        fresh = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
@@ -143,6 +207,7 @@ class FlatParam:
             if flat.device.type == fresh.device.type:
                 flat.data = fresh
                 return
+        self.unit.forget_handles()
         self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
         self.__post_init__()
 
@@ -154,20 +219,59 @@ def _local(tensor: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A parameter before it is cut: everything that holds it, and its name below one of the call's modules."""
+    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut."""
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     root: nn.Module
     path: str
+    dim: int
+    mesh_info: MeshInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`."""
+    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`.
+
+    key: "" while an eager forward has the full parameter registered: then that is what is read.
+    is_frozen: frozen by now, in a flat buffer that requires a gradient.
+    """
 
     flat: nn.Parameter
     key: str
+    is_frozen: bool = False
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the setters of `FSDPModule` change; field by field as torch's setters say.
+
+    is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was used, so that backwards must
+        look for what earlier ones have left.
+    """
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    is_accumulating: bool = False
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    all_gather: str = ""
+    reduce_scatter: str = ""
+    all_reduce_hook: str = ""
+    reduce_unused: bool = False
+    max_reductions_in_flight: int = 1
+
+    @property
+    def sync(self) -> str:
+        """How far a gradient goes; see `spec.Reduction`."""
+        if not self.requires_gradient_sync:
+            return "retain"
+        return "reduce" if self.requires_all_reduce else "scatter"
+
+
+OPEN = Handle(nn.Parameter(torch.empty(0)), "")
 
 
 class Unit:
@@ -184,15 +288,24 @@ class Unit:
         self.modules = tuple(modules)
         self.mesh_info = mesh_info
         self.mp_policy = mp_policy
+        self.settings = Settings()
         self.is_auto_reshard = reshard is None
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
         self.name = type(modules[0]).__name__
         # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
         self.on_gradients: Callable[[], None] = _nothing
-        self.post_mesh: DeviceMesh | None = None
+        # Called when a backward leaves gradients unreduced, so that its end looks after them.
+        self.on_retained: Callable[[], None] = _nothing
+        self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
+        self.reduce_groups: dict[MeshInfo, str] = {}
         if not isinstance(self.reshard, bool):
-            self.post_mesh = mesh_info.post_forward_mesh(self.reshard)
+            for info in dict.fromkeys(o.mesh_info for o in originals):
+                size = resolve_reshard(self.reshard, info.shard_size)
+                if size is not None and not isinstance(size, bool):
+                    self.post_meshes[info] = info.post_forward_mesh(size)
+        self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
+        self.is_outermost = True
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
 
@@ -201,25 +314,28 @@ class Unit:
         """Every parameter, class by class."""
         return (param for flat in self.flats for param in flat.params)
 
+    def own_modules(self) -> Iterable[nn.Module]:
+        """The modules of the call and those that hold its parameters."""
+        return dict.fromkeys((*self.modules, *(module for param in self.params for module, _ in param.owners)))
+
     def _make_flat(self, group: list[Original]) -> FlatParam:
-        info = self.mesh_info
+        info = group[0].mesh_info
         first = group[0].parameter
-        layout = flat_layout([o.parameter.shape for o in group], info.shard_size)
+        layout = flat_layout([o.parameter.shape for o in group], info.shard_size, [o.dim for o in group])
         buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
             view = place.view(buffer, info.shard_rank)
-            start = min(info.shard_rank * place.rows, original.shape[0])
             with torch.no_grad():
-                view.copy_(original[start : start + view.shape[0]])
-            dtensor = make_dtensor(view, original, info.mesh, info.placements)
+                view.copy_(place.cut(original, info.shard_rank))
+            dtensor = make_dtensor(view, original, info.mesh, info.placements(place.dim))
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place))
             params[-1].register(sharded)
-            taken[original] = f"{type(entry.owners[0][0]).__name__}.{entry.owners[0][1]}"
+            taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
-        return FlatParam(self, layout, params, data)
+        return FlatParam(self, info, layout, params, data)
 
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.
@@ -231,6 +347,7 @@ class Unit:
         for param in self.params:
             above = paths.get(param.root, "")
             param.fqn = f"{above}.{param.path}" if above else param.path
+        self.is_outermost = not is_nested
         if self.is_auto_reshard:
             self.reshard = is_nested
         self.publish()
@@ -265,48 +382,114 @@ class Unit:
                 flat.refresh()
             self.publish()
 
+    def take_over(self) -> None:
+        """Follow what the user did to the sharded parameters: replaced, moved, cast."""
+        self.adopt_replaced()
+        for flat in self.flats:
+            flat.refresh()
+        self.publish()
+
     def set_reshard(self, value: bool) -> None:
         """Choose whether the parameters are dropped after forward."""
         self.reshard, self.is_auto_reshard = value, False
-        self.post_mesh = None
+        self.post_meshes.clear()
         self.publish()
 
-    def spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
+    def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
         """The op arguments of one parameter under the current settings."""
-        info, policy = self.mesh_info, self.mp_policy
+        info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
         original = param.sharded.dtype
         compute = policy.param_dtype if original.is_floating_point else None
         dtype = compute or original
-        how = default_reduction(info, policy.reduce_dtype or dtype)
-        group, post = info.shard_group, self.post_mesh
+        how = reduction(info, policy.reduce_dtype or dtype, settings.divide_factor, is_sum=settings.force_sum)
+        is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
+        if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
+            how = replace(how, op="avg", post_divide=1.0)
+        post = self.post_meshes.get(info)
         kind = "slice" if post else "gather" if self.reshard else "keep"
         return ParamSpec(
             offset=param.layout.offset,
             shape=param.layout.shape,
+            dim=param.layout.dim,
             dtype=dtype,
             group_size=info.shard_size,
-            group=group.group_name,
+            group=info.shard_group.group_name,
+            gather_algorithm=settings.all_gather,
+            reduce_group=self.reduce_groups.get(info, info.shard_group.group_name),
             reshard=kind,
             post_size=post.size(1) if post else 1,
             post_group=post.get_group(1).group_name if post else "",
             reduce_dtype=how.dtype,
             reduce_op=how.op,
-            reduce_algorithm=how.algorithm,
+            reduce_algorithm=settings.reduce_scatter or how.algorithm,
             pre_divide=how.pre_divide,
             post_divide=how.post_divide,
             replicate_size=how.replicate_size,
             replicate_group=how.replicate_group,
+            sync="reduce" if settings.sync == "scatter" and info.replicate_size == 1 else settings.sync,
+            is_accumulating=settings.is_accumulating,
+            hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
             unit=f"{self.name}#{self.number}",
             fqn=param.fqn,
         )
 
     def publish(self) -> None:
-        """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them."""
+        """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them.
+
+        Handles are kept: coming back to settings that were used before finds the code that was compiled for them.
+        """
+        state = (astuple(self.settings), self.reshard, self.name, tuple(self.reduce_groups.values()))
         for flat in self.flats:
             for param in flat.params:
-                handle = Handle(flat.data, self.spec(flat, param).as_constants())
-                for module, name in param.owners:
-                    module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
+                is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
+                key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
+                if key not in self._handles:
+                    spec = self._spec(flat, param)
+                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen)
+                param.spec, param.handle = self._handles[key]
+                param.show_handle(param.handle)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet."""
+        for flat in self.flats:
+            flat.retained.clear()
+            flat.marked.clear()
+            for param in flat.params:
+                if param.unsharded is not None:
+                    param.unsharded.grad = None
+
+    def separate_reduce_groups(self, enable: bool) -> None:
+        """Reduce over groups of their own, or over those that gather; collective."""
+        self.reduce_groups = (
+            {flat.mesh_info: twin_group(flat.mesh_info.shard_group) for flat in self.flats} if enable else {}
+        )
+        self.publish()
+
+    def forget_handles(self) -> None:
+        """They hold a flat buffer that is replaced."""
+        self._handles.clear()
+
+    def follow_requires_grad(self) -> None:
+        """Take over what the user froze or unfroze since the last call."""
+        has_changed = False
+        for flat in self.flats:
+            wanted = [p.sharded.requires_grad for p in flat.params]
+            if any(wanted) != flat.data.requires_grad:
+                flat.set_requires_grad(any(wanted))
+                has_changed = True
+            elif flat.data.requires_grad:
+                frozen = [p.handle.is_frozen for p in flat.params]
+                has_changed = has_changed or frozen != [not w for w in wanted]
+        if has_changed:
+            self.publish()
+
+
+originals: dict[type, type] = {}  # generated class -> what it was made of
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that the module had before it was sharded."""
+    return originals.get(type(module), type(module))
 
 
 def _nothing() -> None:
@@ -314,9 +497,9 @@ def _nothing() -> None:
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:
-    """Split by (dtype, requires_grad), in order of first appearance."""
-    groups: dict[tuple[torch.dtype, bool], list[Original]] = {}
+    """Split by (mesh, dtype, requires_grad), in order of first appearance."""
+    groups: dict[tuple[MeshInfo, torch.dtype, bool], list[Original]] = {}
     for entry in originals:
-        key = (entry.parameter.dtype, entry.parameter.requires_grad)
+        key = (entry.mesh_info, entry.parameter.dtype, entry.parameter.requires_grad)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root
-from compiled_fsdp.ops import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.collectives import ALL_GATHER, ALL_TO_ALL, WAIT
 from compiled_fsdp.graph import Builder, aliases, find, order, output
-from compiled_fsdp.ops import FREE
+from compiled_fsdp.schema import FREE
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node

@@ -17,7 +17,8 @@ After (cast, padding and division only where the parameter asks for them):
     mark_grads_(%g, %flat, offsets)
 
 Requires: a forward, backward or inference graph. Its fsdp ops are `unshard`, `reduce_grad` and `unshard_slice`.
-Ensures: none of these is left; each flat gradient is followed by one `mark_grads_` that names what is in it.
+Ensures: none of these is left; each flat gradient is followed by one `mark_grads_` that names what is in it. Where the policy
+    is to keep gradients for a later backward, they go to `retain_`, and the graph returns None for the flat gradient.
 Leaves alone: `keep_slice`, which has no simpler form free of this rank's number.
 """
 
@@ -28,9 +29,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import Builder, find, sum_root, value
+from compiled_fsdp.graph import ADD, Builder, erase_unused, find, output, sum_root, value
 from compiled_fsdp.meta import CommTag
-from compiled_fsdp.ops import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.schema import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -45,15 +46,26 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
     marks: dict[Node, tuple[Node, list[int]]] = {}
     for node in find(graph, REDUCE_GRAD):
         spec = ParamSpec.of(node.args[2:])
-        flat = node.args[1]
-        marks.setdefault(sum_root(node), (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
+        flat, root = node.args[1], sum_root(node)
+        if spec.sync == "reduce":
+            marks.setdefault(root, (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
+        else:
+            _return_none(root)
     for root, (flat, offsets) in marks.items():
         Builder(root.next, root)(MARK_GRADS, root, flat, sorted(offsets))
     for region, node in enumerate(find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)):
         result = _lower_reduce(node, region) if node.target is REDUCE_GRAD else _lower_gather(node, region)
-        node.replace_all_uses_with(result)
+        if result is not None:
+            node.replace_all_uses_with(result)
         graph.erase_node(node)
     return gm
+
+
+def _return_none(root: Node) -> None:
+    """The unit keeps these gradients, so the flat buffer gets none."""
+    end = output(root.graph)
+    end.args = (tuple(None if value is root else value for value in end.args[0]),)  # type: ignore[union-attr]
+    erase_unused(root, ADD)
 
 
 def _lower_gather(node: Node, region: int) -> Node:
@@ -67,13 +79,15 @@ def _lower_gather(node: Node, region: int) -> Node:
     return result
 
 
-def _lower_reduce(node: Node, region: int) -> Node:
+def _lower_reduce(node: Node, region: int) -> Node | None:
     spec = ParamSpec.of(node.args[2:])
     grad, flat = node.args[:2]
     grad_value, flat_value = value(grad), value(flat)  # type: ignore[arg-type]
     run = Builder(node, node, CommTag("reduce", region, (spec,)))
     numel, dtype = flat_value.numel(), flat_value.dtype
-    result: Node = comm.reduce_grad(run, grad, grad_value.dtype, numel, dtype, spec)
+    result: Node | None = comm.reduce_grad(run, grad, grad_value.dtype, flat, numel, dtype, spec)
+    if result is None:
+        return None
     if value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata:  # one rank: nothing made a copy
         result = run(torch.ops.aten.clone.default, result)
     return result

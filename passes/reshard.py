@@ -38,7 +38,7 @@ import torch
 
 from compiled_fsdp import meta
 from compiled_fsdp.graph import Builder, backward_nodes, find, is_view
-from compiled_fsdp.ops import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:

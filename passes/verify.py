@@ -17,8 +17,8 @@ from compiled_fsdp.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, order, output, starts
 from compiled_fsdp.meta import get_tag, saved_for_backward
-from compiled_fsdp.ops import FREE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.regions import find_regions
+from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,10 +97,10 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
-    """Every reduced gradient is named by exactly one mark_grads_."""
+    """Every fully reduced gradient is named by exactly one mark_grads_."""
     marked = Counter(offset for node in find(gm.graph, MARK_GRADS) for offset in node.args[2])  # type: ignore[union-attr]
     regions = find_regions(gm.graph, "reduce")
-    reduced = Counter(spec.offset for region in regions for spec in region.tag.specs)
+    reduced = Counter(spec.offset for region in regions for spec in region.tag.specs if spec.sync == "reduce")
     if marked != reduced:
         where = regions[0].nodes[0] if regions else output(gm.graph)
         yield where, f"offsets reduced {dict(reduced)} are not the offsets marked {dict(marked)}"

@@ -22,8 +22,8 @@ import compiled_fsdp
 import compiled_fsdp.backend  # registers "compiled_fsdp_eager"
 from compiled_fsdp.dump import show
 from compiled_fsdp.graph import Builder
-from compiled_fsdp.ops import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.plan import Plan
+from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ def unit(name: str, shapes: dict[str, tuple[int, ...]], world: int = WORLD, **ch
         "dtype": torch.float32,
         "group_size": world,
         "group": "shard",
+        "dim": 0,
+        "gather_algorithm": "",
+        "reduce_group": changes.get("group", "shard"),
+        "sync": "reduce",
+        "is_accumulating": False,
+        "hook": "",
         "reshard": "gather",
         "post_size": 1,
         "post_group": "",

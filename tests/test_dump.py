@@ -15,7 +15,7 @@ from torch import nn
 from compiled_fsdp import dumped_to, fully_shard
 from compiled_fsdp.dump import around, collectives, folder, provenance
 from compiled_fsdp.inductor import Chain, HalfPass, JointPass
-from compiled_fsdp.ops import FREE
+from compiled_fsdp.schema import FREE
 
 (W,) = unit("layers.0#7", {"layers.0.w": (4, 2)})
 

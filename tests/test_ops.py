@@ -6,6 +6,7 @@ import unittest
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from passes_harness import unit
 from torch._subclasses import FakeTensorMode
 
-from compiled_fsdp.ops import FREE, KEEP_SLICE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE, grad_listeners
+from compiled_fsdp.ops import own
+from compiled_fsdp.schema import FREE, KEEP_SLICE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +48,8 @@ class TestOps(unittest.TestCase):
         torch.manual_seed(0)
         self.flat = torch.randn(10)
         self.marked: list[int] = []
-        grad_listeners[self.flat] = self.marked.extend
+        self.owner = MagicMock(mark=self.marked.extend)
+        own(self.flat, self.owner)
 
     def cases(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every functional op with every spec."""

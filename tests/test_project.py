@@ -14,12 +14,12 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
 ORDER = """
     version plan torch_private spec layout errors
-    gloo mesh collectives meta ops
+    gloo schema mesh collectives meta ops
     graph regions
     dump
     passes
     pin_order inductor backend
-    runtime unit module api
+    deferred unit runtime fallback first_call state fsdp_module module api
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.
 AGAINST = {("errors", "dump")}

@@ -9,7 +9,7 @@ from expecttest import TestCase
 from passes_harness import unit
 
 from compiled_fsdp.layout import flat_layout
-from compiled_fsdp.ops import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec, Reduction
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
@@ -31,7 +31,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 17 after the flat buffer: ['offset', 'shape', 'dtype', 'group_size', 'group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'unit', 'fqn']""",  # noqa: E501
+            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 23 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'unit', 'fqn']""",  # noqa: E501
         )
 
     def test_rows_are_cut_as_torch_chunk_cuts(self):

@@ -19,8 +19,8 @@ from compiled_fsdp.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import Builder, find
 from compiled_fsdp.meta import CommTag
-from compiled_fsdp.ops import FREE, MARK_GRADS
 from compiled_fsdp.plan import Plan
+from compiled_fsdp.schema import FREE, MARK_GRADS
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import inductor
 from compiled_fsdp.collectives import STARTS
-from compiled_fsdp.ops import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
 
 ROUNDING = (1e-4, 1e-5)
 SLOW = 400.0  # seconds: a C++ compiler runs

@@ -1,0 +1,66 @@
+"""The third executor of `collectives.py`: record the ops, run them up to the next wait, and the rest later.
+
+So the eager runtime communicates in the background with the very arithmetic that graphs get.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import collectives as comm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Value:
+    """The result of a recorded op; `tensor` is set once it ran."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor: Any = None
+
+
+class Deferred:
+    """Ops to run: call it like `collectives.call`, then `advance`, then `finish`."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Value]] = []
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        """Record `op(*args, **kwargs)`."""
+        result = Value()
+        self._steps.append((op, args, kwargs, result))
+        return result
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to run."""
+        return not self._steps
+
+    def advance(self) -> None:
+        """Run what can be run without waiting."""
+        self._run(stop_at_wait=True)
+
+    def finish(self) -> None:
+        """Run everything, waits included."""
+        self._run(stop_at_wait=False)
+
+    def _run(self, *, stop_at_wait: bool) -> None:
+        steps = self._steps
+        self._steps = []
+        for i, (op, args, kwargs, result) in enumerate(steps):
+            if stop_at_wait and op is comm.WAIT:
+                self._steps = steps[i:]
+                return
+            result.tensor = comm.call(op, *_real(args), **kwargs)
+
+
+def _real(values: Any) -> Any:
+    """Tensors instead of recorded results, also inside lists."""
+    if isinstance(values, Value):
+        return values.tensor
+    if isinstance(values, list | tuple) and any(isinstance(v, Value | list | tuple) for v in values):
+        return type(values)(_real(v) for v in values)
+    return values

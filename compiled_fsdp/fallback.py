@@ -1,0 +1,87 @@
+"""Say, once for each reason, which unit runs eagerly inside a compiled model; or refuse.
+
+Private torch used here (tried on 2.13): `torch._dynamo.utils.graph_break_reasons`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch._dynamo.utils as dynamo
+
+from .errors import warn_once
+from .unit import original_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from traceback import FrameSummary
+
+    from .unit import Unit
+
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+_policy: Literal["warn", "error"] = "warn"
+_last_seen: object = None  # the newest entry of Dynamo's list that was looked at
+
+
+class FallbackError(RuntimeError):
+    """Dynamo could not trace a unit, and `set_fallback("error")` asked for an error."""
+
+
+def set_fallback(policy: Literal["warn", "error"]) -> None:
+    """What to do when a part of a compiled model cannot be traced and its units run eagerly: "warn" (once a reason) or "error".
+
+    Raises:
+        ValueError: another value.
+    """
+    global _policy
+    if policy not in ("warn", "error"):
+        raise ValueError(f'set_fallback: got {policy!r}; should be "warn" or "error"')
+    _policy = policy
+
+
+def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
+    """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is why."""
+    global _last_seen
+    reasons = dynamo.graph_break_reasons
+    if not reasons or reasons[-1] is _last_seen:
+        return
+    known = [i for i, entry in enumerate(reasons) if entry is _last_seen]
+    fresh = reasons[known[0] + 1 :] if known else list(reasons)
+    _last_seen = reasons[-1]
+    for entry in fresh:
+        frames = [frame for frame in reversed(entry.user_stack) if not frame.filename.startswith(NOT_THE_USERS)]
+        where, names = "a call", [unit.name]
+        if frames:
+            frame = frames[0]
+            where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+            names = next(filter(None, ([u.name for u in neighbours if _contains(u, f)] for f in frames)), names)
+        text = (
+            f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo broke the graph at {where}\n"
+            f"  {' '.join(line.strip() for line in entry.reason.strip().splitlines()[:2])}\n"
+            "Its gathers are overlapped by a fixed rule instead of the plan, and so are those around it. Results are the same"
+        )
+        if _policy == "error":
+            raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+        warn_once(text)
+
+
+def _contains(unit: Unit, frame: FrameSummary) -> bool:
+    """Whether the line stands in the code of one of the unit's modules."""
+    for module in unit.own_modules():
+        for entry in vars(original_class(module)).values():
+            code = getattr(inspect.unwrap(entry) if callable(entry) else entry, "__code__", None)
+            if code is None or code.co_filename != frame.filename or frame.lineno is None:
+                continue
+            lines = [line for _, _, line in code.co_lines() if line is not None]
+            if lines and code.co_firstlineno <= frame.lineno <= max(lines):
+                return True
+    return False
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

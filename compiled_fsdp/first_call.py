@@ -1,0 +1,132 @@
+"""What is checked once, before the first forward of an outermost module and before an optimizer's first step.
+
+The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss that does not fall.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import warn_once
+from .unit import taken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from .unit import Unit
+
+
+def check_same_model(units: Sequence[Unit]) -> None:
+    """All ranks of a shard group must have cut the same parameters.
+
+    Raises:
+        RuntimeError: they have not; the text lists what differs, on every rank.
+    """
+    group = units[0].mesh_info.shard_group
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    lines = [
+        f"{param.fqn}: {tuple(param.layout.shape)} {param.sharded.dtype}"
+        + ("" if param.sharded.requires_grad else ", frozen")
+        for unit in units
+        for param in unit.params
+    ]
+    mine = torch.tensor(
+        int(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:15], 16), device=units[0].mesh_info.device
+    )
+    hashes = _gathered(mine.view(1), group)
+    if (hashes == mine).all() and len(set(hashes.tolist())) == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, lines, group=group)
+    common = set.intersection(*map(set, everyone))
+    texts = []
+    for rank, theirs in enumerate(everyone):
+        only = [line for line in theirs if line not in common]
+        texts.append(
+            f"  rank {rank}: {len(theirs)} parameters; not the same everywhere: {only[:5] or 'none (another order)'}"
+        )
+    raise RuntimeError("fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts))
+
+
+def check_buffers(module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, weakref.ref[Tensor]]]) -> None:
+    """A model that was built on the meta device: no buffer may have been forgotten, nor differ between ranks.
+
+    Raises:
+        RuntimeError: buffers, non-persistent ones included, that nobody wrote since `to_empty`.
+    """
+    buffers = dict(module.named_buffers())
+    forgotten = [
+        name
+        for name, reference in from_meta
+        if (tensor := reference()) is not None and buffers.get(name) is tensor and tensor._version == 0 and tensor.numel()
+    ]
+    if forgotten:
+        raise RuntimeError(
+            f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta device, and nothing wrote them "
+            "since to_empty(). Initialise them (non-persistent ones are not in a state dict), for example with reset_parameters()"
+        )
+    group = unit.mesh_info.shard_group
+    numeric = {name: b for name, b in buffers.items() if b.device == unit.mesh_info.device and not b.is_complex()}
+    if not numeric or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    sums = torch.stack([b.detach().double().nan_to_num().mul(_weights(b)).sum() for b in numeric.values()])
+    differs = (_gathered(sums, group).view(-1, len(sums)) != sums).any(0).tolist()
+    names = [name for name, is_other in zip(numeric, differs, strict=True) if is_other]
+    if names:
+        warn_once(
+            f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP never synchronises buffers: if "
+            "they should be equal, broadcast them from one rank after to_empty()"
+        )
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, tensor, group=group)
+    return torch.cat(pieces)
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    """So that permuted values do not add up to the same."""
+    return torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).view(tensor.shape)
+
+
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def check_optimizers() -> None:
+    """From now on, look at every optimizer before its first step."""
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_check_optimizer)
+
+
+_hook: Any = None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A parameter that was cut is not what the model trains any more.
+
+    Raises:
+        RuntimeError: the optimizer holds one.
+    """
+    if optimizer in _checked:
+        return
+    _checked.add(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [taken[p][1].fqn for p in params if p in taken]
+    if stale:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: fully_shard replaced {len(stale)} of its parameters ({stale[0]!r} is the first) "
+            "after the optimizer was built, so the step would change nothing that the model uses. Build the optimizer after "
+            "fully_shard"
+        )

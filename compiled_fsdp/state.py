@@ -1,0 +1,122 @@
+"""What one `fully_shard` call leaves behind, and how to find it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .fallback import note_eager_unit
+from .first_call import check_buffers, check_same_model
+from .runtime import Runtime
+from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .unit import Unit
+
+
+class State:
+    """The unit of a call, the eager runtime that serves it, and the hooks around its modules' forward."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.runtime = Runtime(unit)
+        self.pre_forward = PreForward(self)
+        self.post_forward = PostForward(self)
+        self.is_checked = False
+        self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        unit.on_gradients = self.runtime.reshard_if_idle
+        unit.on_retained = self._queue_callback
+
+    def _queue_callback(self) -> None:
+        self.runtime.tree.queue_callback()
+
+    def _check(self) -> None:
+        for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
+            if not runtime.is_unsharded:
+                runtime.unit.take_over()
+        units = [runtime.unit for runtime in sorted(self.runtime.tree.members, key=lambda r: r.unit.number)]
+        if any(p.sharded.device.type == "meta" for unit in units for p in unit.params):
+            return  # gathering will say so
+        check_same_model(units)
+        if self.buffers_from_meta:
+            check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
+        self.is_checked = True
+
+    def note_eager(self) -> None:
+        """The unit runs outside a graph: say why, if Dynamo gave one up."""
+        note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.members])
+
+    def before_call(self) -> None:
+        """Outside any graph, before a module of this unit is called: notice what the user changed since."""
+        tree = self.runtime.tree
+        tree.recover()
+        if self.unit.is_outermost and not self.is_checked:
+            self._check()
+        for runtime in tree.members if self.unit.is_outermost else (self.runtime,):
+            runtime.unit.follow_requires_grad()
+
+
+def get_state(module: object) -> State | None:
+    """The state of the `fully_shard` call that was given this very module, or None."""
+    return module.__dict__.get("_fsdp_state") if isinstance(module, nn.Module) else None
+
+
+def set_state(module: nn.Module, state: State) -> None:
+    """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
+    module.__dict__["_fsdp_state"] = state
+
+
+def distinct(states: Iterable[State | None]) -> list[State]:
+    """Each state once, in order."""
+    return list({id(s): s for s in states if s is not None}.values())
+
+
+def states_below(module: nn.Module, *, recurse: bool = True) -> list[State]:
+    """The states of a module and, with `recurse`, of all modules inside it."""
+    return distinct(get_state(m) for m in (module.modules() if recurse else [module]))
+
+
+class PreForward:
+    """Forward pre-hook of a unit's module: casts inputs, and in eager mode gathers."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What forward is to get."""
+        policy = self.state.unit.mp_policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args = cast_floating(args, policy.param_dtype)
+            kwargs = cast_floating(kwargs, policy.param_dtype)
+        if torch.compiler.is_dynamo_compiling():
+            if self.state.unit.settings.reduce_unused:
+                torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
+            return args, kwargs
+        self.state.note_eager()
+        result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))
+        return result
+
+
+class PostForward:
+    """Forward hook of a unit's module: in eager mode frees, then casts the output."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """What the caller is to get."""
+        if not torch.compiler.is_dynamo_compiling():
+            output = self.state.runtime.post_forward(module, output)
+        dtype = self.state.unit.mp_policy.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+
+# Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take the graph's branch.
+never_trace_hooks_alone()
+never_traced_alone(PreForward.__call__)
+never_traced_alone(PostForward.__call__)
