@@ -1,0 +1,90 @@
+"""Random models: eager = compiled bit for bit, and both as unsharded; a failure is shrunk to a small printed model."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.random_models import Program, Spec, build, make, shard, shrink, smaller
+from torch import Tensor
+
+NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "30")), 10  # 100 take minutes: benchmarks/results/random_models.md
+STEPS = 2
+# fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes in fp32.
+TOLERANCE = {False: 2e-5, True: 0.05}
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+
+
+def gradients(program: Program, kind: str) -> list[Tensor | None]:
+    """Of two steps; whole tensors."""
+    model = build(program)
+    call = model
+    if kind != "unsharded":
+        shard(model, program)
+    if kind == "compiled":
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    found: list[Tensor | None] = []
+    for step in range(STEPS):
+        for micro in range(program.micro_batches):
+            if kind != "unsharded":
+                model.set_requires_gradient_sync(micro == program.micro_batches - 1)
+            call(batch(10 * step + micro)).float().square().mean().backward()
+        for p in model.parameters():
+            if kind == "unsharded" and p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            found.append(p.grad if p.grad is None or kind == "unsharded" else p.grad.full_tensor())
+        found = [None if g is None else g.clone() for g in found]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def fails(program: Program) -> str | None:
+    """What is wrong with a program on any rank; None if nothing is."""
+    torch._dynamo.reset()
+    problem = None
+    try:
+        expected, eager, compiled = (gradients(program, kind) for kind in ("unsharded", "eager", "compiled"))
+        for i, (a, b, c) in enumerate(zip(expected, eager, compiled, strict=True)):
+            if (a is None, b is None, c is None) not in ((True,) * 3, (False,) * 3):
+                problem = f"gradient {i}: None is unsharded {a is None}, eager {b is None}, compiled {c is None}"
+            elif a is not None and not torch.allclose(a, b, atol=TOLERANCE[program.low_precision], rtol=1e-4):
+                problem = f"gradient {i}: eager differs from unsharded by {(a - b).abs().max().item():.2e}"
+            elif b is not None and not torch.equal(b, c):
+                problem = f"gradient {i}: compiled differs from eager by {(b - c).abs().max().item():.2e}"
+    except Exception as error:  # noqa: BLE001
+        problem = f"{type(error).__name__}: {str(error)[:500]}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    return next(filter(None, everyone), None)
+
+
+def check(first: int, number: int) -> None:
+    for seed in range(first, first + number):
+        program = make(seed)
+        if fails(program):
+            small, reason = shrink(program, fails)
+            raise AssertionError(f"seed {seed}: {reason}\n{small}")
+
+
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, CHUNK))
+def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
+    """Every third chunk on four ranks."""
+    pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
+    pool.run(check, first, CHUNK, timeout=400.0)
+
+
+def test_a_failure_shrinks() -> None:
+    """To the one thing that is wrong."""
+    program = Program(0, (Spec(width=3, twice=True), Spec(is_frozen=True, width=5), Spec(kind="normed")), micro_batches=3)
+    small, reason = shrink(program, lambda p: "frozen" if any(s.is_frozen for s in p.specs) else None)
+    assert reason == "frozen"
+    assert small == Program(0, (Spec(is_frozen=True, width=5, unit=False),))
+    assert all(p != program for p in smaller(program))

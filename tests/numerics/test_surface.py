@@ -1,0 +1,531 @@
+"""What training scripts do around a sharded model: checkpointing, ties, freezing, growing inputs, exceptions, meta init.
+
+Each case trains ours (eager, and compiled without Inductor) beside the unsharded model, and counts what is communicated.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import tempfile
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from compat.oracle import Api, communications, each
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from compiled_fsdp import MixedPrecisionPolicy, errors, fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import Pool
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Net(nn.Module):
+    """`around` says how a layer is called: activation checkpointing of one kind or another."""
+
+    def __init__(self, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = self.around(layer, x) if self.around else layer(x)
+        return self.head(x)
+
+
+def batch(step: int = 0, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def pair(model: nn.Module) -> tuple[Any, nn.Module]:
+    """The model with each layer a unit, and a copy of it as it was."""
+    reference = copy.deepcopy(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model), reference
+
+
+def backward(call: Any, inputs: Tensor) -> Tensor:
+    loss = call(inputs).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_grads(model: nn.Module, reference: nn.Module, atol: float = 1e-6) -> None:
+    theirs = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        q = theirs[name]
+        if q.grad is None:
+            assert p.grad is None, f"{name} has a gradient"
+            continue
+        mean = q.grad.clone()
+        dist.all_reduce(mean)
+        assert p.grad is not None, f"{name} has no gradient"
+        assert torch.allclose(p.grad.full_tensor(), mean / dist.get_world_size(), atol=atol), name
+
+
+def both(observe: Callable[[Api], None]) -> Callable[[Any], None]:
+    """A test that runs `observe` on two ranks for ours eager and compiled."""
+
+    def test(two: Pool) -> None:
+        two.run(each, observe)
+
+    return test
+
+
+# -- activation checkpointing
+
+
+def reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def not_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+contexts = partial(create_selective_checkpoint_contexts, save_matmuls)
+
+
+def selective(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+def saved_bytes(run: Callable[[], Any]) -> int:
+    """Bytes that one forward keeps for backward, parameters left out; each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("around", [reentrant, not_reentrant, selective], ids=lambda f: f.__name__)
+def test_activation_checkpointing(two: Pool, around: Any) -> None:
+    """No gather more than without, the right gradients; and less saved, as unsharded."""
+    two.run(each, checkpointing, around)
+
+
+def checkpointing(api: Api, around: Any) -> None:
+    model, reference = pair(Net(around))
+    call = api.compile(model) if around is not reentrant else torch.compile(model, backend="compiled_fsdp_eager")
+    call = call if api.is_compiled else model
+    for step in range(2):
+        model.zero_grad()
+        seen = communications(lambda step=step: backward(call, batch(step)))
+    backward(reference, batch(1))
+    check_grads(model, reference)
+    assert seen == {"gather": 7, "reduce": 4, "all_reduce": 0}, (api.kind, seen)
+    if around is not_reentrant:
+        plain, _ = pair(Net())
+        plain_call = api.compile(plain)
+        backward(plain_call, batch(rows=64))
+        model.zero_grad()
+        assert saved_bytes(lambda: call(batch(rows=64))) < saved_bytes(lambda: plain_call(batch(rows=64)))
+
+
+# -- ties, freezing
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.layers = nn.ModuleList([Block()])
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed((x[:, :5].abs() * 7).long() % 11)
+        return self.head(self.layers[0](x))
+
+
+@pytest.mark.parametrize("alone", [("head",), ("embed",), ("embed", "head"), ()], ids=str)
+def test_tied_over_units(two: Pool, alone: tuple[str, ...]) -> None:
+    """Stock raises at the first forward. Gathered once a phase in a graph, reduced once, and still one object."""
+    two.run(each, tied, alone)
+
+
+def tied(api: Api, alone: tuple[str, ...]) -> None:
+    model = Tied()
+    reference = copy.deepcopy(model)
+    for name in (*alone, "layers.0"):
+        fully_shard(model.get_submodule(name))
+    call = api.compile(fully_shard(model))
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        seen = communications(lambda step=step: backward(call, batch(step)))
+        backward(reference, batch(step))
+        check_grads(model, reference)
+        assert model.head.weight is model.embed.weight
+    assert seen["reduce"] == 2
+    if api.is_compiled:
+        assert seen["gather"] == 4 if alone else 3
+    names = list(model.state_dict())
+    assert names == list(reference.state_dict())
+
+
+def requires_grad_changes(api: Api) -> None:
+    """Freezing and unfreezing after sharding: as the unsharded model, at the next call; nothing for what is frozen."""
+    model = Net()
+    for p in model.layers[0].parameters():
+        p.requires_grad_(False)
+    model, reference = pair(model)
+    call = api.compile(model)
+    changes = ((), ((0, True),), ((1, False),), ((1, True), (2, False)))
+    for step, changed in enumerate(changes):
+        for m in (model, reference):
+            m.zero_grad()
+            for layer, value in changed:
+                for p in m.layers[layer].parameters():
+                    p.requires_grad = value
+        backward(call, batch(step))
+        backward(reference, batch(step))
+        check_grads(model, reference)
+    model.zero_grad()
+    assert communications(lambda: backward(call, batch()))["reduce"] == 3
+
+
+def partly_frozen(api: Api) -> None:
+    """One parameter of a unit frozen later: no gradient, the others theirs."""
+    model, reference = pair(Net())
+    call = api.compile(model)
+    for m in (model, reference):
+        m.layers[1].first.weight.requires_grad = False
+    backward(call, batch())
+    backward(reference, batch())
+    check_grads(model, reference)
+
+
+test_requires_grad_changes = both(requires_grad_changes)
+test_partly_frozen = both(partly_frozen)
+
+
+# -- modes, inputs
+
+
+def growing_inputs(api: Api) -> None:
+    """A `generate`-like loop: after the second length no recompiles."""
+    model, reference = pair(Net())
+    call = api.compile(model)
+    with torch.no_grad():
+        for rows in range(3, 12):
+            if rows == 6:
+                graphs = counters["stats"]["unique_graphs"]
+            assert torch.allclose(call(batch(rows=rows)), reference(batch(rows=rows)), atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == graphs
+    backward(call, batch())
+    backward(reference, batch())
+    check_grads(model, reference)
+
+
+def inference_then_training(api: Api) -> None:
+    """Even when the very first forward is under inference_mode (stock then fails in autograd)."""
+    model, reference = pair(Net())
+    call = api.compile(model)
+    with torch.inference_mode():
+        assert torch.allclose(call(batch()), reference(batch()), atol=1e-6)
+    model.eval()
+    with torch.no_grad():
+        call(batch())
+    model.train()
+    backward(call, batch())
+    backward(reference, batch())
+    check_grads(model, reference)
+
+
+def several_forwards_and_backwards(api: Api) -> None:
+    model, reference = pair(Net())
+    call = api.compile(model)
+    with torch._functorch.config.patch(donated_buffer=False):  # or torch.compile refuses retain_graph, sharded or not
+        for m in (call, reference):
+            (m(batch(0)).square().mean() + m(batch(1)).square().mean()).backward()
+            out = m(batch(2))
+            out.square().mean().backward(retain_graph=True)
+            out.sum().backward()
+    check_grads(model, reference, atol=1e-5)
+
+
+def fp16_with_a_scaler(api: Api) -> None:
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=replace(policy, output_dtype=torch.float32))
+    call, scaler = api.compile(model), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(6):
+        loss = call(batch()).square().mean()
+        scaler.scale(loss).backward()
+        if step == 3 and dist.get_rank() == 0:
+            model.head.weight.grad.to_local().fill_(float("inf"))
+        before = model.head.bias.to_local().clone()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, model.head.bias.to_local()) == (step == 3), f"one rank overflows: all skip; {step=}"
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert scaler.get_scale() == 2.0**7
+
+
+def clipping(api: Api) -> None:
+    for norm_type in (2.0, 1.0, 3.0, float("inf")):
+        model = Net()
+        model.layers[0].first.weight.requires_grad_(False)
+        model.unused = nn.Parameter(torch.ones(5))
+        model, reference = pair(model)
+        call = api.compile(model)
+        backward(call, batch())
+        backward(reference, batch())
+        for q in reference.parameters():
+            if q.grad is not None:
+                dist.all_reduce(q.grad)
+                q.grad /= dist.get_world_size()
+        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=norm_type) for m in (model, reference))
+        assert torch.allclose(ours.full_tensor(), theirs), norm_type
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert q.grad is None or torch.allclose(p.grad.full_tensor(), q.grad)
+
+
+test_growing_inputs = both(growing_inputs)
+test_inference_then_training = both(inference_then_training)
+test_several_forwards_and_backwards = both(several_forwards_and_backwards)
+test_fp16_with_a_scaler = both(fp16_with_a_scaler)
+test_clipping = both(clipping)
+
+
+# -- exceptions
+
+
+class Fails(Block):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.fails:
+            raise ValueError("boom")
+        return y
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_after_an_exception(two: Pool, resets: bool) -> None:
+    """With `reset_iter_state` as documented; and without: the next iteration notices (stock leaves it undefined)."""
+    two.run(each, after_an_exception, resets)
+
+
+def after_an_exception(api: Api, resets: bool) -> None:
+    model = Net()
+    model.layers[1] = Fails()
+    model, reference = pair(model)
+    call = api.compile(model)
+    model.layers[1].fails = True
+    with pytest.raises(Exception, match="boom"):  # Dynamo has a type of its own for it
+        call(batch())
+    model.layers[1].fails = False
+    if resets:
+        model.reset_iter_state()
+    backward(call, batch())
+    backward(reference, batch())
+    check_grads(model, reference)
+    model.zero_grad()
+    handle = model.layers[1].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
+    with pytest.raises(ValueError, match="boom"):
+        backward(model, batch())
+    handle.remove()
+    if resets:
+        model.reset_iter_state()
+    model.zero_grad()
+    backward(call, batch())
+    check_grads(model, reference)
+
+
+# -- meta init and state
+
+
+class WithBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+def meta_init(api: Api) -> None:
+    reference = WithBuffers()
+    with torch.device("meta"):
+        model: Any = WithBuffers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"\['embed\.weight'.*meta device.*to_empty"):
+        model(batch())
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, reference.state_dict(), options=options)
+    with pytest.raises(RuntimeError, match=r"buffers \['scale'\] hold whatever was in memory.*reset_parameters"):
+        model(batch())
+    model.scale.fill_(1.0 + dist.get_rank())
+    call = api.compile(model)
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=r"buffers \['scale'\] differ between the ranks"):
+        call(batch())
+    reference.scale.fill_(1.0 + dist.get_rank())
+    model.zero_grad()
+    backward(call, batch())
+    backward(reference, batch())
+    check_grads(model, reference)
+
+
+test_meta_init = both(meta_init)
+
+
+def test_checkpoints_cross_over(two: Pool, four: Pool) -> None:
+    """Saved at two ranks, compiled; loaded at four, eager, and unsharded: the same next step."""
+    with tempfile.TemporaryDirectory() as folder:
+        full = two.run(save, folder)[0]
+        four.run(load, folder, full)
+    assert list(full) == list(Net().state_dict())
+
+
+def trained(model: Any, call: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    backward(call, x)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, _ = pair(Net())
+    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    optimizer = trained(model, call)
+    state = {"model": get_model_state_dict(call), "optimizer": get_optimizer_state_dict(call, optimizer)}
+    assert not any("_orig_mod" in name for name in state["model"])
+    dcp.save(state, checkpoint_id=folder)
+    return get_model_state_dict(call, options=StateDictOptions(full_state_dict=True))
+
+
+def load(folder: str, full: dict[str, Tensor]) -> None:
+    torch.manual_seed(9)
+    model, _ = pair(Net())
+    optimizer = trained(model, model)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    torch.manual_seed(0)
+    reference = Net()
+    theirs = trained(reference, reference)
+    for name, p in reference.named_parameters():
+        assert torch.allclose(p, full[name], atol=1e-6)
+    for m, o in ((model, optimizer), (reference, theirs)):
+        m.zero_grad()
+        backward(m, torch.randn(4, 6, generator=torch.Generator().manual_seed(2)))
+        o.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.full_tensor(), q, atol=1e-6)
+
+
+# -- mistakes
+
+
+def test_optimizer_built_before_sharding(two: Pool) -> None:
+    two.run(optimizer_before)
+
+
+def optimizer_before() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = pair(model)
+    backward(model, batch())
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step: fully_shard replaced 16 of its parameters.*Build the optimizer after"
+    ):
+        optimizer.step()
+
+
+def test_ranks_with_different_models(two: Pool) -> None:
+    two.run(different_models)
+
+
+def different_models() -> None:
+    model = Net()
+    if dist.get_rank() == 1:
+        model.layers[2].first = nn.Linear(6, 24, bias=False)
+    model, _ = pair(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(batch())
+    text = str(caught.value)
+    assert re.search(
+        r"different models:\n  rank 0: 16 parameters.*layers\.2\.first\.bias.*\n  rank 1: 15 parameters", text
+    ), text
+
+
+def collected(api: Api) -> None:
+    model, _ = pair(Net())
+    backward(api.compile(model), batch())
+    reference = weakref.ref(model)
+    torch._dynamo.reset()
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+test_nothing_keeps_a_model_alive = both(collected)
