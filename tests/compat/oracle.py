@@ -1,0 +1,226 @@
+"""Run the same observation on stock FSDP2 and on ours, and compare everything it returns.
+
+    @rows("7.1", "7.2")
+    def test_reshard_after_forward(two):
+        two.run(same, reshard_after_forward)
+
+    def reshard_after_forward(api):          # called with stock's `Api`, then ours eager, then ours compiled
+        model = api.fully_shard(net())
+        out = api.compile(model)(batch())
+        return out, api.is_sharded(model)    # compared bit for bit
+
+`rows` names the rows of the specification (`fsdp2_rows.tsv`) that the test pins; the table in `docs/fsdp2.md` is made from these
+marks. What a test knows to differ is not returned but asserted for each kind, under the status "improved".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import compiled_fsdp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KINDS = ("eager", "compiled")
+STATUSES = ("both", "eager", "compiled", "improved")
+
+
+def rows(*ids: str, status: str = "both") -> Callable[[Any], Any]:
+    """Mark a test with the rows that it pins. status: where they hold, or "improved" where ours differs on purpose."""
+    assert status in STATUSES, status
+
+    def mark(test: Any) -> Any:
+        test.rows = (*getattr(test, "rows", ()), *((i, status) for i in ids))
+        return test
+
+    return mark
+
+
+class Api:
+    """Stock FSDP2 or ours, and how to run a model with it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.is_stock = kind == "stock"
+        self.is_compiled = kind == "compiled"
+        self.package: Any = stock if self.is_stock else compiled_fsdp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.package, name)
+
+    def compile(self, model: Any, **options: Any) -> Any:
+        """What to call: the model, or it compiled into whole graphs."""
+        if not self.is_compiled:
+            return model
+        return torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, **options)
+
+    def units(self, model: Any, *names: str, **options: Any) -> Any:
+        """Shard the submodules of these names, one unit each, and then the model."""
+        for name in names:
+            self.fully_shard(model.get_submodule(name), **options)
+        return self.fully_shard(model, **options)
+
+
+def same(
+    observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Worker function: every kind of ours observes what stock does."""
+    torch.manual_seed(0)
+    expected = plain(observe(Api("stock"), *args))
+    for kind in kinds:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        found = plain(observe(Api(kind), *args))
+        wrong = list(_differences(found, expected, "result", rtol, atol))
+        assert not wrong, f"{kind} against stock: " + "; ".join(wrong[:6])
+
+
+def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS) -> None:
+    """Worker function: the observation asserts by itself, for each kind of ours."""
+    for kind in kinds:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        observe(Api(kind), *args)
+
+
+def plain(value: Any) -> Any:
+    """Copies that no later step changes; a DTensor as its local tensor, placements and global shape."""
+    if isinstance(value, DTensor):
+        placements = tuple(str(p) for p in value.placements)
+        return {"local": value.to_local().detach().clone(), "placements": placements, "shape": tuple(value.shape)}
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    return value
+
+
+def _differences(a: Any, b: Any, path: str, rtol: float, atol: float) -> Any:  # noqa: C901
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield f"{path}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        elif not (torch.equal(a, b) or ((rtol or atol) and torch.allclose(a, b, rtol, atol))):
+            yield f"{path}: tensors differ by up to {(a.double() - b.double()).abs().max().item():.3e}"
+    elif isinstance(a, dict) and isinstance(b, dict):
+        if list(a) != list(b):
+            yield f"{path}: keys {list(a)} and {list(b)}"
+        else:
+            for key in a:
+                yield from _differences(a[key], b[key], f"{path}[{key!r}]", rtol, atol)
+    elif isinstance(a, list) and isinstance(b, list):
+        if len(a) != len(b):
+            yield f"{path}: {len(a)} and {len(b)} entries"
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            yield from _differences(x, y, f"{path}[{i}]", rtol, atol)
+    elif type(a) is not type(b) or a != b:
+        yield f"{path}: {a!r} and {b!r}"
+
+
+def raised(run: Callable[[], Any]) -> str | None:
+    """The type of what `run` raises, by name; None if it returns."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__
+    return None
+
+
+def message(run: Callable[[], Any]) -> str:
+    """The text of what `run` raises."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def grads(model: nn.Module) -> dict[str, Any]:
+    """Every parameter's gradient."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def params(model: nn.Module) -> dict[str, Any]:
+    """Every parameter."""
+    return dict(model.named_parameters())
+
+
+def is_sharded(module: nn.Module) -> list[bool]:
+    """Which registered parameters are DTensors now."""
+    return [isinstance(p, DTensor) for m in module.modules() for p in m._parameters.values() if p is not None]
+
+
+# What the process group is asked for, under any of its names.
+_COMMUNICATIONS = {
+    "c10d::_allgather_base_": "gather",
+    "fsdp::all_gather": "gather",
+    "c10d::_reduce_scatter_base_": "reduce",
+    "c10d::alltoall_base_": "reduce",
+    "c10d::allreduce_": "all_reduce",
+}
+
+
+def communications(run: Callable[[], Any]) -> dict[str, int]:
+    """How many gathers, reductions and all-reduces `run` starts on this rank."""
+    with torch.profiler.profile() as profiler:
+        run()
+    found: Counter[str] = Counter()
+    for event in profiler.events():
+        is_run = event.name != "fsdp::all_gather" or any(c.name == "c10d::recv_" for c in event.cpu_children)
+        if event.name in _COMMUNICATIONS and is_run:  # else a fake one, or one that a dispatch mode passes on
+            found[_COMMUNICATIONS[event.name]] += 1
+    return {kind: found[kind] for kind in ("gather", "reduce", "all_reduce")}
+
+
+_meshes: dict[tuple[tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
+
+
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A CPU mesh; process groups are costly, so one of a kind for all tests of a worker."""
+    key = (shape or (dist.get_world_size(),), names)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", key[0], mesh_dim_names=names)
+    return _meshes[key]
+
+
+def net(width: int = 6, depth: int = 2, seed: int = 7) -> nn.Sequential:
+    """Linear layers of odd sizes with tanh in between: `0`, `2`, `4`, ... have parameters."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [nn.Linear(width if i == 0 else width + 1, width + 1), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width + 1, 3))
+
+
+def batch(width: int = 6, step: int = 0, *, requires_grad: bool = False) -> Tensor:
+    """Different on every rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, width, generator=generator).requires_grad_(requires_grad)
+
+
+def train_step(call: Any, step: int = 0) -> Tensor:
+    """Forward and backward of one batch; the loss."""
+    loss = call(batch(step=step)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@contextlib.contextmanager
+def no_recompiles() -> Any:
+    """Every compilation inside is an error."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield

@@ -1,0 +1,96 @@
+"""`docs/fsdp2.md`: every row of the specification and what pins it, from the marks in the tests.
+
+    python tests/compat/table.py        # writes the file; `test_table.py` fails if it is out of date
+
+A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved; "differs" where such a test is
+expected to fail. Rows without a test are "not on this hardware" (tag C), or stand with a reason in `fsdp2_absent.tsv`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parent.parent / "docs" / "fsdp2.md"
+MEANINGS = {
+    "both": "as stock, eager and compiled",
+    "eager": "as stock in eager mode; means nothing inside a graph",
+    "improved": "differs from stock on purpose; the test says how",
+    "differs": "differs from stock; the test is expected to fail",
+    "not there": "not supported yet, or nothing to compare; the reason stands in the row",
+    "not on this hardware": "needs an accelerator; not run",
+}
+
+
+def specification() -> list[tuple[str, str, str, str]]:
+    """(id, chapter, condition, tags) of every row."""
+    lines = (HERE / "fsdp2_rows.tsv").read_text().splitlines()
+    return [tuple(line.split("\t")) for line in lines]  # type: ignore[misc]
+
+
+def absent() -> dict[str, str]:
+    """Rows without a test, and why."""
+    lines = (HERE / "fsdp2_absent.tsv").read_text().splitlines()
+    return dict(line.split("\t") for line in lines)  # type: ignore[misc]
+
+
+def marks() -> dict[str, list[tuple[str, str]]]:
+    """Row -> (status, test) of every mark."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted(HERE.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            fails = any("xfail" in ast.unparse(d) for d in node.decorator_list)
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "rows":
+                    status = next((ast.literal_eval(k.value) for k in call.keywords if k.arg == "status"), "both")
+                    for row in map(ast.literal_eval, call.args):
+                        found.setdefault(row, []).append(("differs" if fails else status, f"{path.stem}::{node.name}"))
+    return found
+
+
+def statuses() -> dict[str, tuple[str, list[str], str]]:
+    """Row -> (status, tests, remark)."""
+    marked, reasons = marks(), absent()
+    result = {}
+    for row, _, _, tags in specification():
+        entries = marked.get(row, [])
+        given = [status for status, _ in entries]
+        status = next((s for s in ("differs", "improved", "both", "eager", "compiled") if s in given), "")
+        if not status:
+            status = "not there" if row in reasons else "not on this hardware" if "C" in tags.split() else "untested"
+        result[row] = status, [test for _, test in entries], reasons.get(row, "")
+    return result
+
+
+def text() -> str:
+    """The document."""
+    found = statuses()
+    counts = Counter(status for status, _, _ in found.values())
+    lines = [
+        "# Compatibility with `torch.distributed.fsdp.fully_shard`",
+        "",
+        "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one observable behaviour of stock FSDP2 "
+        "(torch 2.13). Its tests run stock and ours side by side and compare what they return bit for bit (at four ranks within a "
+        "tolerance, where gloo adds in another order).",
+        "",
+        "| status | rows | means |",
+        "|---|---|---|",
+        *(f"| {status} | {counts[status]} | {meaning} |" for status, meaning in MEANINGS.items()),
+    ]
+    chapter = ""
+    for row, heading, condition, _ in specification():
+        if heading != chapter:
+            chapter = heading
+            lines += ["", f"## {chapter}", "", "| row | condition | status | tests |", "|---|---|---|---|"]
+        status, tests, remark = found[row]
+        shown = ", ".join(f"`{t}`" for t in dict.fromkeys(tests)) or remark
+        lines.append(f"| {row} | {condition} | {status} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(text())
