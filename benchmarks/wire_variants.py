@@ -29,6 +29,15 @@ def build_ours(options: argparse.Namespace) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), options)
 
 
+def build_ours_eager(options: argparse.Namespace) -> Step:
+    """compiled_fsdp without torch.compile: its eager runtime."""
+    from compiled_fsdp import fully_shard
+
+    model = make_model(options)
+    shard(model, fully_shard)
+    return trainer(model, model, options)
+
+
 def build_stock_eager(options: argparse.Namespace) -> Step:
     """Stock FSDP2, eager."""
     model = make_model(options)
@@ -114,6 +123,7 @@ def build_raw_collectives(options: argparse.Namespace) -> Step:
 
 BUILDERS: dict[str, Callable[[argparse.Namespace], Step]] = {
     "ours": build_ours,
+    "ours_eager": build_ours_eager,
     "stock_eager": build_stock_eager,
     "stock_prefetch": build_stock_prefetch,
     "stock_block_compile": build_stock_block_compile,
