@@ -8,7 +8,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 TYPED := build/typed
 
-.PHONY: train test lint types unit wire clean
+.PHONY: train test test-clients soak lint types unit wire clean
 
 train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for example ARGS="--compare"
 	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
@@ -30,6 +30,13 @@ types: $(VENV)/installed
 unit: $(VENV)/installed
 	$(PY) -m pytest $(ARGS)
 
+# In an environment of their own: these libraries are large, and must not change what the other tests run on.
+test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric on sharded models
+	$(VENV)-clients/bin/python -m pytest tests/clients $(ARGS)
+
+soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model
+	PYTHONPATH=.:tests:benchmarks $(VENV)/bin/torchrun --nproc-per-node 2 tests/soak.py $(ARGS)
+
 wire: $(VENV)/installed  ## two hosts in network namespaces, 1 Gbit/s between them; needs root
 	$(PY) benchmarks/wire.py $(ARGS)
 
@@ -38,6 +45,13 @@ $(VENV)/installed: pyproject.toml
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet --editable ".[test,bench,dev]"
+	touch $@
+
+$(VENV)-clients/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-clients/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)-clients/bin/python -m pip install --quiet "$(TORCH)" --editable ".[test,bench,clients]"
 	touch $@
 
 clean:

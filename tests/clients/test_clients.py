@@ -1,0 +1,202 @@
+"""Real users of `fully_shard`, unmodified but for the import: Hugging Face models, PEFT, Lightning Fabric.
+
+`make test-clients` installs them and runs this; otherwise these tests are skipped and say so.
+"""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compat.oracle import communications
+
+from compiled_fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import Pool
+    from torch import Tensor, nn
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    missing = [name for name in names if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: run `make test-clients`")
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(**options: Any) -> tuple[nn.Module, str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, **options)), "model.layers"
+
+
+def llama_tied() -> tuple[nn.Module, str]:
+    return llama(tie_word_embeddings=True)
+
+
+def mixtral() -> tuple[nn.Module, str]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)), "model.layers"
+
+
+def bert() -> tuple[nn.Module, str]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForMaskedLM(config), "bert.encoder.layer"
+
+
+MODELS: dict[str, Callable[[], tuple[Any, str]]] = {f.__name__: f for f in (llama, llama_tied, mixtral, bert)}
+
+
+def tokens(step: int = 0) -> Tensor:
+    return torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def loss_of(call: Any, step: int) -> Tensor:
+    loss: Tensor = call(input_ids=tokens(step), labels=tokens(step)).loss
+    return loss
+
+
+def check_grads(model: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            mean = q.grad.clone()
+            dist.all_reduce(mean)
+            assert torch.allclose(p.grad.full_tensor(), mean / dist.get_world_size(), atol=1e-5), name
+
+
+def shard_layers(model: Any, path: str, **options: Any) -> Any:
+    for layer in model.get_submodule(path):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face(two: Pool, name: str, backend: str | None) -> None:
+    """Compiled as one whole graph; the gathers are counted, since Dynamo can skip a frame without reporting a break."""
+    two.run(hugging_face, name, backend)
+
+
+def hugging_face(name: str, backend: str | None) -> None:
+    torch.manual_seed(0)
+    model, path = MODELS[name]()
+    reference = copy.deepcopy(model)
+    shard_layers(model, path)
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        seen = communications(lambda step=step: loss_of(call, step).backward())
+        loss_of(reference, step).backward()
+        check_grads(model, reference)
+    assert seen["gather"] in (5, 6), (
+        "three units in forward, the two blocks (in a graph also what backward reads of the root) again"
+    )
+    assert seen["reduce"] == 3
+
+
+@needs("transformers")
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_generate(two: Pool, name: str) -> None:
+    two.run(generate, name)
+
+
+def generate(name: str) -> None:
+    torch.manual_seed(0)
+    model, path = MODELS[name]()
+    reference = copy.deepcopy(model)
+    shard_layers(model, path)
+    prompt = torch.arange(4)[None]
+    ours, theirs = (m.eval().generate(prompt, max_new_tokens=5, do_sample=False) for m in (model, reference))
+    assert torch.equal(ours, theirs)
+
+
+@needs("transformers", "peft")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+def test_peft_lora(two: Pool, backend: str | None) -> None:
+    two.run(peft_lora, backend)
+
+
+def peft_lora(backend: str | None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(llama()[0], config)
+    reference = copy.deepcopy(model)
+    shard_layers(model, "base_model.model.model.layers")
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        seen = communications(lambda step=step: loss_of(call, step).backward())
+        loss_of(reference, step).backward()
+        check_grads(model, reference)
+    assert seen["reduce"] == 2, "only the units with LoRA weights have anything to reduce"
+
+
+@needs("transformers", "lightning")
+def test_lightning_fabric(two: Pool) -> None:
+    two.run(lightning_fabric)
+
+
+def lightning_fabric() -> None:
+    """Fabric's model-parallel strategy shards by a function of the user's, with a mesh of Fabric's."""
+    import os
+
+    import lightning
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    os.environ.update(
+        LOCAL_RANK=str(dist.get_rank()),
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="29999",
+        TORCHELASTIC_RUN_ID="test",
+    )
+
+    def parallelize(model: Any, mesh: Any) -> Any:
+        return shard_layers(model, "model.layers", mesh=mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, _ = llama()
+    reference = copy.deepcopy(model)
+    wrapped: Any = fabric.setup(model)
+    ours = fabric.setup_optimizers(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        loss, expected = loss_of(wrapped, step), loss_of(reference, step)
+        assert torch.allclose(loss, expected, atol=1e-5)
+        fabric.backward(loss)
+        expected.backward()
+        for q in reference.parameters():
+            dist.all_reduce(q.grad)
+            q.grad /= 2
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,144 @@
+"""2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore, beside the unsharded model.
+
+    make soak            # two ranks; prints one line per 200 steps and a verdict
+
+No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from numerics.random_models import Program, Spec, build, shard
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+WARM_UP = 100
+PROGRAM = Program(0, (Spec(width=11), Spec(kind="scaled", shares=0, width=11), Spec(kind="normed", width=5, reshard=False)))
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def live_bytes() -> int:
+    """Bytes in tensor storages that Python can reach, each once."""
+    gc.collect()
+    sizes = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter):
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class Soak:
+    """Ours and the unsharded model, step by step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.reference = build(PROGRAM)
+        self.model: Any = shard(copy.deepcopy(self.reference), PROGRAM)
+        self.compiled = torch.compile(self.model, backend="compiled_fsdp_eager", fullgraph=True)
+        self.ours = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.theirs = torch.optim.AdamW(self.reference.parameters(), lr=1e-3)
+
+    def step(self, number: int) -> float:
+        """One of the ways to train; the largest difference of a loss."""
+        call = self.compiled if number % 2 else self.model
+        num_micro = 3 if number % 5 == 0 else 1
+        gap = 0.0
+        for micro in range(num_micro):
+            self.model.set_requires_gradient_sync(micro == num_micro - 1)
+            gap = max(gap, self._backward(call, 3 * number + micro))
+        for q in self.reference.parameters():
+            dist.all_reduce(q.grad)
+            q.grad /= dist.get_world_size()
+        for optimizer in (self.ours, self.theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 7 == 0:
+            with torch.no_grad():
+                gap = max(gap, (call(batch(number)) - self.reference(batch(number))).abs().max().item())
+        if number % 50 == 0:
+            self._save_and_restore()
+        return gap
+
+    def _backward(self, call: Any, number: int) -> float:
+        losses = [m(batch(number)).square().mean() for m in (call, self.reference)]
+        for loss in losses:
+            loss.backward()
+        return (losses[0] - losses[1]).abs().item()
+
+    def _save_and_restore(self) -> None:
+        state = {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.ours)}
+        dcp.save(state, checkpoint_id=self.folder, no_dist=False)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.to_local().zero_()
+        dcp.load(state, checkpoint_id=self.folder)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.ours, state["optimizer"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    soak, worst, start = Soak(folder[0]), 0.0, time.perf_counter()
+    graphs = live = memory = 0
+    problems = []
+    for number in range(1, options.steps + 1):
+        worst = max(worst, soak.step(number))
+        if number == WARM_UP:
+            graphs, live, memory = counters["stats"]["unique_graphs"], live_bytes(), resident()
+        if number % 200 == 0 and dist.get_rank() == 0:
+            now, bytes_ = counters["stats"]["unique_graphs"], live_bytes()
+            elapsed = time.perf_counter() - start
+            sys.stdout.write(
+                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} live tensor bytes, "
+                f"resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
+            )
+            sys.stdout.flush()
+    if worst > 1e-4:
+        problems.append(f"losses differ by {worst:.1e}")
+    if counters["stats"]["unique_graphs"] != graphs:
+        problems.append(f"{counters['stats']['unique_graphs'] - graphs} recompiles after step {WARM_UP}")
+    if live_bytes() > live:
+        problems.append(f"live tensor bytes grew from {live:,} to {live_bytes():,}")
+    if resident() > 1.1 * memory:
+        problems.append(f"resident memory grew from {memory / 2**20:.0f} to {resident() / 2**20:.0f} MiB")
+    if dist.get_rank() == 0:
+        sys.stdout.write(
+            "; ".join(problems) + "\n" if problems else "no growth, no recompile, the losses of the unsharded run\n"
+        )
+    dist.destroy_process_group()
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
