@@ -11,6 +11,7 @@ from torch import nn
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_same_model
 from .runtime import Runtime
+from .stock_state import StockState, show_to_schedules
 from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class State:
         self.runtime = Runtime(unit)
         self.pre_forward = PreForward(self)
         self.post_forward = PostForward(self)
+        self.stock = StockState(self.runtime)
         self.is_checked = False
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
@@ -69,6 +71,7 @@ def get_state(module: object) -> State | None:
 def set_state(module: nn.Module, state: State) -> None:
     """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
     module.__dict__["_fsdp_state"] = state
+    show_to_schedules(module, state.stock)
 
 
 def distinct(states: Iterable[State | None]) -> list[State]:

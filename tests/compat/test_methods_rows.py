@@ -784,7 +784,6 @@ def clip_grad_norm(api: Api) -> Any:
 
 
 @rows("15.13")
-@pytest.mark.xfail(strict=True, reason="replicate() of a sharded module raises a TypeError instead of a RuntimeError")
 def test_replicate(two: Pool) -> None:
     two.run(same, replicate_on_sharded)
 

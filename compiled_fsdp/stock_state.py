@@ -1,0 +1,56 @@
+"""What torch's pipeline schedules look for on a sharded stage: the state that stock's `fully_shard.state(module)` returns.
+
+After a stage's last backward they call `post_backward()` on every parameter group of every state below it and
+`_root_post_backward_final_callback()`. Here these reach our eager runtime.
+
+Private torch used here (tried on 2.13): `torch.distributed._composable.contract`'s keys and `RegistryItem`,
+`torch.distributed._composable_state._module_state_mapping`, and `FSDPState`, of which
+`_state_ctx.all_states`, `_fsdp_param_groups` and `_root_post_backward_final_callback` are what the schedules read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .runtime import Runtime
+
+
+class StockState(FSDPState):
+    """Looks like stock's state; holds no parameters and does its work through the eager runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self._runtime = weakref.ref(runtime)
+        self._state_ctx: Any = SimpleNamespace(all_states=[self], is_last_backward=True)
+        self._fsdp_param_groups = [self]  # type: ignore[list-item]
+
+    def _alive(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None
+        return runtime
+
+    def post_backward(self) -> None:
+        """Free and reduce, for every unit below this stage."""
+        for runtime in sorted(self._alive().tree.members, key=lambda r: r.unit.number):
+            runtime.post_backward()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._alive().tree.end_of_backward()
+
+
+def show_to_schedules(module: nn.Module, state: StockState) -> None:
+    """Let stock's `fully_shard.state(module)` find it, and torch's other composable APIs see that the module is taken."""
+    function = stock_fully_shard.__wrapped__  # type: ignore[attr-defined]
+    module.__dict__.setdefault(STATE_KEY, {})[function] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
+    _module_state_mapping[module] = weakref.ref(state)
