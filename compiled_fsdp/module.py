@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .errors import warn_once
 from .fsdp_module import FSDPModule
 from .schema import UNSHARD
 from .spec import CONSTANTS
@@ -107,6 +108,11 @@ def share_params(lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borr
         param.register(param.sharded)
         param.show_handle(param.handle)
         _swap_class(module, (name,), is_root=isinstance(module, FSDPModule))
+        if (unit.mp_policy, param.layout.dim) != (borrower.unit.mp_policy, 0) or unit.mesh_info != borrower.unit.mesh_info:
+            warn_once(
+                f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, placement and mp_policy hold "
+                f"for it; those of {borrower.unit.name} differ and do not"
+            )
         lender = get_state(unit.modules[0])
         assert lender is not None
         borrower.runtime.borrow(lender.runtime)

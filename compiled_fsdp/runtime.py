@@ -74,6 +74,10 @@ class Tree:
         self.is_last_backward = True
         self.has_callback = False
 
+    def in_order(self) -> list[Runtime]:
+        """The units by their numbers: the same on every rank, which a set's own order is not."""
+        return sorted(self.members, key=lambda runtime: runtime.unit.number)
+
     def absorb(self, other: Tree) -> None:
         """Take over the units of another tree."""
         for runtime in list(other.members):
@@ -108,7 +112,7 @@ class Tree:
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_all()
-            for runtime in sorted(self.members, key=lambda r: r.unit.number):
+            for runtime in self.in_order():
                 runtime.reduce_retained()
             self._await_all()
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
@@ -252,7 +256,7 @@ class Runtime:
             if len(self.has_run) == len(self.unit.modules):
                 self._end_of_forward()
             if self.unit.is_outermost:
-                for runtime in self.tree.members:  # list units of which this forward left out a member
+                for runtime in self.tree.in_order():  # list units of which this forward left out a member
                     if runtime.has_run:
                         runtime._end_of_forward()
             if torch.is_grad_enabled():

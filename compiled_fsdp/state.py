@@ -41,7 +41,7 @@ class State:
         for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
             if not runtime.is_unsharded:
                 runtime.unit.take_over()
-        units = [runtime.unit for runtime in sorted(self.runtime.tree.members, key=lambda r: r.unit.number)]
+        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
         if any(p.sharded.device.type == "meta" for unit in units for p in unit.params):
             return  # gathering will say so
         check_same_model(units)
@@ -51,7 +51,7 @@ class State:
 
     def note_eager(self) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
-        note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.members])
+        note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
 
     def before_call(self) -> None:
         """Outside any graph, before a module of this unit is called: notice what the user changed since."""

@@ -41,7 +41,7 @@ class StockState(FSDPState):
 
     def post_backward(self) -> None:
         """Free and reduce, for every unit below this stage."""
-        for runtime in sorted(self._alive().tree.members, key=lambda r: r.unit.number):
+        for runtime in self._alive().tree.in_order():
             runtime.post_backward()
 
     def _root_post_backward_final_callback(self) -> None:

@@ -230,7 +230,7 @@ class Viewed(nn.Linear):
 
 
 @rows("6.19", status="eager")
-@pytest.mark.xfail(strict=True, reason="no warning about an output that is a view")
+@pytest.mark.xfail(strict=True, reason="warned about once for a unit, in other words, not at every forward")
 def test_warning_about_a_view(two: Pool) -> None:
     two.run(eager_same, warning_about_a_view)
 

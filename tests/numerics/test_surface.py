@@ -529,3 +529,25 @@ def collected(api: Api) -> None:
 
 
 test_nothing_keeps_a_model_alive = both(collected)
+
+
+def order_of_units(api: Api) -> None:
+    """Collectives follow the order of units, which must not be that of a set: addresses differ between ranks."""
+    model, _ = pair(Net())
+    tree = model._get_fsdp_state().runtime.tree
+    tree.members = sorted(tree.members, key=lambda runtime: -runtime.unit.number)
+    assert [runtime.unit.name for runtime in tree.in_order()] == ["layers.0", "layers.1", "layers.2", "Net"]
+
+
+test_order_of_units = both(order_of_units)
+
+
+def shared_under_other_settings(api: Api) -> None:
+    model = Tied()
+    fully_shard(model.embed)
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=r"weight is shared with an earlier call, whose mesh, placement and mp_policy"):
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+test_shared_under_other_settings = both(shared_under_other_settings)
