@@ -1,0 +1,169 @@
+"""What the units of one model share in eager mode: their order, reductions under way, the end of a backward.
+
+[Note: order]
+The units below one outermost module form a `Tree`. Forward starts the gather of the unit that came next in the forward before;
+backward starts that of the unit whose forward came before; explicit lists replace both. A reduction is awaited when the next
+but one starts, or at the end of backward. Every rank takes these decisions from the same history, so all agree.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue, and the id of the graph that it runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .deferred import Deferred
+    from .deferred import Value as Recorded
+    from .runtime import Runtime
+    from .unit import FlatParam, ShardedParam
+
+
+class Tree:
+    """What the units below one outermost module share.
+
+    members: the units' runtimes.
+    order: post-forwards of this iteration, with repeats.
+    next_forward: which unit's forward followed which in the last forward.
+    in_flight: reductions under way, oldest first.
+    backward: units that the running backward has reached, in order.
+    used: units that ran a forward which backward may come back to.
+    """
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.order: list[Runtime] = []
+        self.next_forward: dict[Runtime, Runtime] = {}
+        self.last_forward: Runtime | None = None
+        self.in_flight: deque[Reduction] = deque()
+        self.backward: dict[Runtime, None] = {}
+        self.used: dict[Runtime, None] = {}
+        self.is_last_backward = True
+        self.has_callback = False
+
+    def in_order(self) -> list[Runtime]:
+        """The units by their numbers: the same on every rank, which a set's own order is not."""
+        return sorted(self.members, key=lambda runtime: runtime.unit.number)
+
+    def absorb(self, other: Tree) -> None:
+        """Take over the units of another tree."""
+        for runtime in list(other.members):
+            runtime.tree = self
+            self.members.add(runtime)
+        other.members.clear()
+
+    def enter_backward(self, runtime: Runtime) -> None:
+        """Note that the running backward reaches a unit, and have its end noticed."""
+        self.queue_callback()
+        self.backward.setdefault(runtime)
+
+    def queue_callback(self) -> None:
+        """Have the end of the running backward noticed, once."""
+        if not self.has_callback:
+            self.has_callback = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def add_reduction(self, reduction: Reduction) -> None:
+        """Let a reduction run in the background; await the oldest if too many are under way."""
+        self.in_flight.append(reduction)
+        limit = max(r.unit.settings.max_reductions_in_flight for r in self.members)
+        while len(self.in_flight) > limit:
+            self.in_flight.popleft().finish()
+
+    def end_of_backward(self) -> None:
+        """Reduce what is left, await everything, and free."""
+        self.has_callback = False
+        reached, used = list(self.backward), list(self.used)
+        self.backward.clear()
+        with torch.profiler.record_function("FSDP::root_post_backward_callback"):
+            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
+                runtime.post_backward(is_end=True)
+            self._await_all()
+            for runtime in self.in_order():
+                runtime.reduce_retained()
+            self._await_all()
+            for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
+                if runtime.unit.settings.reshard_after_backward:
+                    runtime.reshard()
+        self.used.clear()
+        self.last_forward = None
+        if self.is_last_backward:
+            self.order.clear()
+            for runtime in self.members:
+                runtime.indices.clear()
+                runtime.drop_pending()
+
+    def _await_all(self) -> None:
+        while self.in_flight:
+            self.in_flight.popleft().finish()
+
+    def recover(self) -> None:
+        """If a backward began and never ended, an exception ended it: `reset`."""
+        if self.has_callback and not in_backward():
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception ended: await what is under way, free everything."""
+        while self.in_flight:
+            self.in_flight.popleft().discard()
+        self.has_callback = False
+        self.last_forward = None
+        for collection in (self.order, self.backward, self.used):
+            collection.clear()
+        for runtime in self.members:
+            runtime.reset()
+
+
+class Reduction:
+    """The gradients of a unit on their way: one program for each flat buffer."""
+
+    def __init__(self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]) -> None:
+        self.programs = programs
+        for program, *_ in programs:
+            program.advance()
+
+    def finish(self) -> None:
+        """Await it and write `.grad`."""
+        with torch.no_grad():
+            for program, flat, result, params in self.programs:
+                program.finish()
+                if result is not None:
+                    flat.accumulate_grad(result.tensor, params)
+
+    def discard(self) -> None:
+        """Await it, so that the ranks stay in step, and drop the result."""
+        for program, *_ in self.programs:
+            program.finish()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, so that a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same object."""
+    leaves, structure = tree_flatten(value)
+    mapped = [_map_leaf(fn, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields_ = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
+    changed = {name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old}
+    return replace(leaf, **changed) if changed else leaf
