@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .flat import ShardedParam
     from .mesh import MeshInfo
-    from .unit import ShardedParam
 
 _NO_OFFLOAD = OffloadPolicy()
 _FULL_PRECISION = MixedPrecisionPolicy()

@@ -29,7 +29,8 @@ from .unit import original_class, originals
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .unit import ShardedParam, Unit
+    from .flat import ShardedParam
+    from .unit import Unit
 
 
 def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State) -> None:

@@ -21,16 +21,17 @@ from . import collectives as comm
 from .deferred import Deferred
 from .deferred import Value as Recorded
 from .errors import warn_once
+from .flat import OPEN
 from .schema import KEEP_SLICE
 from .spec import ParamSpec
 from .torch_private import preserve_version, untraced
 from .tree import Reduction, Tree, in_backward, map_tensors
-from .unit import OPEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from .unit import FlatParam, ShardedParam, Unit
+    from .flat import FlatParam, ShardedParam
+    from .unit import Unit
 
 
 log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both

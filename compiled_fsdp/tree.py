@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from .deferred import Deferred
     from .deferred import Value as Recorded
+    from .flat import FlatParam, ShardedParam
     from .runtime import Runtime
-    from .unit import FlatParam, ShardedParam
 
 
 class Tree:

@@ -7,18 +7,17 @@ buffer too, from a compiled graph or from the eager runtime, and its views becom
 from __future__ import annotations
 
 import itertools
-import weakref
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .layout import FlatLayout, ShardLayout, flat_layout
+from .flat import FlatParam, Handle, ShardedParam
+from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
-from .ops import own
 from .spec import MEAN, ParamSpec
 from .torch_private import make_dtensor
 
@@ -34,189 +33,6 @@ _unit_numbers = itertools.count()
 taken: Any = WeakTensorKeyDictionary()
 
 
-@dataclass(eq=False, slots=True)
-class ShardedParam:
-    """One parameter: where it is registered, and its sharded form.
-
-    owners: every (module, name) that holds it; several when tied.
-    root, path: a module that the call was given, and the name below it.
-    fqn: name relative to the outermost `fully_shard` module known so far.
-    sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
-    unsharded: the eager runtime's full parameter; None before the first eager use.
-    spec: the arguments of its ops under the current settings.
-    handle: what a traced read outside an eager forward needs.
-    """
-
-    owners: list[tuple[nn.Module, str]]
-    root: nn.Module
-    path: str
-    sharded: nn.Parameter
-    layout: ShardLayout
-    unsharded: nn.Parameter | None = None
-    fqn: str = ""
-    spec: ParamSpec = field(init=False)
-    handle: Handle = field(init=False)
-
-    def show_handle(self, handle: Handle) -> None:
-        """Make `handle` what a traced read finds; compiled code guards on it."""
-        for module, name in self.owners:
-            module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
-
-    def register(self, param: nn.Parameter) -> None:
-        """Make `param` what the owning modules hold."""
-        for module, name in self.owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = param
-            else:  # a module that watches assignments, such as nn.LSTM
-                setattr(module, name, param)
-
-
-@dataclass(eq=False)
-class FlatParam:
-    """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
-
-    marked: offsets of the parameters whose gradients the running backward delivers.
-    retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
-        "partial": over the shard axis only) and offset.
-    """
-
-    unit: Unit
-    mesh_info: MeshInfo
-    layout: FlatLayout
-    params: list[ShardedParam]
-    data: nn.Parameter
-    marked: set[int] = field(default_factory=set)
-    retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        own(self.data, self)
-        if self.data.requires_grad:
-            self._watch_leaf()
-
-    def _watch_leaf(self) -> None:
-        """Weakly: autograd's hooks are out of the garbage collector's sight."""
-        me = weakref.ref(self)
-
-        def take(leaf: Tensor) -> None:
-            flat = me()
-            if flat is not None:
-                flat._take_leaf_grad(leaf)
-
-        self.data.register_post_accumulate_grad_hook(take)
-
-    def set_requires_grad(self, value: bool) -> None:
-        """Begin or cease to be a leaf that gets a gradient."""
-        self.data.requires_grad_(value)
-        if value and not self.data._post_accumulate_grad_hooks:
-            self._watch_leaf()
-
-    def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
-        """The parameter's shard inside a buffer of this layout."""
-        return param.layout.view(flat, self.mesh_info.shard_rank)
-
-    # -- called by ops
-
-    def mark(self, offsets: Sequence[int]) -> None:
-        """See `ops.Owner`."""
-        self.marked.update(offsets)
-        if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
-            self.unit.on_retained()
-
-    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`."""
-        self.unit.on_retained()
-        for offset, piece in self._pieces(grads, offsets):
-            kept = self.retained.get((where, offset))
-            if kept is None:
-                self.retained[where, offset] = piece.clone()
-            else:
-                kept.add_(piece)
-
-    def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`."""
-        for offset, piece in self._pieces(grads, offsets):
-            kept = self.retained.pop((where, offset), None)
-            if kept is not None:
-                piece.add_(kept)
-
-    def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
-        """The columns of each parameter in a bucket."""
-        sizes = {p.layout.offset: p.layout.numel for p in self.params}
-        pieces = grads.split([sizes[o] for o in offsets], dim=-1)
-        return zip(offsets, pieces, strict=True)
-
-    # -- gradients
-
-    def _take_leaf_grad(self, leaf: Tensor) -> None:
-        """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
-        grad, leaf.grad = leaf.grad, None
-        self.unit.on_gradients()
-        marked = set(self.marked)
-        self.marked.clear()
-        if grad is not None:
-            self.accumulate_grad(grad, [p for p in self.params if p.layout.offset in marked])
-
-    def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it."""
-        params = [p for p in params if p.sharded.requires_grad]
-        fresh = [p for p in params if p.sharded.grad is None]
-        with torch.no_grad():
-            buffer = None if fresh else self._gradient_buffer(params)
-            if buffer is not None:
-                buffer.add_(flat_grad)
-            else:
-                for param in params:
-                    self._accumulate_one(param, self.local_view(flat_grad, param))
-        for param in params:
-            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
-                hook(param.sharded)
-
-    def _accumulate_one(self, param: ShardedParam, view: Tensor) -> None:
-        if param.sharded.grad is None:
-            param.sharded.grad = make_dtensor(view, param.sharded)
-        else:
-            _local(param.sharded.grad).add_(view)
-
-    def _gradient_buffer(self, params: Sequence[ShardedParam]) -> Tensor | None:
-        """The one buffer that all gradients are still views of, if they are: then one addition does for all."""
-        if len(params) != len(self.params):
-            return None
-        grads = [_local(p.sharded.grad) for p in params]
-        starts = {g.storage_offset() - p.layout.offset for g, p in zip(grads, params, strict=True)}
-        storages = {(g.untyped_storage()._cdata, g.dtype) for g in grads}
-        if len(starts) > 1 or len(storages) > 1:
-            return None
-        (start,) = starts
-        if grads[0].untyped_storage().nbytes() < (start + self.layout.numel) * grads[0].itemsize:
-            return None
-        return grads[0].as_strided((self.layout.numel,), (1,), start)
-
-    def refresh(self) -> None:
-        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
-        flat = self.data
-        locals_ = [_local(p.sharded) for p in self.params]
-        same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
-        if same or not locals_ or any(a.device.type == "meta" for a in locals_):
-            return
-        fresh = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
-        with torch.no_grad():
-            for param, local in zip(self.params, locals_, strict=True):
-                view = self.local_view(fresh, param)
-                view.copy_(local)
-                param.sharded._local_tensor = view  # type: ignore[attr-defined]  # `.data` would leave it as it is
-            if flat.device.type == fresh.device.type:
-                flat.data = fresh
-                return
-        self.unit.forget_handles()
-        self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
-        self.__post_init__()
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Original:
     """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut."""
@@ -227,19 +43,6 @@ class Original:
     path: str
     dim: int
     mesh_info: MeshInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`.
-
-    key: "" while an eager forward has the full parameter registered: then that is what is read.
-    is_frozen: frozen by now, in a flat buffer that requires a gradient.
-    """
-
-    flat: nn.Parameter
-    key: str
-    is_frozen: bool = False
 
 
 @dataclass(slots=True)
@@ -269,9 +72,6 @@ class Settings:
         if not self.requires_gradient_sync:
             return "retain"
         return "reduce" if self.requires_all_reduce else "scatter"
-
-
-OPEN = Handle(nn.Parameter(torch.empty(0)), "")
 
 
 class Unit:

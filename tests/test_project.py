@@ -19,7 +19,7 @@ ORDER = """
     dump
     passes
     pin_order inductor backend
-    deferred unit tree runtime stock_state fallback first_call state fsdp_module module api
+    deferred flat unit tree runtime stock_state fallback first_call state fsdp_module module api
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.
 AGAINST = {("errors", "dump")}
