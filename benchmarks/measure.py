@@ -43,7 +43,7 @@ COLLECTIVES = {
     "c10d::allreduce_": ("reduced", 0),
     "c10d::allreduce_coalesced_": ("reduced", 0),
 }
-ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather")
+ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather", "fsdp::all_to_all")
 TRANSPORT_PREFIXES = ("gloo:", "mpi:", "ucc:")
 # The profiler takes a message for under way until somebody waits for it: `_watched_exchanges` sees when it really arrived.
 MESSAGES = ("gloo:send", "gloo:recv")
@@ -162,7 +162,9 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
     events = list(_events(prof))
     issued: list[tuple[int, int]] = []
     carried: list[tuple[int, int]] = [entry.span for entry in exchanges]
-    num_bytes = {"gathered": sum(entry.num_bytes for entry in exchanges), "reduced": 0}
+    num_bytes = {"gathered": 0, "reduced": 0}
+    for entry in exchanges:
+        num_bytes[entry.kind] += entry.num_bytes
     num_collectives = len(exchanges)
     for event in events:
         span = (event.start_time_ns, event.end_time_ns)
@@ -223,9 +225,9 @@ def _marked_waits() -> Iterator[None]:
 class _Watched:
     """An `Exchange` of ours under way: a thread waits for its messages and notes when the last is done."""
 
-    def __init__(self, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
-        _, rows = buffers
-        self.num_bytes = rows.numel() * rows.itemsize
+    def __init__(self, collective: str, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+        self.kind = {"all_gather": "gathered", "all_to_all": "reduced"}[collective]
+        self.num_bytes = buffers[0].numel() * buffers[0].itemsize
         self.works = works
         self.started = self.done = time.time_ns()
         self.thread = threading.Thread(target=self._watch)
@@ -246,13 +248,13 @@ class _Watched:
 
 @contextmanager
 def _watched_exchanges() -> Iterator[list[_Watched]]:
-    """Collect the gathers that our runtime does by sends and receives."""
+    """Collect what our runtime does by sends and receives."""
     watched: list[_Watched] = []
     original = gloo.Exchange.__init__
 
-    def watch(self: gloo.Exchange, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
-        watched.append(_Watched(works, buffers))
-        original(self, [watched[-1]], buffers)
+    def watch(self: gloo.Exchange, collective: str, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+        watched.append(_Watched(collective, works, buffers))
+        original(self, collective, [watched[-1]], buffers)
 
     gloo.Exchange.__init__ = watch  # type: ignore[method-assign]
     try:

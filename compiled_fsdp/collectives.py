@@ -30,18 +30,21 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
-ALL_TO_ALL = c10d.all_to_all_single.default
 ALL_REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
-STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, schema.CUSTOM_ALL_GATHER, schema.CUSTOM_REDUCE_SCATTER)
+GATHERS = (ALL_GATHER, schema.ALL_GATHER)
+ALL_TO_ALL = schema.ALL_TO_ALL
+STARTS = (*GATHERS, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, schema.CUSTOM_ALL_GATHER, schema.CUSTOM_REDUCE_SCATTER)
+# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
+OWN_MESSAGE = 1 << 18
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
 def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     """Run an op on real tensors."""
     if op is ALL_GATHER and gloo.is_gloo(args[2], args[0].device):
-        return schema.ALL_GATHER(*args)
+        return schema.ALL_GATHER(args[0], [args[0].numel()], *args[1:])
     return op(*args, **kwargs)
 
 
@@ -102,24 +105,37 @@ def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
     return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
 
 
-def reduce_scatter(run: Run, rows: Value, spec: ParamSpec, flat: Value, offsets: list[int], numel: int) -> Value | None:
-    """Reduce `rows` [group_size, numel] over all data-parallel ranks to this rank's row [numel].
+def joined(run: Run, rows: Sequence[Value]) -> Value:
+    """Pieces [group_size, n_i] side by side."""
+    return rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
+
+
+def reduce_scatter(
+    run: Run, rows: Sequence[Value], spec: ParamSpec, flat: Value, offsets: list[int], numel: int
+) -> Value | None:
+    """Reduce pieces [group_size, n_i] of `numel` columns over all data-parallel ranks to this rank's row [numel].
 
     None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept the result.
     """
     how, group_size = spec.reduction, spec.group_size
-    is_all_to_all = group_size > 1 and how.algorithm == "all_to_all"
-    x = rows if is_all_to_all else run(aten.reshape.default, rows, [group_size * numel])
+    if group_size > 1 and how.algorithm == "all_to_all":
+        if how.pre_divide != 1.0:
+            rows = [run(aten.div.Tensor, piece, how.pre_divide) for piece in rows]
+        x = run(aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, list(rows), group_size, spec.reduce_group)), [0])
+        return _after_shard_axis(run, x, spec, flat, offsets)
+    x = run(aten.reshape.default, joined(run, rows), [group_size * numel])
     if how.pre_divide != 1.0:
         x = run(aten.div.Tensor, x, how.pre_divide)
-    if is_all_to_all:
-        x = run(
-            aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, x, [1] * group_size, [1] * group_size, spec.reduce_group)), [0]
-        )
-    elif group_size > 1 and how.algorithm.startswith(CUSTOM):
+    if group_size > 1 and how.algorithm.startswith(CUSTOM):
         x = run(WAIT, run(schema.CUSTOM_REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group, how.algorithm))
     elif group_size > 1:
         x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group))
+    return _after_shard_axis(run, x, spec, flat, offsets)
+
+
+def _after_shard_axis(run: Run, x: Value, spec: ParamSpec, flat: Value, offsets: list[int]) -> Value | None:
+    """Reduce this rank's row over HSDP's replicate axis, show it to the user's hook, divide."""
+    how = spec.reduction
     if how.replicate_size > 1:
         if how.sync == "scatter":
             run(schema.RETAIN, x, flat, offsets, "partial")
@@ -180,27 +196,76 @@ def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value
     return pieces
 
 
-def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
-    """One all-gather for several parameters: [group_size, sum of shard_numel], members side by side in order."""
-    spec = members[0][1]
-    pieces = _pieces(run, members)
-    shard = pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
-    gathered = all_gather(run, shard, spec)
-    total = sum(s.shard_numel for _, s in members)
-    return run(aten.view.default, gathered, [spec.group_size, total])
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbours in a bucket that travel in one message: places in the bucket, and columns `start` to `start + numel`."""
+
+    members: tuple[int, ...]
+    start: int
+    numel: int
 
 
-def copy_out(run: Run, gathered: Value, total: int, start: int, spec: ParamSpec) -> Value:
-    """One parameter out of a gathered bucket [group_size, total], where its columns begin at `start`.
+def pieces_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Piece]:
+    """Cut a bucket of these parameters, of `dtype` on the wire, into messages: copying costs time and memory, messages time.
 
-    A bucket of one, or a group of one, needs no copy; else rows of different ranks are brought together by one.
+    Large parameters travel by themselves, and are neither packed nor unpacked; runs of small ones travel together.
     """
-    columns = gathered
-    if spec.shard_numel != total:
-        columns = run(aten.slice.Tensor, gathered, 1, start, start + spec.shard_numel)
-        if spec.group_size > 1:
-            columns = run(aten.clone.default, columns, memory_format=torch.contiguous_format)
-    return from_rows(run, columns, spec)
+    pieces: list[Piece] = []
+    start = 0
+    is_open = False  # whether the next small parameter may join the last piece
+    for place, spec in enumerate(specs):
+        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < OWN_MESSAGE
+        if is_small and is_open:
+            last = pieces[-1]
+            pieces[-1] = Piece((*last.members, place), last.start, last.numel + spec.shard_numel)
+        else:
+            pieces.append(Piece((place,), start, spec.shard_numel))
+        is_open = is_small
+        start += spec.shard_numel
+    return pieces
+
+
+def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
+    """One all-gather for several parameters: flat, [group_size * sum of shard_numel]; `copy_out` finds each in it."""
+    specs = [s for _, s in members]
+    spec = specs[0]
+    parts = _pieces(run, members)
+    shard = parts[0] if len(parts) == 1 else run(aten.cat.default, parts)
+    sizes = [piece.numel for piece in gathered_pieces(specs)]
+    if len(sizes) == 1:
+        return all_gather(run, shard, spec)
+    return run(WAIT, run(schema.ALL_GATHER, shard, sizes, spec.group_size, spec.group))
+
+
+def gathered_pieces(specs: Sequence[ParamSpec]) -> list[Piece]:
+    """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of pieces."""
+    if specs[0].group_size == 1 or specs[0].gather_algorithm:
+        return [Piece(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
+    return pieces_of(specs, specs[0].dtype)
+
+
+def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
+    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size, shard_numel], or flat if contiguous."""
+    spec, pieces = specs[place], gathered_pieces(specs)
+    piece = next(p for p in pieces if place in p.members)
+    rows = gathered
+    if len(pieces) > 1:
+        first = spec.group_size * piece.start
+        rows = run(aten.slice.Tensor, gathered, 0, first, first + spec.group_size * piece.numel)
+    if len(piece.members) == 1:
+        return rows
+    start = sum(specs[n].shard_numel for n in piece.members if n < place)
+    table = run(aten.view.default, rows, [spec.group_size, piece.numel])
+    return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
+
+
+def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
+    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart."""
+    rows = columns(run, gathered, specs, place)
+    is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gathered_pieces(specs))
+    if is_apart:
+        rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    return from_rows(run, rows, specs[place])
 
 
 def reduce_bucket(
@@ -214,16 +279,20 @@ def reduce_bucket(
     how = spec.reduction
     offsets = [s.offset for _, _, s in grads]
     rows = [rank_rows(run, convert(run, g, d, s.reduce_dtype), s) for g, d, s in grads]
-    joined = rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
     if how.sync == "retain":
-        run(schema.RETAIN, joined, flat, offsets, "rows")
+        run(schema.RETAIN, joined(run, rows), flat, offsets, "rows")
         return None
     if how.is_accumulating:
+        whole = joined(run, rows)
         if len(rows) == 1:  # a view of the gradient, which may be somebody else's too
-            joined = run(aten.clone.default, joined, memory_format=torch.contiguous_format)
-        run(schema.ADD_RETAINED, joined, flat, offsets, "rows")
+            whole = run(aten.clone.default, whole, memory_format=torch.contiguous_format)
+        run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
+        rows = [whole]
+    elif how.algorithm == "all_to_all":
+        pieces = pieces_of([s for _, _, s in grads], spec.reduce_dtype)
+        rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
     total = sum(s.shard_numel for _, _, s in grads)
-    reduced = reduce_scatter(run, joined, spec, flat, offsets, total)
+    reduced = reduce_scatter(run, rows, spec, flat, offsets, total)
     return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
 
 

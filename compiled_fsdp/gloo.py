@@ -1,8 +1,9 @@
-"""All-gather over gloo by sends and receives: every rank sends its shard to every other, straight between the buffers.
+"""All-gather and all-to-all over gloo by sends and receives, straight between the buffers: nothing is packed or unpacked.
 
 Gloo's own all-gather runs on a worker thread, gathers into a buffer of its own and copies that out, through views that it makes
 and drops there. On torch 2.13 that thread's heap ends up corrupted: `malloc(): unaligned tcache chunk detected`, always in its
-`allgather_coalesced`, about once in ten thousand gathers of a loaded machine. Sends and receives need neither thread nor copy.
+`allgather_coalesced`, about once in ten thousand gathers of a loaded machine. Sends and receives need neither thread nor copy,
+and each piece of a bucket travels from where it is to where it belongs.
 
 Private torch used here (tried on 2.13): `ProcessGroup.send`, `recv`, `_get_backend`.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from .torch_private import group_named, register_work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import timedelta
 
 FIRST_TAG, TAGS = 1 << 30, 1 << 30  # of messages; users' own are small numbers
@@ -28,10 +30,11 @@ _pending: set[Exchange] = set()  # torch keeps no reference to the Python half o
 
 
 class Exchange(dist._Work):  # type: ignore[name-defined,misc]
-    """Several sends and receives as one `Work`; keeps what they read and write until they are done."""
+    """The sends and receives of a collective as one `Work`; keeps what they read and write (`buffers[0]`) until they are done."""
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
+    def __init__(self, collective: str, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
         super().__init__()
+        self.collective = collective
         self.works = works
         self.buffers = buffers
 
@@ -45,24 +48,48 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
 
-def all_gather(shard: Tensor, group_size: int, name: str) -> Tensor:
-    """Start to gather `shard` [n] from every rank to [group_size * n]; `_c10d_functional.wait_tensor` awaits it.
+def all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> Tensor:
+    """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where each comes out.
 
-    As with every collective, all ranks of the group must start their gathers in the same order.
+    `_c10d_functional.wait_tensor` awaits it. As with every collective, all ranks of the group must start theirs in the same order.
     """
-    group = group_named(name)
-    rank = group.rank()
     out = shard.new_empty(group_size * shard.numel())
-    rows = out.view(group_size, -1)
-    tag = FIRST_TAG + next(_tags.setdefault(name, itertools.count())) % TAGS
-    others = [(rank + step) % group_size for step in range(1, group_size)]
-    works = [group.recv([rows[peer]], peer, tag) for peer in others]
-    works += [group.send([shard], peer, tag) for peer in others]
-    rows[rank].copy_(shard)
-    work = Exchange(works, (shard, rows))
+    received = [piece.view(group_size, -1) for piece in out.split([group_size * n for n in sizes])]
+    sent = [[piece] * group_size for piece in shard.split(list(sizes))]
+    _exchange("all_gather", out, sent, received, name)
+    return out
+
+
+def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
+    """Start to send row r of every piece [group_size, n_i] to rank r; see `all_gather`, and `ops.py` for the result."""
+    pieces = [piece.contiguous() for piece in rows]
+    sizes = [piece.shape[1] for piece in pieces]
+    out = pieces[0].new_empty(group_size, sum(sizes))
+    columns = out.split(sizes, dim=1)
+    _exchange(
+        "all_to_all", out, [list(piece.unbind()) for piece in pieces], [list(column.unbind()) for column in columns], name
+    )
+    return out
+
+
+def _exchange(
+    collective: str, out: Tensor, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str
+) -> None:
+    """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from it."""
+    group = group_named(name)
+    rank, size = group.rank(), group.size()
+    others = [(rank + step) % size for step in range(1, size)]
+    tags = _tags.setdefault(name, itertools.count())
+    works = []
+    for outgoing, incoming in zip(sent, received, strict=True):
+        tag = FIRST_TAG + next(tags) % TAGS
+        works += [group.recv([incoming[peer]], peer, tag) for peer in others]
+        works += [group.send([outgoing[peer]], peer, tag) for peer in others]
+    for outgoing, incoming in zip(sent, received, strict=True):
+        incoming[rank].copy_(outgoing[rank])
+    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
     _pending.add(work)
     register_work(out, work)
-    return out
 
 
 def is_gloo(name: str, device: torch.device) -> bool:

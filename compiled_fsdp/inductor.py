@@ -67,9 +67,9 @@ def run_half(gm: GraphModule) -> GraphModule:
 def use_gloo(graph: Graph) -> None:
     """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. The last step for both executors."""
     for node in find(graph, comm.ALL_GATHER):
-        shard, _, group = node.args
+        shard, group_size, group = node.args
         if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
-            node.target = ALL_GATHER
+            node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)
 
 
 class JointPass(CustomGraphPass):

@@ -28,7 +28,7 @@ from .torch_private import preserve_version, untraced
 from .tree import Reduction, Tree, in_backward, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .flat import FlatParam, ShardedParam
     from .unit import Unit
@@ -293,10 +293,9 @@ class Runtime:
         ):
             for program, gathered, members in pending:
                 program.finish()
-                start = 0
-                for param, spec in members:
-                    _fill(param, gathered.tensor, start, spec)
-                    start += spec.shard_numel
+                specs = [spec for _, spec in members]
+                for place, (param, _) in enumerate(members):
+                    _fill(param, gathered.tensor, specs, place)
         for param in self.unit.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -380,13 +379,14 @@ class Runtime:
             )
 
 
-def _fill(param: ShardedParam, gathered: Tensor, start: int, spec: ParamSpec) -> None:
+def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
     """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
+    spec = specs[place]
     if param.unsharded is None or param.unsharded.dtype != spec.dtype:
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.unsharded = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
     full = param.unsharded
-    columns = gathered.narrow(1, start, spec.shard_numel)
+    columns = comm.columns(comm.call, gathered, specs, place)
     with preserve_version(full):
         full.untyped_storage().resize_(columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())

@@ -12,7 +12,8 @@
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, group_size, group) -> gathered` | started, not awaited: the all-gather over gloo, see `gloo.py` |
+| `all_gather(shard, sizes, group_size, group) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
+| `all_to_all(rows, group_size, group) -> received` | started, not awaited: row r of each piece goes to rank r |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -45,7 +46,8 @@ library.define("all_reduce_hook(Tensor grads, str key) -> Tensor")
 library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define("custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define("copy_columns(Tensor columns) -> Tensor")
-library.define("all_gather(Tensor shard, SymInt group_size, str group) -> Tensor")
+library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
+library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -61,6 +63,7 @@ CUSTOM_ALL_GATHER = fsdp.custom_all_gather.default
 CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
+ALL_TO_ALL = fsdp.all_to_all.default
 FREE = fsdp.free.default
 
 for _effect in (RETAIN, ADD_RETAINED, FREE):

@@ -1,4 +1,4 @@
-"""Gather the parameters of a unit with one all-gather, without a copy on the way in.
+"""Gather the parameters of a unit with one all-gather, without a copy on the way in, nor of large parameters on the way out.
 
 Before:
 
@@ -7,15 +7,21 @@ Before:
     %v1 = wait(all_gather(slice(%flat, 0, n0, n0 + n1)))
     %w1 = view(%v1, shape1)
 
-After:
+After, if both are small (they share a message, and their rows lie apart in what it brings):
 
-    %v = view(wait(all_gather(%flat)), [N, n0 + n1])
-    %w0 = view(clone(slice(%v, 1, 0, n0)), shape0)
-    %w1 = view(clone(slice(%v, 1, n0, n0 + n1)), shape1)  # where it was read before
+    %v = wait(all_gather(%flat))
+    %w0 = view(clone(slice(view(%v, [N, n0 + n1]), 1, 0, n0)), shape0)
+    %w1 = view(clone(slice(view(%v, [N, n0 + n1]), 1, n0, n0 + n1)), shape1)  # where it was read before
+
+Large, if both are large (a message each, whose rows come out side by side; see `collectives.pieces_of`):
+
+    %v = wait(all_gather(%flat, [n0, n1]))
+    %w0 = view(slice(%v, 0, 0, N * n0), shape0)
+    %w1 = view(slice(%v, 0, N * n0, N * (n0 + n1)), shape1)
 
 Requires: a lowered graph.
-Ensures: one all-gather for each (unit, dtype, group) in the graph, at the place of the first; each parameter is copied out
-    where it was gathered before, so that only those in use exist twice.
+Ensures: one all-gather for each (unit, dtype, group) in the graph, at the place of the first; a small parameter is
+    copied out where it was gathered before, so that only those in use exist twice.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all.
 """
 
@@ -57,13 +63,8 @@ def _merge(bucket: list[Region]) -> None:
     for region in ordered:
         members.append((sources[region.source], region.spec))
     gathered = comm.gather_bucket(Builder(first.nodes[0], first.nodes[0], tag), members)
-    total = sum(s.shard_numel for s in specs)
-    start = 0
-    for region in ordered:
-        spec = region.spec
+    for place, region in enumerate(ordered):
         run = Builder(region.nodes[0], region.nodes[0], tag)
-        param = comm.copy_out(run, gathered, total, start, spec)
-        region.result.replace_all_uses_with(param)
-        start += spec.shard_numel
+        region.result.replace_all_uses_with(comm.copy_out(run, gathered, specs, place))
     for region in ordered:
         erase_all(region.nodes)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.collectives import ALL_GATHER, ALL_TO_ALL, WAIT
+from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
 from compiled_fsdp.graph import Builder, aliases, find, order, output
 from compiled_fsdp.schema import FREE
 
@@ -46,7 +46,7 @@ def free(gm: GraphModule, plan: Plan) -> GraphModule:
 
 def _buffers(gm: GraphModule) -> list[Node]:
     """Waits whose result is a buffer made for the communication."""
-    return [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (ALL_GATHER, ALL_TO_ALL)]
+    return [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)]
 
 
 def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:

@@ -13,7 +13,7 @@ from collections import Counter
 from math import ceil
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.collectives import ALL_GATHER, WAIT
+from compiled_fsdp.collectives import GATHERS, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, order, output, starts
 from compiled_fsdp.meta import get_tag, saved_for_backward
@@ -87,7 +87,7 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
     saved = set(saved_for_backward(output(gm.graph)))
     for wait in find(gm.graph, WAIT):
         tag = get_tag(wait)
-        if tag is None or tag.kind != "gather" or wait.all_input_nodes[0].target is not ALL_GATHER:
+        if tag is None or tag.kind != "gather" or wait.all_input_nodes[0].target not in GATHERS:
             continue
         kept = [s.fqn for s in tag.specs if s.reshard == "keep"]
         for alias in aliases(wait):

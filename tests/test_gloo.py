@@ -1,4 +1,4 @@
-"""All-gather by sends and receives: the same as gloo's own, whatever the dtype, the order of waits and the size of the group."""
+"""All-gather and all-to-all by sends and receives: the same as gloo's own, for any dtype, order and group size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,25 @@ def same_as_gloos_own() -> None:
         shard = (torch.arange(7) + 100 * dist.get_rank()).to(dtype)
         expected = torch.empty(7 * world, dtype=dtype)
         dist.all_gather_into_tensor(expected, shard)
-        assert torch.equal(wait(gloo.all_gather(shard, world, name)), expected), dtype
+        assert torch.equal(wait(gloo.all_gather(shard, [7], world, name)), expected), dtype
+        pieces = [expected.view(world, 7)[:, columns].flatten() for columns in (slice(0, 4), slice(4, 5), slice(5, 7))]
+        assert torch.equal(wait(gloo.all_gather(shard, [4, 1, 2], world, name)), torch.cat(pieces)), dtype
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_all_of_pieces(world: int, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue({2: "two", 4: "four"}[world]).run(all_to_all_of_pieces)
+
+
+def all_to_all_of_pieces() -> None:
+    """As of the pieces side by side; pieces may be strided."""
+    name, world = dist.group.WORLD.group_name, dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        rows = (torch.arange(world * 6).view(world, 6) + 1000 * dist.get_rank()).to(dtype)
+        expected = torch.empty_like(rows)
+        dist.all_to_all_single(expected, rows)
+        pieces = [rows[:, :3], rows[:, 3:4].clone(), rows.t().contiguous().t()[:, 4:]]
+        assert torch.equal(wait(gloo.all_to_all(pieces, world, name)), expected), dtype
 
 
 def test_many_in_flight_are_awaited_in_any_order(two: Pool) -> None:
@@ -33,7 +51,7 @@ def test_many_in_flight_are_awaited_in_any_order(two: Pool) -> None:
 def any_order() -> None:
     """Ranks wait in opposite orders, and drop what they sent at once, with a message of the user's own in between."""
     rank, name, before = dist.get_rank(), dist.group.WORLD.group_name, set(gloo._pending)
-    under_way = [gloo.all_gather(torch.full((50_000,), 10.0 * n + rank), 2, name) for n in range(5)]
+    under_way = [gloo.all_gather(torch.full((50_000,), 10.0 * n + rank), [50_000], 2, name) for n in range(5)]
     message = torch.full((3,), float(rank))
     work = dist.isend(message, 1 - rank, tag=0)
     dist.recv(message.clone(), 1 - rank, tag=0)
@@ -61,4 +79,5 @@ def graph_runs_our_gather() -> None:
             call(torch.ones(2, 6)).sum().backward()
         names = [e.name for e in profiler.events()]
         assert "fsdp::all_gather" in names
-        assert "gloo:all_gather" not in names
+        assert "fsdp::all_to_all" in names
+        assert not {"gloo:all_gather", "gloo:all_to_all"} & set(names)

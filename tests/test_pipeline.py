@@ -241,23 +241,25 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.0: gather
 %mm: f32[3,4] = mm(%primals_1, %view_default_5)
 %relu: f32[3,4] = relu(%mm)
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.0: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_4, [2, 10])  # blocks.0: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.0: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.0: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.0: gather
 %mul: f32[3,4] = mul(%relu, %slice_tensor_8)
 %all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
 %wait_tensor_default_5: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.1: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.1: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.1: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
-%mm_1: f32[3,4] = mm(%mul, %view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
+%mm_1: f32[3,4] = mm(%mul, %view_default_9)
 %relu_1: f32[3,4] = relu(%mm_1)
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.1: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.1: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.1: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
 %t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
@@ -278,22 +280,24 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.0: gather
 %mm: f32[3,4] = mm(%primals_1, %view_default_5)
 %relu: f32[3,4] = relu(%mm)
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.0: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_4, [2, 10])  # blocks.0: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.0: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.0: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.0: gather
 %mul: f32[3,4] = mul(%relu, %slice_tensor_8)
 %wait_tensor_default_5: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.1: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.1: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.1: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
-%mm_1: f32[3,4] = mm(%mul, %view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
+%mm_1: f32[3,4] = mm(%mul, %view_default_9)
 %relu_1: f32[3,4] = relu(%mm_1)
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.1: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.1: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.1: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
 %t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
@@ -314,24 +318,26 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.0: gather
 %mm: f32[3,4] = mm(%primals_1, %view_default_5)
 %relu: f32[3,4] = relu(%mm)
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.0: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_4, [2, 10])  # blocks.0: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.0: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.0: gather
 free(%wait_tensor_default_4)
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.0: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.0: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.0: gather
 %mul: f32[3,4] = mul(%relu, %slice_tensor_8)
 %wait_tensor_default_5: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.1: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.1: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.1: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
-%mm_1: f32[3,4] = mm(%mul, %view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.1: gather
+%mm_1: f32[3,4] = mm(%mul, %view_default_9)
 %relu_1: f32[3,4] = relu(%mm_1)
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.1: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_5, [2, 10])  # blocks.1: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.1: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.1: gather
 free(%wait_tensor_default_5)
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.1: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
 %t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
@@ -468,17 +474,18 @@ return [%mm_5, %add_1, %add]""",
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
 %all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
 %wait_tensor_default_8: f32[20] = wait_tensor(%all_gather_into_tensor_default_4)  # blocks.1: gather
-%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.1: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.1: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.1: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.1: gather
 %mul_3: f32[3,4] = mul(%tangents_1, %slice_tensor_8)
 %sum_1: f32[3,1] = sum(%mul_2, [1], True)
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
+%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
 %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.1: gather
@@ -496,21 +503,22 @@ mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
 %all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)
 %detach_3: f32[3,4] = detach(%detach)
 %threshold_backward_1: f32[3,4] = threshold_backward(%mul_5, %detach_3, 0)
 %mm_4: f32[4,4] = mm(%t_2, %threshold_backward_1)
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.0: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.0: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
-%t_3: f32[4,4] = t(%view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
+%t_3: f32[4,4] = t(%view_default_9)
 %mm_5: f32[3,4] = mm(%threshold_backward_1, %t_3)
 %reshape_default_11: f32[2,8] = reshape(%mm_4, [2, 8])  # blocks.0: reduce
 %constant_pad_nd_default_7: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce
@@ -537,17 +545,18 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
 %all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %wait_tensor_default_8: f32[20] = wait_tensor(%all_gather_into_tensor_default_4)  # blocks.1: gather
-%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.1: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.1: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.1: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.1: gather
 %mul_3: f32[3,4] = mul(%tangents_1, %slice_tensor_8)
 %sum_1: f32[3,1] = sum(%mul_2, [1], True)
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
+%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
 %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
 %view_default_5: f32[4,4] = view(%clone_default, [4, 4])  # blocks.1: gather
@@ -561,21 +570,22 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %reduce_scatter_tensor_default_4: f32[10] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, '0')  # blocks.1: reduce
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
 %wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)
 %detach_3: f32[3,4] = detach(%detach)
 %threshold_backward_1: f32[3,4] = threshold_backward(%mul_5, %detach_3, 0)
 %mm_4: f32[4,4] = mm(%t_2, %threshold_backward_1)
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.0: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.0: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
-%t_3: f32[4,4] = t(%view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
+%t_3: f32[4,4] = t(%view_default_9)
 %mm_5: f32[3,4] = mm(%threshold_backward_1, %t_3)
 %reshape_default_11: f32[2,8] = reshape(%mm_4, [2, 8])  # blocks.0: reduce
 %constant_pad_nd_default_7: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce
@@ -605,17 +615,18 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_3, 2, '0')  # blocks.1: gather
 %all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
 %wait_tensor_default_8: f32[20] = wait_tensor(%all_gather_into_tensor_default_4)  # blocks.1: gather
-%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
-%slice_tensor_7: f32[2,2] = slice(%view_default_4, 1, 8, 10)  # blocks.1: gather
+%view_default_6: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
+%slice_tensor_7: f32[2,2] = slice(%view_default_6, 1, 8, 10)  # blocks.1: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.1: gather
-%view_default_6: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
-%slice_tensor_8: f32[3,1] = slice(%view_default_6, 0, 0, 3)  # blocks.1: gather
+%view_default_7: f32[4,1] = view(%clone_default_1, [4, 1])  # blocks.1: gather
+%slice_tensor_8: f32[3,1] = slice(%view_default_7, 0, 0, 3)  # blocks.1: gather
 %mul_3: f32[3,4] = mul(%tangents_1, %slice_tensor_8)
 %sum_1: f32[3,1] = sum(%mul_2, [1], True)
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
+%view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
 %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
 free(%wait_tensor_default_8)
@@ -630,22 +641,23 @@ free(%wait_tensor_default_8)
 %reduce_scatter_tensor_default_4: f32[10] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, '0')  # blocks.1: reduce
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
 %wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_7: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_7, 1, 8, 10)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
 %clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_9: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_9, 0, 0, 3)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)
 %detach_3: f32[3,4] = detach(%detach)
 %threshold_backward_1: f32[3,4] = threshold_backward(%mul_5, %detach_3, 0)
 %mm_4: f32[4,4] = mm(%t_2, %threshold_backward_1)
-%slice_tensor_9: f32[2,8] = slice(%view_default_7, 1, 0, 8)  # blocks.0: gather
+%view_default_8: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_9: f32[2,8] = slice(%view_default_8, 1, 0, 8)  # blocks.0: gather
 %clone_default_2: f32[2,8] = clone(%slice_tensor_9, memory_format=torch.contiguous_format)  # blocks.0: gather
 free(%wait_tensor_default_9)
-%view_default_8: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
-%t_3: f32[4,4] = t(%view_default_8)
+%view_default_9: f32[4,4] = view(%clone_default_2, [4, 4])  # blocks.0: gather
+%t_3: f32[4,4] = t(%view_default_9)
 %mm_5: f32[3,4] = mm(%threshold_backward_1, %t_3)
 %reshape_default_11: f32[2,8] = reshape(%mm_4, [2, 8])  # blocks.0: reduce
 %constant_pad_nd_default_7: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce

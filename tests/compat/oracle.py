@@ -169,7 +169,7 @@ _COMMUNICATIONS = {
     "c10d::_allgather_base_": "gather",
     "fsdp::all_gather": "gather",
     "c10d::_reduce_scatter_base_": "reduce",
-    "c10d::alltoall_base_": "reduce",
+    "fsdp::all_to_all": "reduce",
     "c10d::allreduce_": "all_reduce",
 }
 
@@ -180,7 +180,7 @@ def communications(run: Callable[[], Any]) -> dict[str, int]:
         run()
     found: Counter[str] = Counter()
     for event in profiler.events():
-        is_run = event.name != "fsdp::all_gather" or any(c.name == "c10d::recv_" for c in event.cpu_children)
+        is_run = not event.name.startswith("fsdp::") or any(c.name == "c10d::recv_" for c in event.cpu_children)
         if event.name in _COMMUNICATIONS and is_run:  # else a fake one, or one that a dispatch mode passes on
             found[_COMMUNICATIONS[event.name]] += 1
     return {kind: found[kind] for kind in ("gather", "reduce", "all_reduce")}

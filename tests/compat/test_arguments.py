@@ -89,7 +89,7 @@ def counted_step(call: Any) -> dict[str, int]:
         step()
     names = [e.name for e in profiler.events()]
     gathers = names.count("fsdp::all_gather") + names.count("c10d::_allgather_base_")
-    return {"gather": gathers, "reduce": names.count("c10d::_reduce_scatter_base_") + names.count("c10d::alltoall_base_")}
+    return {"gather": gathers, "reduce": names.count("c10d::_reduce_scatter_base_") + names.count("fsdp::all_to_all")}
 
 
 # -- chapter 1

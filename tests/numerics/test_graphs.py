@@ -57,11 +57,11 @@ def communications(run: Any) -> Counter[str]:
     kinds = {
         "fsdp::all_gather": "gather",
         "gloo:all_gather": "gather",
-        "gloo:all_to_all": "reduce",
+        "fsdp::all_to_all": "reduce",
         "gloo:reduce_scatter": "reduce",
         "gloo:all_reduce": "all_reduce",
     }
-    others = ("gloo:send", "gloo:recv")  # what our all-gather consists of
+    others = ("gloo:send", "gloo:recv")  # what our all-gather and our all-to-all consist of
     names = [e.name for e in profiler.events() if e.name not in others]
     return Counter(kinds[n] for n in names if n in kinds or n.startswith("gloo:"))
 

@@ -25,6 +25,41 @@ class TestBucketAllGather(GraphTest):
         gm = lower(hand.returns(*(hand.unshard(flat, s) for s in unit("u", {"a": (4, 2), "b": (2,)}))), PLAN)
         self.assertDocumented(module, "Before", gm)
         self.assertDocumented(module, "After", bucket_all_gather(gm, PLAN))
+        hand = Hand()
+        large = unit("u", {"a": (400, 200), "b": (300, 400)})
+        flat = hand.input("flat", numel(large))
+        gm = lower(hand.returns(*(hand.unshard(flat, s) for s in large)), PLAN)
+        self.assertDocumented(module, "Large", bucket_all_gather(gm, PLAN))
+
+    def test_small_between_large(self):
+        """Neighbours that are small share a message; nothing large is copied."""
+        gm = gathers(*unit("u", {"a": (400, 200), "s": (2,), "t": (4,), "b": (300, 400)}))
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%flat: f32[100003]
+%all_gather_default: f32[200006] = all_gather(%flat, [40000, 3, 60000], 2, 'shard')  # u: gather
+%wait_tensor_default_4: f32[200006] = wait_tensor(%all_gather_default)  # u: gather
+%slice_tensor_4: f32[80000] = slice(%wait_tensor_default_4, 0, 0, 80000)  # u: gather
+%view_default_4: f32[400,200] = view(%slice_tensor_4, [400, 200])  # u: gather
+%neg_default: f32[400,200] = neg(%view_default_4)
+%slice_tensor_5: f32[6] = slice(%wait_tensor_default_4, 0, 80000, 80006)  # u: gather
+%view_default_5: f32[2,3] = view(%slice_tensor_5, [2, 3])  # u: gather
+%slice_tensor_6: f32[2,1] = slice(%view_default_5, 1, 0, 1)  # u: gather
+%clone_default: f32[2,1] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # u: gather
+%view_default_6: f32[2] = view(%clone_default, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_6)
+%slice_tensor_7: f32[6] = slice(%wait_tensor_default_4, 0, 80000, 80006)  # u: gather
+%view_default_7: f32[2,3] = view(%slice_tensor_7, [2, 3])  # u: gather
+%slice_tensor_8: f32[2,2] = slice(%view_default_7, 1, 1, 3)  # u: gather
+%clone_default_1: f32[2,2] = clone(%slice_tensor_8, memory_format=torch.contiguous_format)  # u: gather
+%view_default_8: f32[4] = view(%clone_default_1, [4])  # u: gather
+%neg_default_2: f32[4] = neg(%view_default_8)
+%slice_tensor_9: f32[120000] = slice(%wait_tensor_default_4, 0, 80006, 200006)  # u: gather
+%view_default_9: f32[300,400] = view(%slice_tensor_9, [300, 400])  # u: gather
+%neg_default_3: f32[300,400] = neg(%view_default_9)
+return [%neg_default, %neg_default_1, %neg_default_2, %neg_default_3]""",
+        )
 
     def test_two_parameters(self):
         """Each is copied out where it was gathered."""
@@ -40,10 +75,11 @@ class TestBucketAllGather(GraphTest):
 %clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
 %view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
 %neg_default: f32[4,2] = neg(%view_default_3)
-%slice_tensor_3: f32[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%view_default_4: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_3: f32[2,1] = slice(%view_default_4, 1, 4, 5)  # u: gather
 %clone_default_1: f32[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
-%view_default_4: f32[2] = view(%clone_default_1, [2])  # u: gather
-%neg_default_1: f32[2] = neg(%view_default_4)
+%view_default_5: f32[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_5)
 return [%neg_default, %neg_default_1]""",
         )
 
@@ -56,11 +92,12 @@ return [%neg_default, %neg_default_1]""",
 %flat: f32[5]
 %all_gather_into_tensor_default_2: f32[10] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
 %wait_tensor_default_2: f32[10] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
-%view_default_2: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
-%slice_tensor_3: f32[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%view_default_4: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_3: f32[2,1] = slice(%view_default_4, 1, 4, 5)  # u: gather
 %clone_default_1: f32[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
-%view_default_4: f32[2] = view(%clone_default_1, [2])  # u: gather
-%neg_default: f32[2] = neg(%view_default_4)
+%view_default_5: f32[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default: f32[2] = neg(%view_default_5)
+%view_default_2: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
 %slice_tensor_2: f32[2,4] = slice(%view_default_2, 1, 0, 4)  # u: gather
 %clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
 %view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
@@ -82,10 +119,11 @@ return [%neg_default, %neg_default_1]""",
 %view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
 %slice_tensor_5: f32[3,2] = slice(%view_default_3, 0, 0, 3)  # u: gather
 %neg_default: f32[3,2] = neg(%slice_tensor_5)
-%slice_tensor_6: f32[2,3] = slice(%view_default_2, 1, 4, 7)  # u: gather
+%view_default_4: f32[2,7] = view(%wait_tensor_default_2, [2, 7])  # u: gather
+%slice_tensor_6: f32[2,3] = slice(%view_default_4, 1, 4, 7)  # u: gather
 %clone_default_1: f32[2,3] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # u: gather
-%view_default_4: f32[6] = view(%clone_default_1, [6])  # u: gather
-%slice_tensor_7: f32[5] = slice(%view_default_4, 0, 0, 5)  # u: gather
+%view_default_5: f32[6] = view(%clone_default_1, [6])  # u: gather
+%slice_tensor_7: f32[5] = slice(%view_default_5, 0, 0, 5)  # u: gather
 %neg_default_1: f32[5] = neg(%slice_tensor_7)
 return [%neg_default, %neg_default_1]""",
         )
@@ -107,14 +145,16 @@ return [%neg_default, %neg_default_1]""",
 %clone_default: f32[2,2] = clone(%slice_tensor_5, memory_format=torch.contiguous_format)  # u: gather
 %view_default_4: f32[4] = view(%clone_default, [4])  # u: gather
 %neg_default: f32[4] = neg(%view_default_4)
-%slice_tensor_6: f32[2,2] = slice(%view_default_3, 1, 2, 4)  # u: gather
+%view_default_5: f32[2,5] = view(%wait_tensor_default_3, [2, 5])  # u: gather
+%slice_tensor_6: f32[2,2] = slice(%view_default_5, 1, 2, 4)  # u: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # u: gather
-%view_default_5: f32[4] = view(%clone_default_1, [4])  # u: gather
-%neg_default_1: f32[4] = neg(%view_default_5)
-%slice_tensor_7: f32[2,1] = slice(%view_default_3, 1, 4, 5)  # u: gather
+%view_default_6: f32[4] = view(%clone_default_1, [4])  # u: gather
+%neg_default_1: f32[4] = neg(%view_default_6)
+%view_default_7: f32[2,5] = view(%wait_tensor_default_3, [2, 5])  # u: gather
+%slice_tensor_7: f32[2,1] = slice(%view_default_7, 1, 4, 5)  # u: gather
 %clone_default_2: f32[2,1] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # u: gather
-%view_default_6: f32[2] = view(%clone_default_2, [2])  # u: gather
-%neg_default_2: f32[2] = neg(%view_default_6)
+%view_default_8: f32[2] = view(%clone_default_2, [2])  # u: gather
+%neg_default_2: f32[2] = neg(%view_default_8)
 return [%neg_default, %neg_default_1, %neg_default_2]""",
         )
 
@@ -132,10 +172,11 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 %clone_default: bf16[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
 %view_default_3: bf16[4,2] = view(%clone_default, [4, 2])  # u: gather
 %neg_default: bf16[4,2] = neg(%view_default_3)
-%slice_tensor_3: bf16[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%view_default_4: bf16[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_3: bf16[2,1] = slice(%view_default_4, 1, 4, 5)  # u: gather
 %clone_default_1: bf16[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
-%view_default_4: bf16[2] = view(%clone_default_1, [2])  # u: gather
-%neg_default_1: bf16[2] = neg(%view_default_4)
+%view_default_5: bf16[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_1: bf16[2] = neg(%view_default_5)
 return [%neg_default, %neg_default_1]""",
         )
 
@@ -161,14 +202,16 @@ return [%neg_default, %neg_default_1]""",
 %clone_default: bf16[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
 %view_default_4: bf16[4,2] = view(%clone_default, [4, 2])  # u: gather
 %neg_default: bf16[4,2] = neg(%view_default_4)
-%slice_tensor_4: bf16[2,2] = slice(%view_default_3, 1, 5, 7)  # u: gather
+%view_default_7: bf16[2,7] = view(%wait_tensor_default_3, [2, 7])  # u: gather
+%slice_tensor_4: bf16[2,2] = slice(%view_default_7, 1, 5, 7)  # u: gather
 %clone_default_2: bf16[2,2] = clone(%slice_tensor_4, memory_format=torch.contiguous_format)  # u: gather
-%view_default_6: bf16[4] = view(%clone_default_2, [4])  # u: gather
-%neg_default_1: bf16[4] = neg(%view_default_6)
-%slice_tensor_3: bf16[2,1] = slice(%view_default_3, 1, 4, 5)  # u: gather
+%view_default_8: bf16[4] = view(%clone_default_2, [4])  # u: gather
+%neg_default_1: bf16[4] = neg(%view_default_8)
+%view_default_5: bf16[2,7] = view(%wait_tensor_default_3, [2, 7])  # u: gather
+%slice_tensor_3: bf16[2,1] = slice(%view_default_5, 1, 4, 5)  # u: gather
 %clone_default_1: bf16[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
-%view_default_5: bf16[2] = view(%clone_default_1, [2])  # u: gather
-%neg_default_2: bf16[2] = neg(%view_default_5)
+%view_default_6: bf16[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_2: bf16[2] = neg(%view_default_6)
 return [%neg_default, %neg_default_1, %neg_default_2]""",
         )
 
@@ -192,10 +235,11 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 %clone_default: f32[2,4] = clone(%slice_tensor_1, memory_format=torch.contiguous_format)  # u: gather
 %view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
 %neg_default: f32[4,2] = neg(%view_default_3)
-%slice_tensor_2: f32[2,2] = slice(%view_default_2, 1, 4, 6)  # u: gather
+%view_default_4: f32[2,6] = view(%wait_tensor_default_2, [2, 6])  # u: gather
+%slice_tensor_2: f32[2,2] = slice(%view_default_4, 1, 4, 6)  # u: gather
 %clone_default_1: f32[2,2] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
-%view_default_4: f32[4] = view(%clone_default_1, [4])  # u: gather
-%slice_tensor_3: f32[3] = slice(%view_default_4, 0, 0, 3)  # u: gather
+%view_default_5: f32[4] = view(%clone_default_1, [4])  # u: gather
+%slice_tensor_3: f32[3] = slice(%view_default_5, 0, 0, 3)  # u: gather
 %neg_default_1: f32[3] = neg(%slice_tensor_3)
 return [%neg_default, %neg_default_1]""",
         )
@@ -211,9 +255,10 @@ return [%neg_default, %neg_default_1]""",
 %slice_tensor_2: f32[1,8] = slice(%view_default_2, 1, 0, 8)  # u: gather
 %view_default_3: f32[4,2] = view(%slice_tensor_2, [4, 2])  # u: gather
 %neg_default: f32[4,2] = neg(%view_default_3)
-%slice_tensor_3: f32[1,2] = slice(%view_default_2, 1, 8, 10)  # u: gather
-%view_default_4: f32[2] = view(%slice_tensor_3, [2])  # u: gather
-%neg_default_1: f32[2] = neg(%view_default_4)
+%view_default_4: f32[1,10] = view(%flat, [1, 10])  # u: gather
+%slice_tensor_3: f32[1,2] = slice(%view_default_4, 1, 8, 10)  # u: gather
+%view_default_5: f32[2] = view(%slice_tensor_3, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_5)
 return [%neg_default, %neg_default_1]""",
         )
 

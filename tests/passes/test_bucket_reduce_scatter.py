@@ -151,8 +151,8 @@ return [%div_tensor_2]""",
 %reshape_default_2: f32[2,4] = reshape(%neg_default, [2, 4])  # u: reduce
 %reshape_default_3: f32[2,1] = reshape(%neg_default_1, [2, 1])  # u: reduce
 %cat_default: f32[2,5] = cat([%reshape_default_2, %reshape_default_3], 1)  # u: reduce
-%all_to_all_single_default_2: f32[2,5] = all_to_all_single(%cat_default, [1, 1], [1, 1], 'shard')  # u: reduce
-%wait_tensor_default_2: f32[2,5] = wait_tensor(%all_to_all_single_default_2)  # u: reduce
+%all_to_all_default_2: f32[2,5] = all_to_all([%cat_default], 2, 'shard')  # u: reduce
+%wait_tensor_default_2: f32[2,5] = wait_tensor(%all_to_all_default_2)  # u: reduce
 %sum_dim_int_list_2: f32[5] = sum(%wait_tensor_default_2, [0])  # u: reduce
 %div_tensor_2: f32[5] = div(%sum_dim_int_list_2, 2.0)  # u: reduce
 mark_grads_(%div_tensor_2, %flat, [0, 4])

@@ -85,11 +85,12 @@ return [%neg_default]""",
 %clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # u: gather
 %view_default_3: f32[4,2] = view(%clone_default, [4, 2])  # u: gather
 %neg_default: f32[4,2] = neg(%view_default_3)
-%slice_tensor_3: f32[2,1] = slice(%view_default_2, 1, 4, 5)  # u: gather
+%view_default_4: f32[2,5] = view(%wait_tensor_default_2, [2, 5])  # u: gather
+%slice_tensor_3: f32[2,1] = slice(%view_default_4, 1, 4, 5)  # u: gather
 %clone_default_1: f32[2,1] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # u: gather
 free(%wait_tensor_default_2)
-%view_default_4: f32[2] = view(%clone_default_1, [2])  # u: gather
-%neg_default_1: f32[2] = neg(%view_default_4)
+%view_default_5: f32[2] = view(%clone_default_1, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_5)
 return [%neg_default, %neg_default_1]""",
         )
 

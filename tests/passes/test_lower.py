@@ -188,8 +188,8 @@ return [%view_default, %div_tensor]""",
 %slice_tensor: f32[3,2] = slice(%view_default, 0, 0, 3)  # u: gather
 %constant_pad_nd_default: f32[4,2] = constant_pad_nd(%d, [0, 0, 0, 1])  # u: reduce
 %reshape_default: f32[2,4] = reshape(%constant_pad_nd_default, [2, 4])  # u: reduce
-%all_to_all_single_default: f32[2,4] = all_to_all_single(%reshape_default, [1, 1], [1, 1], 'shard')  # u: reduce
-%wait_tensor_default_1: f32[2,4] = wait_tensor(%all_to_all_single_default)  # u: reduce
+%all_to_all_default: f32[2,4] = all_to_all([%reshape_default], 2, 'shard')  # u: reduce
+%wait_tensor_default_1: f32[2,4] = wait_tensor(%all_to_all_default)  # u: reduce
 %sum_dim_int_list: f32[4] = sum(%wait_tensor_default_1, [0])  # u: reduce
 %div_tensor: f32[4] = div(%sum_dim_int_list, 2.0)  # u: reduce
 mark_grads_(%div_tensor, %flat, [0])

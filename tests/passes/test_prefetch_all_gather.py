@@ -141,11 +141,12 @@ none SWcSWcSWc""",
 %slice_tensor_4: bf16[2,2] = slice(%view_default_3, 1, 0, 2)  # v: gather
 %clone_default: bf16[2,2] = clone(%slice_tensor_4, memory_format=torch.contiguous_format)  # v: gather
 %view_default_4: bf16[4] = view(%clone_default, [4])  # v: gather
-%slice_tensor_5: bf16[2,2] = slice(%view_default_3, 1, 2, 4)  # v: gather
+%view_default_5: bf16[2,4] = view(%wait_tensor_default_3, [2, 4])  # v: gather
+%slice_tensor_5: bf16[2,2] = slice(%view_default_5, 1, 2, 4)  # v: gather
 %clone_default_1: bf16[2,2] = clone(%slice_tensor_5, memory_format=torch.contiguous_format)  # v: gather
-%view_default_5: bf16[4] = view(%clone_default_1, [4])  # v: gather
+%view_default_6: bf16[4] = view(%clone_default_1, [4])  # v: gather
 %neg_default: bf16[4] = neg(%view_default_4)
-%neg_default_1: bf16[4] = neg(%view_default_5)
+%neg_default_1: bf16[4] = neg(%view_default_6)
 return [%add_tensor, %neg_default, %neg_default_1]""",
         )
 
