@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .collectives import STARTS, WAIT
-from .graph import is_backward, output, placeholders
+from .collectives import CONVERT, STARTS, WAIT
+from .graph import aliases, is_backward, is_view, output, placeholders
 from .meta import get_tag, saved_for_backward
-from .schema import ALL_GATHER, UNSHARD, UNSHARD_SLICE
+from .schema import ALL_GATHER, COPY_COLUMNS, FREE, MARK_GRADS, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from .meta import CommTag
+
+    Reads = tuple["Storage", ...]
 
 GATHERED, BUCKET, IN_FLIGHT = "gathered parameter", "bucket buffer", "in-flight collective"
 GRADIENT, ACTIVATION = "gradient", "activation saved for backward"
@@ -48,6 +50,37 @@ MAY_COPY = (
     torch.ops.aten.flatten.using_ints,
 )
 
+aten = torch.ops.aten
+CONSTANT = (aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default)
+POINTWISE = (  # by Inductor's lowering, without torch's tag
+    *CONSTANT,
+    CONVERT,
+    CAT,
+    aten.clone.default,
+    aten.copy.default,
+    aten.constant_pad_nd.default,
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.where.self,
+)
+GENERATED = (  # kernels that Inductor generates, other than pointwise ones
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.dim,
+    aten.argmax.default,
+    aten.mean.dim,
+    aten.prod.dim_int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+    aten.var_mean.correction,
+)
+ORDERED_ONLY = (*COLLECTIVES, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, operator.getitem)  # no reason to split a chain
+MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
+
 
 @dataclass(eq=False, slots=True)
 class Storage:
@@ -58,6 +91,7 @@ class Storage:
     users: every node that needs it: readers of it and of its views, and the waits of collectives on it.
     under_way: (start, wait) of every collective that reads or writes it.
     is_kept: the graph returns it, or a view of it.
+    over: storages of the same size that it is written over, if their life ends there.
     """
 
     node: Node
@@ -67,12 +101,16 @@ class Storage:
     users: dict[Node, None] = field(default_factory=dict)
     under_way: list[tuple[Node, Node]] = field(default_factory=list)
     is_kept: bool = False
+    over: list[Storage] = field(default_factory=list)
 
     def span(self, position: Mapping[Node, int]) -> tuple[int, int]:
         """First and last position at which it is alive, in an order of the nodes."""
-        first = 0 if self.node.op == "placeholder" else position[self.node]
         last = len(position) - 1 if self.is_kept else max(position[user] for user in self.users)
-        return first, last
+        return self.first(position), last
+
+    def first(self, position: Mapping[Node, int]) -> int:
+        """First position at which it is alive."""
+        return 0 if self.node.op == "placeholder" else position[self.node]
 
     def kind_at(self, here: int, position: Mapping[Node, int]) -> str:
         """Its kind, or that a collective on it is under way."""
@@ -106,16 +144,24 @@ class Lifetimes:
     at_rest: bytes of placeholders that somebody else holds all the time.
     """
 
-    def __init__(self, graph: Graph, resting: Collection[Node] | None = None) -> None:
-        """`resting`: the placeholders that somebody else holds; by default all, but of a backward graph only the primals."""
+    def __init__(self, graph: Graph, is_fused: bool = False, resting: Collection[Node] | None = None) -> None:
+        """`is_fused`: pointwise values that only kernels nearby read are not allocated, as under Inductor. `resting`: the
+        placeholders that somebody else holds; by default all, but of a backward graph only the primals.
+        """
         self.graph = graph
         self.storages: list[Storage] = []
         self.at_rest = 0
         self._resting = _primals(graph) if resting is None else resting
-        self._inputs: dict[int, Storage | None] = {}
-        self._leaves: dict[Node, list[Storage | None]] = {}  # for each tensor in a node's value; None: at rest
+        self._inputs: dict[int, Reads] = {}
+        self._leaves: dict[Node, list[Reads]] = {}  # for each tensor in a node's value
+        inlined = _inlined(graph) if is_fused else ()
         for node in graph.nodes:
-            self._visit(node)
+            if node in inlined:
+                self._inline(node)
+            else:
+                self._visit(node)
+                if is_fused and _is_pointwise(node):
+                    self._write_over(node)
         self._name()
         self.touched: dict[Node, list[Storage]] = {node: [] for node in graph.nodes}
         for storage in self.storages:
@@ -123,20 +169,23 @@ class Lifetimes:
                 self.touched[node].append(storage)
 
     def of(self, node: Node) -> list[Storage]:
-        """The storages that hold a node's value; those at rest left out."""
-        return [s for s in self._leaves.get(node, ()) if s is not None]
+        """The storages that a node's value lies in, or is computed from where it is read; those at rest left out."""
+        return list(dict.fromkeys(s for reads in self._leaves.get(node, ()) for s in reads))
 
     def curve(self, order: Iterable[Node] | None = None) -> Curve:
         """Bytes alive at each node of the graph, or of another order of its nodes."""
         position = {node: i for i, node in enumerate(self.graph.nodes if order is None else order)}
-        born, dies = [0] * len(position), [0] * len(position)
+        ends = {storage: storage.span(position)[1] for storage in self.storages}
+        born, dies, saved = ([0] * len(position) for _ in range(3))
         for storage in self.storages:
-            first, last = storage.span(position)
+            first = storage.first(position)
             born[first] += storage.num_bytes
-            dies[last] += 0 if storage.is_kept else storage.num_bytes
+            dies[ends[storage]] += 0 if storage.is_kept else storage.num_bytes
+            if any(ends[old] == first and not old.is_kept for old in storage.over):
+                saved[first] = max(saved[first], storage.num_bytes)
         during, after, alive = [], [], 0
-        for more, less in zip(born, dies, strict=True):
-            during.append(alive + more)
+        for more, less, twice in zip(born, dies, saved, strict=True):
+            during.append(alive + more - twice)
             alive += more - less
             after.append(alive)
         return Curve(tuple(during), tuple(after))
@@ -158,29 +207,41 @@ class Lifetimes:
             storage.users[node] = None
             storage.is_kept |= node.op == "output"
 
-    def _input(self, node: Node, tensor: Tensor | None) -> Storage | None:
+    def _inline(self, node: Node) -> None:
+        """Who reads this reads what it is computed from."""
+        reads = tuple(dict.fromkeys(s for n in node.all_input_nodes for s in self.of(n)))
+        if len(reads) > MOST_READS:
+            self._visit(node)
+        else:
+            self._leaves[node] = [reads]
+
+    def _write_over(self, node: Node) -> None:
+        """A generated kernel may write its result over an input that nobody needs any more."""
+        for new in (s for s in self.of(node) if s.node is node):
+            inputs = (s for n in node.all_input_nodes for s in self.of(n))
+            new.over = [s for s in inputs if s.num_bytes == new.num_bytes]
+
+    def _input(self, node: Node, tensor: Tensor | None) -> Reads:
         """The storage of a placeholder; several may be views of one."""
         if tensor is None:
-            return None
+            return ()
         key = _key(tensor)
         if key not in self._inputs:
             num_bytes = _num_bytes(tensor)
             is_resting = node in self._resting
             self.at_rest += num_bytes if is_resting else 0
-            self._inputs[key] = None if is_resting else self._new(node, num_bytes)
+            self._inputs[key] = () if is_resting else (self._new(node, num_bytes),)
         return self._inputs[key]
 
-    def _results(self, node: Node) -> list[Storage | None]:
+    def _results(self, node: Node) -> list[Reads]:
         """For each tensor in the node's value: the storage of an input, or a new one."""
-        found: list[Storage | None] = []
+        found: list[Reads] = []
         for i, tensor in enumerate(_tensors(node)):
             source = None if tensor is None else _source(node, i)
-            if tensor is None:
-                found.append(None)
-            elif source is not None:
+            if source is not None:
                 found.append(self._leaves[source[0]][source[1]])
             else:
-                found.append(self._new(_unpacked(node), _num_bytes(tensor)))
+                found.append(() if tensor is None else (self._new(_unpacked(node), _num_bytes(tensor)),))
         return found
 
     def _new(self, node: Node, num_bytes: int) -> Storage:
@@ -297,9 +358,9 @@ class StepProfile:
         return f"{self.forward}\n{self.backward}"
 
 
-def profile(graph: Graph) -> MemoryProfile:
-    """The memory of one final graph."""
-    return profile_of(Lifetimes(graph))
+def profile(graph: Graph, is_fused: bool = False) -> MemoryProfile:
+    """The memory of one final graph, run as it is, or `is_fused` by Inductor."""
+    return profile_of(Lifetimes(graph, is_fused))
 
 
 def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> MemoryProfile:
@@ -317,14 +378,14 @@ def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> Mem
     return MemoryProfile(title, nodes, curve, lifetimes.at_rest, tuple(alive))
 
 
-def profile_step(forward: Graph, backward: Graph) -> StepProfile:
+def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> StepProfile:
     """The memory of a forward and of its backward; the user holds the outputs of forward until the end."""
-    before = Lifetimes(forward)
+    before = Lifetimes(forward, is_fused)
     saved, taken = _handed_over(forward, backward)
     held = dict.fromkeys(s for n in output(forward).all_input_nodes if n not in saved for s in before.of(n))
     origin = {p: before.of(n)[0] if before.of(n) else None for n, p in zip(saved, taken, strict=True)}
     resting = [p for p, storage in origin.items() if storage is None or storage in held]
-    after = Lifetimes(backward, resting)
+    after = Lifetimes(backward, is_fused, resting)
     for storage in after.storages:
         source = origin.get(storage.node)
         if source is not None:
@@ -349,6 +410,43 @@ def _handed_over(forward: Graph, backward: Graph) -> tuple[list[Node], list[Node
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
+
+
+# -- fusion
+
+
+def _inlined(graph: Graph) -> set[Node]:
+    """Values that Inductor computes inside the kernels that read them: pointwise, and read only by generated kernels before the
+    next call of a library's.
+    """
+    stretch: dict[Node, int] = {}
+    calls = 0
+    for node in graph.nodes:
+        stretch[node] = calls
+        calls += node.op == "call_function" and not _is_generated(node) and node.target not in ORDERED_ONLY
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if _is_pointwise(node):
+            readers = _readers(node)
+            is_near = node.target in CONSTANT or all(stretch[r] == stretch[node] for r in readers)
+            if is_near and all(_is_generated(r) for r in readers):
+                found.add(node)
+    return found
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a value or a view of it."""
+    return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
+
+
+def _is_generated(node: Node) -> bool:
+    return _is_pointwise(node) or node.target in GENERATED or is_view(node)
+
+
+def _is_pointwise(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target in POINTWISE
 
 
 # -- tensors, views and origins
