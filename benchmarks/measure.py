@@ -137,9 +137,7 @@ def replay(changes: Iterable[tuple[int, int, int]], start: int, end: int) -> int
     return peak - base
 
 
-def _with_unseen_releases(
-    changes: Iterable[tuple[int, int, int]], start: int
-) -> list[tuple[int, int, int]]:
+def _with_unseen_releases(changes: Iterable[tuple[int, int, int]], start: int) -> list[tuple[int, int, int]]:
     """Add a release where an address is allocated again and none was seen.
 
     Gloo's threads are not profiled, and now and then one of them is the last to let go of a buffer.

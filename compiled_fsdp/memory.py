@@ -11,6 +11,8 @@ that only the data decides counts nothing.
 
 For a scheduler: `Lifetimes` is built once, and `Lifetimes.curve(order)` is what any order of the same nodes would need, in time
 linear in nodes and uses. Moving one node changes only the spans of the storages in `Lifetimes.touched[node]`.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`, the hint of a `SymInt`.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes alive in some order: `during[i]` while the i-th node runs, `after[i]` once all that it was the last to need is freed."""
+    """Bytes alive in some order: `during[i]` while the i-th node runs, `after[i]` once what it was the last to need is freed."""
 
     during: tuple[int, ...]
     after: tuple[int, ...]

@@ -16,6 +16,7 @@ ORDER = """
     version plan torch_private spec layout errors
     gloo schema mesh collectives meta ops
     graph regions
+    memory
     dump
     passes
     pin_order inductor backend
