@@ -19,6 +19,7 @@ import torch.distributed as dist
 from . import meta
 from .collectives import WAIT
 from .graph import is_backward, starts
+from .memory import profile
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
@@ -171,6 +172,14 @@ class Dump:
         self.held.append(entry.provides.name)
         if self.path is not None:
             self._write(gm.graph, entry.name)
+            if entry.provides.name == "VERIFIED":
+                self._write_memory(gm.graph)
+
+    def _write_memory(self, graph: Graph) -> None:
+        """The memory of the finished graph, `memory.txt`, for both executors."""
+        assert self.path is not None
+        plain, fused = profile(graph), profile(graph, is_fused=True)
+        (self.path / "memory.txt").write_text(f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write(self, graph: Graph, name: str) -> None:
         assert self.path is not None

@@ -155,6 +155,7 @@ rank0/001_forward/06_free.diff
 rank0/001_forward/06_free.txt
 rank0/001_forward/07_verify.diff
 rank0/001_forward/07_verify.txt
+rank0/001_forward/memory.txt
 rank0/002_backward/00_capture.txt
 rank0/002_backward/01_lower.diff
 rank0/002_backward/01_lower.txt
@@ -169,9 +170,11 @@ rank0/002_backward/05_delay_wait.txt
 rank0/002_backward/06_free.diff
 rank0/002_backward/06_free.txt
 rank0/002_backward/07_verify.diff
-rank0/002_backward/07_verify.txt""",
+rank0/002_backward/07_verify.txt
+rank0/002_backward/memory.txt""",
             )
             backward = Path(name) / "rank0" / "002_backward"
+            self.assertRegex((backward / "memory.txt").read_text(), r"as it is, backward: peak 0.00 MB above rest at %cat_default")
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
                 """\

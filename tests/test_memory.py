@@ -162,7 +162,8 @@ class TestHalves(GraphTest):
         self.assertEqual([n // FLOAT for n in step.backward.curve.during], [10, 10, 10, 10, 14, 18, 17, 9, 5, 9, 5])
         self.assertEqual(step.peak, 18 * FLOAT)
         kinds = {alive.owner: alive.kind for alive in step.backward.alive}
-        self.assertEqual(kinds["neg_default"], "activation saved for backward")
+        self.assertEqual(kinds["neg_default"], "temporary")
+        self.assertEqual(profile(forward).alive[0].kind, "activation saved for backward")
         self.assertEqual(kinds["sum_default"], "output")
 
     def test_halves_of_two_graphs(self):
