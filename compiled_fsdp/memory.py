@@ -448,6 +448,9 @@ def _is_generated(node: Node) -> bool:
 def _is_pointwise(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    tag = get_tag(node)
+    if node.target is aten.clone.default and tag is not None and tag.kind == "gather":
+        return False  # a call of `copy_columns`, so that the bucket need not live until the copy is read
     return torch.Tag.pointwise in node.target.tags or node.target in POINTWISE
 
 

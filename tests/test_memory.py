@@ -19,7 +19,7 @@ import compiled_fsdp.backend as backend_module
 import compiled_fsdp.inductor as inductor_module
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 from compiled_fsdp.collectives import ALL_GATHER, WAIT
-from compiled_fsdp.memory import GATHERED, IN_FLIGHT, Lifetimes, profile, profile_of, profile_step
+from compiled_fsdp.memory import BUCKET, GATHERED, IN_FLIGHT, Lifetimes, profile, profile_of, profile_step
 from compiled_fsdp.schema import FREE
 
 if TYPE_CHECKING:
@@ -188,6 +188,20 @@ class TestFused(GraphTest):
         a = hand.compute(x)
         b = hand(aten.mm.default, x, x)
         self.assertEqual(elements(hand.returns(hand.add(a, b)), is_fused=True), [0, 16, 32, 32, 16])
+
+    def test_copies_out_of_a_bucket(self):
+        """They are calls, not part of the kernel that reads them: the bucket ends with the last copy."""
+        specs = unit("u", {"a": (4,), "b": (4,)})
+        hand = Hand()
+        x, flat = hand.input("x", 4), hand.input("flat", 4)
+        a, b = hand.unshard(flat, specs[0]), hand.unshard(flat, specs[1])
+        y = hand.add(hand.add(hand.compute(x), b), a)
+        gm = run_pipeline(hand.returns(y), PLAN, HALF)
+        lifetimes = Lifetimes(gm.graph, is_fused=True)
+        (bucket,) = (s for s in lifetimes.storages if s.kind == BUCKET)
+        (freed,) = (n for n in gm.graph.nodes if n.target is FREE)
+        position = {n: i for i, n in enumerate(gm.graph.nodes)}
+        self.assertEqual(bucket.span(position)[1], position[freed])
 
     def test_inputs_live_until_the_kernel_reads_them(self):
         hand = Hand()
