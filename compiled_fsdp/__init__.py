@@ -6,6 +6,8 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from . import backend as backend
 from .api import fully_shard as fully_shard
+from .costs import Costs as Costs
+from .costs import Link as Link
 from .dump import dumped_to as dumped_to
 from .errors import GraphInvariantError as GraphInvariantError
 from .fallback import FallbackError as FallbackError
@@ -15,20 +17,24 @@ from .fsdp_module import UnshardHandle as UnshardHandle
 from .fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
 from .fsdp_module import share_comm_ctx as share_comm_ctx
 from .plan import Plan as Plan
+from .plan import current_plan as current_plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
 from .version import __version__ as __version__
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Costs",
     "FSDPModule",
     "FallbackError",
     "GraphInvariantError",
+    "Link",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
     "UnshardHandle",
     "__version__",
+    "current_plan",
     "dumped_to",
     "fully_shard",
     "planned",

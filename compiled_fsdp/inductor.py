@@ -11,6 +11,7 @@ Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custo
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,25 +44,33 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def run_joint(gm: GraphModule) -> GraphModule:
-    """Apply the joint passes, if the graph has anything of ours."""
+def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
+    """Apply the joint passes, if the graph has anything of ours; `is_fused` as for `run_half`."""
+    from .budget import fit_budget
     from .passes.base import run_pipeline
     from .passes.pipeline import JOINT
 
     if not find(gm.graph, UNSHARD):
         return gm
-    return run_pipeline(gm, current_plan(), JOINT, dump.Dump(gm, "joint").after_pass)
+    plan = fit_budget(gm, current_plan(), is_fused=is_fused)
+    return run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)
 
 
-def run_half(gm: GraphModule) -> GraphModule:
-    """Apply the passes for a forward, backward or inference graph, if it has anything of ours."""
+def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
+    """Apply the passes for a forward, backward or inference graph, if it has anything of ours.
+
+    is_fused: whether a compiler that fuses kernels comes next.
+    """
     from .passes.base import run_pipeline
     from .passes.pipeline import HALF, JOINT
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
     writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
-    return run_pipeline(gm, current_plan(), HALF, writer.after_pass)
+    plan = current_plan()
+    if plan.costs is not None:
+        plan = replace(plan, costs=plan.costs.fused(is_fused))
+    return run_pipeline(gm, plan, HALF, writer.after_pass)
 
 
 def use_gloo(graph: Graph) -> None:
@@ -69,7 +78,7 @@ def use_gloo(graph: Graph) -> None:
     for node in find(graph, comm.ALL_GATHER):
         shard, group_size, group = node.args
         if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
-            node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)
+            node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
 
 
 class JointPass(CustomGraphPass):
@@ -77,7 +86,7 @@ class JointPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Run the joint passes on the module that owns the graph."""
-        run_joint(_module(graph))
+        run_joint(_module(graph), is_fused=True)
 
     def uuid(self) -> Any:
         """Version and plan; None while dumping, so that the cache is bypassed and every pass really runs."""
@@ -91,7 +100,7 @@ class HalfPass(CustomGraphPass):
         """Run the half passes, then hand over: without `free` nodes, since Inductor frees by liveness, and with copies that it
         calls instead of compiling one kernel for each shape and offset, which made cold starts a third slower.
         """
-        run_half(_module(graph))
+        run_half(_module(graph), is_fused=True)
         erase_all(find(graph, FREE))
         for node in find(graph, torch.ops.aten.clone.default):
             tag = get_tag(node)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .collectives import CONVERT, STARTS, WAIT
 from .graph import aliases, is_backward, is_view, output, placeholders
 from .meta import get_tag, saved_for_backward
-from .schema import ALL_GATHER, COPY_COLUMNS, FREE, MARK_GRADS, UNSHARD, UNSHARD_SLICE
+from .schema import COPY_COLUMNS, FREE, MARK_GRADS, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,7 +43,6 @@ GATHERED, BUCKET, IN_FLIGHT = "gathered parameter", "bucket buffer", "in-flight 
 GRADIENT, ACTIVATION = "gradient", "activation saved for backward"
 OUTPUT, TEMPORARY = "output", "temporary"
 
-COLLECTIVES = (*STARTS, ALL_GATHER)
 RETURNS_INPUT = (WAIT, torch.ops.aten._unsafe_view.default)  # aliases that the schema does not declare
 CAT, SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 MAY_COPY = (
@@ -80,7 +79,7 @@ GENERATED = (  # kernels that Inductor generates, other than pointwise ones
     aten.var.correction,
     aten.var_mean.correction,
 )
-ORDERED_ONLY = (*COLLECTIVES, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, operator.getitem)  # no reason to split a chain
+ORDERED_ONLY = (*STARTS, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, operator.getitem)  # no reason to split a chain
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
 
 
@@ -261,7 +260,7 @@ class Lifetimes:
                 self._name_communicated(node, tag, tag in started)
             elif node.target in (UNSHARD, UNSHARD_SLICE):
                 self._call(node, GATHERED, node.args[-1])
-            if tag is not None and node.target in COLLECTIVES:
+            if tag is not None and node.target in STARTS:
                 started.add(tag)
         backward = is_backward(self.graph)
         saved = {s for n in saved_for_backward(output(self.graph)) for s in self.of(n)}
@@ -275,7 +274,7 @@ class Lifetimes:
 
     def _name_communicated(self, node: Node, tag: CommTag, is_started: bool) -> None:
         unit = tag.unit.split("#")[0]
-        is_start = node.target in COLLECTIVES
+        is_start = node.target in STARTS
         if tag.kind == "gather" and is_started:
             self._call(node, GATHERED, _copied(node, tag))
         elif tag.kind == "gather":

@@ -78,3 +78,8 @@ def saved_for_backward(output: Node) -> list[Node]:
     kinds = output.meta.get("desc") or [None] * len(returned)
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in zip(returned, kinds, strict=True) if node is not None and isinstance(kind, ours)]
+
+
+def take_over(node: Node, original: Node) -> None:
+    """Let a copied node have all that was known of the original."""
+    node.meta = dict(original.meta)

@@ -5,31 +5,65 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .costs import Costs
+
+
+DISTANCES = {"prefetch": 2.0, "backward_prefetch": 1.0, "reduces_in_flight": 1.0}  # where nothing is known of costs
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The first schedule: fixed distances, in units (buckets). A fraction means that share of a unit's matmuls.
+    """How collectives are scheduled: from costs (`planner.py`), or at distances that are set here.
+
+    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided from `costs`, and as in
+    `DISTANCES` as long as these are None too.
 
     prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it is needed.
     backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
     reduces_in_flight: for how long a reduction is under way before it is awaited; 0 awaits it at once, 0.5 halfway through
         the next unit's backward, 2 when the second reduction after it is about to start.
+    memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
+        or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
+        `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
+    kept: decided from it, one graph at a time: (unit, parameter) that backward gets from forward.
+    costs: what computing and communicating cost, the same on every rank; None: measured in the first forward, see `calibrate`.
     """
 
-    prefetch: float = 2
-    backward_prefetch: float = 1
-    reduces_in_flight: float = 1
+    prefetch: float | None = None
+    backward_prefetch: float | None = None
+    reduces_in_flight: float | None = None
+    memory_budget: float | None = None
+    kept: tuple[tuple[str, str], ...] = ()
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "backward_prefetch", "reduces_in_flight"):
+        for name in DISTANCES:
             distance = getattr(self, name)
+            if distance is None:
+                continue
             if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
-                raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0")
+                raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None (from costs)")
+        budget = self.memory_budget
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)):
+            raise ValueError(
+                f"Plan: memory_budget={budget!r}; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0"
+            )
+
+    @property
+    def is_from_costs(self) -> bool:
+        """Whether anything is left to be decided from costs."""
+        return any(getattr(self, name) is None for name in DISTANCES)
+
+    def distance(self, name: str) -> float | None:
+        """The distance of this name; None if costs decide."""
+        distance: float | None = getattr(self, name)
+        return DISTANCES[name] if distance is None and self.costs is None else distance
 
 
 _current = Plan()
@@ -47,7 +81,7 @@ def set_plan(plan: Plan) -> None:
 
 
 @contextmanager
-def planned(**changes: float) -> Iterator[Plan]:
+def planned(**changes: Any) -> Iterator[Plan]:
     """Change fields of the plan for graphs compiled inside; the backward compiles at the first `.backward()`."""
     before = current_plan()
     set_plan(replace(before, **changes))

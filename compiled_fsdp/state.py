@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .calibrate import calibrate_plan
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_same_model
 from .runtime import Runtime
@@ -47,6 +48,7 @@ class State:
         check_same_model(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
+        calibrate_plan(list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)))
         self.is_checked = True
 
     def note_eager(self) -> None:

@@ -20,8 +20,8 @@ Large, if both are large (a message each, whose rows come out side by side; see 
     %w1 = view(slice(%v, 0, N * n0, N * (n0 + n1)), shape1)
 
 Requires: a lowered graph.
-Ensures: one all-gather for each (unit, dtype, group) in the graph, at the place of the first; a small parameter is
-    copied out where it was gathered before, so that only those in use exist twice.
+Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the place of the first; a small
+    parameter is copied out where it was gathered before, so that only those in use exist twice.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all.
 """
 
@@ -45,7 +45,8 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     buckets: dict[tuple[object, ...], list[Region]] = {}
     for region in find_regions(gm.graph, "gather"):
         spec = region.spec
-        buckets.setdefault((spec.unit, spec.dtype, spec.group, spec.group_size), []).append(region)
+        is_kept = spec.reshard == "keep"  # a view of a bucket that backward keeps would keep all of it
+        buckets.setdefault((spec.unit, spec.dtype, spec.group, spec.group_size, is_kept), []).append(region)
     for bucket in buckets.values():
         if len(bucket) > 1:
             _merge(bucket)

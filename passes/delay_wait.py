@@ -1,4 +1,4 @@
-"""Await each reduction `plan.reduces_in_flight` units late, so that backward computes on while it is under way.
+"""Await each reduction late, so that backward computes on while it is under way: when costs say it is done, or by distance.
 
 Before:
 
@@ -21,9 +21,9 @@ After, with reduces_in_flight=1:
     mark_grads_(%g0, %flat0, offsets0)
 
 Requires: a lowered graph.
-Ensures: what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th (or, for
-    a fraction, before a matmul that share of the way to it), or at the end of the graph. With HSDP the all-reduce starts
-    there, and is awaited as much later again.
+Ensures: by distance, what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th
+    (or, for a fraction, before a matmul that share of the way to it), or at the end of the graph; from costs, it stands where
+    `planner.wait_anchors` says. With HSDP the all-reduce starts there, and is awaited a unit later again.
 Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
 """
 
@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import downstream, move_before, output, point
+from compiled_fsdp.planner import wait_anchors
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
@@ -42,12 +43,20 @@ if TYPE_CHECKING:
 
 def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    if not plan.reduces_in_flight:
+    distance = plan.distance("reduces_in_flight")
+    if distance == 0:
         return gm
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
+    end = output(gm.graph)
     last = max((len(r.waits) for r in regions), default=0)
     for stage in reversed(range(last)):
-        for wait, anchor in decide(regions, stage, plan.reduces_in_flight, output(gm.graph)):
+        if distance is None and stage == 0:
+            assert plan.costs is not None
+            anchors = wait_anchors(gm.graph, plan.costs)
+            decided = [(r.waits[0], anchors[r.starts[0]] or end) for r in regions]
+        else:
+            decided = decide(regions, stage, 1 if distance is None else distance, end)
+        for wait, anchor in decided:
             _sink(wait, anchor)
     return gm
 

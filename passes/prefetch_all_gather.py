@@ -1,4 +1,4 @@
-"""Start each all-gather ahead of its use: `plan.prefetch` units in forward, `plan.backward_prefetch` in backward.
+"""Start each all-gather ahead of its use, as early as costs ask for, or by the distance that the plan sets.
 
 Before:
 
@@ -17,8 +17,9 @@ After, with prefetch=1:
     %w1 = view(wait(%a1), shape1)
 
 Requires: a lowered graph.
-Ensures: the n-th all-gather, with what prepares its input, stands before the wait of the (n - prefetch)-th, or, for a
-    fraction, before a matmul that share of the way to the next wait; the order of all-gathers is unchanged.
+Ensures: by distance (`plan.prefetch` in forward, `plan.backward_prefetch` in backward), the n-th all-gather, with what prepares
+    its input, stands before the wait of the (n - prefetch)-th, or, for a fraction, before a matmul that share of the way to the
+    next wait; from costs, it stands where `planner.gather_anchors` says. The order of all-gathers is unchanged.
 Leaves alone: an all-gather of a value that is computed later than that wait.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import is_backward, move_before, point
+from compiled_fsdp.planner import gather_anchors
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
@@ -38,8 +40,14 @@ if TYPE_CHECKING:
 def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = [r for r in find_regions(gm.graph, "gather") if r.starts]
-    distance = plan.backward_prefetch if is_backward(gm.graph) else plan.prefetch
-    for region, anchor in decide(regions, distance):
+    distance = plan.distance("backward_prefetch" if is_backward(gm.graph) else "prefetch")
+    if distance is None:
+        assert plan.costs is not None
+        anchors = gather_anchors(gm.graph, plan.costs)
+        decided = [(region, anchors[region.starts[0]]) for region in regions]
+    else:
+        decided = decide(regions, distance)
+    for region, anchor in decided:
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
         if all(n.op == "placeholder" or n < anchor for n in region.sources):

@@ -22,7 +22,7 @@ After ("gather" and "keep" change no node, only tags):
 
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
     saving any one of them would keep gathered bytes alive.
-keep: the unshard is tagged save.
+keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`).
 slice: backward reads a second gather over the small group, of a slice that forward saves.
 
 Requires: a joint graph in which each parameter is unsharded once. An inference graph is left alone.
@@ -32,6 +32,7 @@ Leaves alone: matmuls and reductions of weights, and what follows from them: the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,11 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         return gm
     by_class: dict[str, list[Node]] = {"gather": [], "keep": [], "slice": []}
     for node in find(gm.graph, UNSHARD):
-        by_class[ParamSpec.of(node.args[1:]).reshard].append(node)
+        spec = ParamSpec.of(node.args[1:])
+        if (spec.unit, spec.fqn) in plan.kept:
+            spec = replace(spec, reshard="keep")
+            node.args = (node.args[0], *spec.args())  # type: ignore[arg-type]
+        by_class[spec.reshard].append(node)
     for node in by_class["keep"]:
         meta.save(node)
     _keep_slices(by_class["slice"], by_class["gather"], backward)

@@ -17,6 +17,7 @@ from compiled_fsdp.collectives import GATHERS, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, order, output, starts
 from compiled_fsdp.meta import get_tag, saved_for_backward
+from compiled_fsdp.planner import REDUCTIONS
 from compiled_fsdp.regions import find_regions
 from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 
@@ -110,7 +111,8 @@ def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
     """No more reductions are under way at once than the plan allows."""
     first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts}
     first_starts = {r.starts[0] for r in first_waits.values()}
-    limit = max(1, ceil(plan.reduces_in_flight))
+    distance = plan.distance("reduces_in_flight")
+    limit = REDUCTIONS if distance is None else max(1, ceil(distance))
     under_way = 0
     for node in gm.graph.nodes:
         under_way += (node in first_starts) - (node in first_waits)

@@ -220,7 +220,7 @@ def trace(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path
         if backward:
             sum(leaf.float().sum() for leaf in leaves).backward()
     found = {}
-    for path in sorted(folder.rglob("*.txt")):
+    for path in sorted(folder.rglob("*_*.txt")):
         kind = path.parent.name.split("_", 1)[1]
         found[f"{kind}/{path.stem}"] = path.read_text()
     return found

@@ -174,7 +174,9 @@ rank0/002_backward/07_verify.txt
 rank0/002_backward/memory.txt""",
             )
             backward = Path(name) / "rank0" / "002_backward"
-            self.assertRegex((backward / "memory.txt").read_text(), r"as it is, backward: peak 0.00 MB above rest at %cat_default")
+            self.assertRegex(
+                (backward / "memory.txt").read_text(), r"as it is, backward: peak 0.00 MB above rest at %cat_default"
+            )
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
                 """\

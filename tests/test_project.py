@@ -15,12 +15,12 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 ORDER = """
     version plan torch_private spec layout errors
     gloo schema mesh collectives meta ops
-    graph regions
+    graph regions costs planner
     memory
     dump
     passes
-    pin_order inductor backend
-    deferred flat unit tree runtime stock_state fallback first_call state fsdp_module module api
+    budget pin_order inductor backend
+    calibrate deferred flat unit tree runtime stock_state fallback first_call state fsdp_module module api
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.
 AGAINST = {("errors", "dump")}

@@ -57,8 +57,8 @@ def with_users_hook() -> None:
     before, after = Recorder(), Recorder()
     original = inductor.run_half
 
-    def run_half(gm: Any) -> Any:
-        result = original(gm)
+    def run_half(gm: Any, **options: Any) -> Any:
+        result = original(gm, **options)
         after(result.graph)
         return result
 

@@ -1,0 +1,81 @@
+"""Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's memory budget.
+
+Every all-gather that backward need not repeat takes its time off the wire, and its bytes into memory. The parameters that forward
+uses last are needed first in backward: they stay for the shortest, so they are kept first. As many are kept as the memory model
+(`memory.py`) finds room for, in a trial that splits and schedules a copy of the joint graph. The record is frozen before any
+rewriting, and a function of graph and plan alone.
+
+Private torch used here (tried on 2.13): the min-cut partitioner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule
+
+from . import meta
+from .errors import warn_once
+from .graph import backward_nodes, find, output
+from .memory import profile_step
+from .schema import UNSHARD
+from .spec import ParamSpec
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+Kept = tuple[tuple[str, str], ...]
+
+
+def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+    """The plan for this joint graph, with `kept` chosen; the plan as it is without a budget or without a backward."""
+    if plan.memory_budget is None or not backward_nodes(gm.graph):
+        return plan
+    candidates = _candidates(gm.graph)
+
+    def peak(count: int) -> int:
+        return _peak(gm, replace(plan, kept=candidates[:count]), is_fused=is_fused)
+
+    least = peak(0)
+    budget = float(plan.memory_budget)
+    if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
+        budget = least + budget * max(0, peak(len(candidates)) - least)
+    if least > budget:
+        warn_once(
+            f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs {least / 1e6:.1f} MB above what is at "
+            "rest even with every parameter dropped after forward, so that is what it gets. Shard into smaller units, or "
+            "checkpoint activations"
+        )
+        return plan
+    fits, too_many = 0, len(candidates) + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if peak(middle) <= budget:
+            fits = middle
+        else:
+            too_many = middle
+    return replace(plan, kept=candidates[:fits])
+
+
+def _candidates(graph: Graph) -> Kept:
+    """The parameters that backward would gather again, the last that forward gathers first."""
+    specs = [ParamSpec.of(node.args[1:]) for node in find(graph, UNSHARD)]
+    return tuple((s.unit, s.fqn) for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1)
+
+
+def _peak(gm: GraphModule, plan: Plan, *, is_fused: bool) -> int:
+    """Of a step of this joint graph under this plan, in bytes above what is at rest."""
+    from .passes.base import run_pipeline
+    from .passes.pipeline import HALF, JOINT
+
+    copied = Graph()
+    meta.take_over(copied.output(copied.graph_copy(gm.graph, {})), output(gm.graph))
+    trial = run_pipeline(GraphModule(gm, copied), plan, JOINT)
+    backward_of = backward_nodes(copied)
+    outputs = list(output(copied).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
+    num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
+    forward, backward = min_cut_rematerialization_partition(trial, (), num_fwd_outputs=num_outputs)
+    halves = [run_pipeline(half, plan, HALF) for half in (forward, backward)]
+    return profile_step(halves[0].graph, halves[1].graph, is_fused).peak

@@ -1,0 +1,121 @@
+"""Measure what computing and communicating cost here, and agree on it: every rank must plan with the same numbers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from . import collectives as comm
+from .costs import Costs, Link
+from .plan import current_plan, set_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .mesh import MeshInfo
+
+REPEATS = 5
+SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to an all-gather
+IN_FLIGHT = 4  # large ones that are started together, as a schedule does
+MATMUL = {"cpu": 512, "cuda": 4096}
+STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
+DIGITS = 2  # that count; runs on one machine should find each other's compiled code
+
+
+def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
+    """Measure and agree; collective over the groups of `infos`. Takes under a second on all but very slow wires.
+
+    None where nothing is communicated: one rank, or a fake process group.
+    """
+    groups = {}
+    for info in infos:
+        for group in (info.shard_group, info.replicate_group if info.replicate_size > 1 else None):
+            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                groups[group.group_name] = group
+    if not groups:
+        return None
+    device = infos[0].device
+    measured = [_flops(device), _bandwidth(device), _overhead(device)]
+    for group in groups.values():
+        measured += _link(group, device)
+    for group in groups.values():  # along one axis, then along the other: then all have the same
+        measured = _medians(measured, group, device)
+    flops, bandwidth, overhead, *links = [float(f"{x:.{DIGITS}g}") for x in measured]
+    pairs = zip(links[::2], links[1::2], strict=True)
+    return Costs(flops, bandwidth, overhead, tuple((name, Link(*pair)) for name, pair in zip(groups, pairs, strict=True)))
+
+
+def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
+    """Complete the current plan with costs, if it needs them and lacks them for one of these groups."""
+    plan = current_plan()
+    if not plan.is_from_costs:
+        return
+    known = {name for name, _ in plan.costs.links} if plan.costs else set()
+    new = [info for info in infos if info.shard_size > 1 and info.shard_group.group_name not in known]
+    if new and (costs := calibrate(new)) is not None:
+        if plan.costs is not None:
+            costs = replace(plan.costs, links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known))
+        set_plan(replace(plan, costs=costs))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, the first one left out."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _flops(device: torch.device) -> float:
+    width = MATMUL.get(device.type, MATMUL["cuda"])
+    a = torch.ones(width, width, device=device)
+    return 2 * width**3 / _seconds(lambda: a @ a, device)
+
+
+def _bandwidth(device: torch.device) -> float:
+    numel = STREAM.get(device.type, STREAM["cuda"])
+    a, out = torch.ones(numel, device=device), torch.empty(numel, device=device)
+    return 2 * numel * a.itemsize / _seconds(lambda: torch.mul(a, 2.0, out=out), device)
+
+
+def _overhead(device: torch.device) -> float:
+    a = torch.ones(16, device=device)
+    count = 100
+
+    def launch() -> None:
+        for _ in range(count):
+            a.mul_(1.0)
+
+    return _seconds(launch, device) / count
+
+
+def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Latency in seconds, and bytes a second when several all-gathers follow each other."""
+    name, size = group.group_name, group.size()
+
+    def gather(nbytes: int, count: int) -> None:
+        shard = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        started = [comm.call(comm.ALL_GATHER, shard, size, name) for _ in range(count)]
+        for out in started:
+            comm.call(comm.WAIT, out)
+
+    latency = _seconds(lambda: gather(SMALL, 1), device)
+    large = _seconds(lambda: gather(LARGE, IN_FLIGHT), device)
+    return [latency, IN_FLIGHT * (size - 1) * LARGE / max(large - latency, 1e-9)]
+
+
+def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    values = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(everyone, values, group=group)
+    medians: list[float] = torch.stack(everyone).median(0).values.tolist()
+    return medians

@@ -1,0 +1,123 @@
+"""What computing and communicating cost: constants of this machine, measured once, and the time of a node under them.
+
+A node costs the larger of what its arithmetic and what its memory traffic take (the roofline of Williams et al., 2009). A
+collective costs `latency + bytes / bandwidth` of its group's link (the model of Hockney, 1994), with the bytes that one rank sends.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from . import collectives as comm
+from . import schema
+from .graph import is_matmul, is_view, value
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, operator.getitem)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One process group's connection: seconds until the first byte, and bytes a second from then on."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, sent: float) -> float:
+        """For a collective in which each rank sends that many bytes."""
+        return self.latency + sent / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Constants of the machine, the same on every rank.
+
+    flops: floating-point operations a second, of a large matmul of fp32; other dtypes are taken relative to it.
+    bandwidth: bytes read or written a second, by kernels that do little else.
+    overhead: seconds for launching a kernel.
+    links: for each process group, by name; groups that are not there cost what the first one does.
+    is_fused: whether a compiler fuses pointwise kernels, so that what passes between them costs nothing.
+    """
+
+    flops: float
+    bandwidth: float
+    overhead: float
+    links: tuple[tuple[str, Link], ...]
+    is_fused: bool = True
+
+    def link(self, group: str) -> Link:
+        """The link of a group."""
+        known = dict(self.links)
+        return known.get(group) or self.links[0][1]
+
+    def fused(self, is_fused: bool) -> Costs:
+        """The same machine, under a compiler that fuses or one that does not."""
+        return replace(self, is_fused=is_fused)
+
+    def compute(self, node: Node) -> float:
+        """Seconds that the training thread spends on a node; 0 for views and for what only orders."""
+        if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
+            return 0.0
+        if node.target in comm.STARTS:
+            return self.overhead
+        if is_matmul(node):
+            seconds = flops(node) / self.flops
+            return self.overhead + max(seconds, self._traffic(node))
+        if self.is_fused and is_fusible(node):
+            return self._traffic(node)
+        return self.overhead + self._traffic(node)
+
+    def _traffic(self, node: Node) -> float:
+        """Seconds for what a node reads and writes; inside a fused kernel only what crosses its border counts."""
+        fuses = self.is_fused and is_fusible(node)
+        read = [n for n in node.all_input_nodes if not (fuses and is_fusible(n))]
+        writes = not fuses or any(not is_fusible(user) for user in node.users)
+        return (sum(map(nbytes, read)) + (nbytes(node) if writes else 0)) / self.bandwidth
+
+    def wire(self, start: Node) -> float:
+        """Seconds that a collective is on the wire."""
+        sent, group = traffic(start)
+        return self.link(group).seconds(sent)
+
+
+def flops(node: Node) -> float:
+    """Floating-point operations of a matmul or an attention, by torch's formulas."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def is_fusible(node: Node) -> bool:
+    """Whether compilers fuse this with its neighbours: pointwise operations and reductions, and views between them."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in comm.STARTS or node.target is comm.WAIT or is_matmul(node):
+        return False
+    return node.target.namespace in ("aten", "prims")
+
+
+def nbytes(node: Node) -> float:
+    """Bytes of a node's tensors; symbolic sizes count as their hints."""
+    found = node.meta.get("val")
+    tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, list | tuple) else []
+    return float(sum(int(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
+
+
+def traffic(start: Node) -> tuple[float, str]:
+    """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the group."""
+    group = next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(comm.CUSTOM))
+    if start.target is comm.ALL_REDUCE:
+        return 2 * nbytes(start), group
+    if start.target in (*comm.GATHERS, schema.CUSTOM_ALL_GATHER):
+        return nbytes(start) - sum(map(nbytes, start.all_input_nodes)), group
+    if start.target is comm.ALL_TO_ALL:
+        size = int(start.args[1])  # type: ignore[arg-type]
+        return nbytes(start) * (size - 1) / size, group
+    return sum(map(nbytes, start.all_input_nodes)) - nbytes(start), group

@@ -1,0 +1,134 @@
+"""Costs are measured in the first forward, agreed by all ranks, and part of the compile cache's key; budgets are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from pool import Pool
+
+import compiled_fsdp
+from compiled_fsdp import budget, calibrate, fully_shard
+from compiled_fsdp.costs import Costs, Link
+from compiled_fsdp.inductor import HalfPass, JointPass
+from compiled_fsdp.plan import Plan, current_plan, set_plan
+
+
+def test_measured_once_and_agreed(two: Pool) -> None:
+    plans = two.run(measured_once)
+    assert plans[0] == plans[1]
+
+
+def measured_once() -> str:
+    before = current_plan()
+    try:
+        set_plan(Plan())
+        keys = JointPass().uuid(), HalfPass().uuid()
+        model = fully_shard(torch.nn.Linear(6, 5))
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+        call(torch.ones(2, 6)).sum().backward()
+        plan = current_plan()
+        assert plan.costs is not None
+        assert all(x > 0 for x in (plan.costs.flops, plan.costs.bandwidth, plan.costs.overhead))
+        ((name, link),) = plan.costs.links
+        assert name == dist.group.WORLD.group_name
+        assert link.latency > 0
+        assert link.bandwidth > 0
+        assert keys[0] != JointPass().uuid()
+        assert keys[1] != HalfPass().uuid()
+        another = fully_shard(torch.nn.Linear(6, 5))
+        torch.compile(another, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 6))
+        assert current_plan() is plan
+        return repr(plan)
+    finally:
+        set_plan(before)
+
+
+def test_distances_that_are_set_need_no_costs(two: Pool) -> None:
+    two.run(no_costs)
+
+
+def no_costs() -> None:
+    model = fully_shard(torch.nn.Linear(6, 5))
+    model(torch.ones(2, 6))
+    assert current_plan().costs is None
+
+
+def test_both_axes_of_hsdp_agree(four: Pool) -> None:
+    assert len(set(four.run(both_axes))) == 1
+
+
+def both_axes() -> tuple[float, ...]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(torch.nn.Linear(6, 5), mesh=mesh)
+    info = model._get_fsdp_state().unit.mesh_info
+    costs = calibrate.calibrate([info])
+    assert costs is not None
+    assert [name for name, _ in costs.links] == [
+        mesh["shard"].get_group().group_name,
+        mesh["replicate"].get_group().group_name,
+    ]
+    return (
+        costs.flops,
+        costs.bandwidth,
+        costs.overhead,
+        *(x for _, link in costs.links for x in (link.latency, link.bandwidth)),
+    )
+
+
+MACHINE = Costs(3e10, 8e9, 2e-6, (("0", Link(1e-3, 1e8)),))
+
+
+def test_a_budget_keeps_what_fits(two: Pool) -> None:
+    two.run(keeps_what_fits)
+
+
+def keeps_what_fits() -> None:
+    """More memory, fewer gathers; the same losses and gradients; the peak within the budget, by the exact measure."""
+    from measure import peak_tensor_bytes
+
+    width, layers = 192, 6
+    seen = {}
+    for share in (None, 0.0, 0.5, 1.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(model, reshard_after_forward=True)
+        predicted: list[tuple[int, int]] = []
+
+        original = budget._peak
+
+        def spy(gm, plan, *, is_fused, predicted=predicted, original=original):  # type: ignore[no-untyped-def]
+            predicted.append((len(plan.kept), peak := original(gm, plan, is_fused=is_fused)))
+            return peak
+
+        budget._peak = spy
+        try:
+            with compiled_fsdp.planned(memory_budget=share, costs=replace(MACHINE)):
+                call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+                x = torch.randn(64, width, requires_grad=True)
+                loss = call(x).square().mean()
+                loss.backward()
+        finally:
+            budget._peak = original
+        grads = [p.grad.to_local().clone() for p in model.parameters()]
+
+        def step(call=call, x=x, model=model):  # type: ignore[no-untyped-def]
+            call(x).square().mean().backward()
+            model.zero_grad()
+
+        with torch.profiler.profile() as profiler:
+            step()
+        gathers = sum(e.name == "fsdp::all_gather" for e in profiler.events())
+        seen[share] = loss.item(), grads, gathers, peak_tensor_bytes(step).above_rest, predicted
+    losses, grads, gathers, peaks, trials = ({k: v[i] for k, v in seen.items()} for i in range(5))
+    assert len(set(losses.values())) == 1
+    for other in (0.0, 0.5, 1.0):
+        assert all(torch.equal(a, b) for a, b in zip(grads[None], grads[other], strict=True))
+    assert trials[None] == []
+    assert gathers[None] >= gathers[0.0] > gathers[0.5] > gathers[1.0] == layers
+    assert peaks[0.5] < peaks[1.0]
+    least, most = dict(trials[0.5])[0], dict(trials[0.5])[2 * layers]
+    assert peaks[0.5] <= 1.05 * (least + most) / 2

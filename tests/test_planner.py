@@ -1,0 +1,191 @@
+"""The planner: starts as late as still hides, waits when done, budgets that fit; all from costs, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
+from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
+from compiled_fsdp.passes.delay_wait import delay_wait
+from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
+from passes_harness import PLAN, Hand, numel, unit
+from torch.fx import GraphModule
+
+from compiled_fsdp.collectives import STARTS, WAIT
+from compiled_fsdp.costs import Costs, Link, flops, traffic
+from compiled_fsdp.graph import find, is_matmul, starts
+from compiled_fsdp.plan import Plan
+from compiled_fsdp.planner import AHEAD, REDUCTIONS, gather_anchors, program, simulate, wait_anchors
+
+MM = torch.ops.aten.mm.default
+WIDTH = 64
+MATMUL = 2 * WIDTH**3  # operations of each matmul below
+BYTES = WIDTH * WIDTH * 4 / 2  # that each of two ranks sends for a weight
+
+
+def costs(matmul: float, transfer: float) -> Costs:
+    """A machine on which a matmul and a weight's all-gather take these times, and nothing else takes any."""
+    return Costs(MATMUL / matmul, 1e30, 0.0, (("shard", Link(0.0, BYTES / transfer)),))
+
+
+def chain(layers: int, matmuls: int = 4) -> GraphModule:
+    """A forward of units of one weight, each used in several matmuls, lowered."""
+    hand = Hand()
+    x = hand.input("x", WIDTH, WIDTH)
+    flats = []
+    for n in range(layers):
+        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)})
+        flats.append((hand.input(f"flat{n}", numel([spec])), spec))
+    for flat, spec in flats:
+        w = hand.unshard(flat, spec)
+        for _ in range(matmuls):
+            x = hand(MM, x, w)
+    return bucket_all_gather(lower(hand.returns(x), PLAN), PLAN)
+
+
+def backward(layers: int, matmuls: int = 4, is_kept: bool = False) -> GraphModule:
+    """A backward of such units, the last first, each with one reduction; `is_kept`: nothing is gathered again."""
+    hand = Hand()
+    x = hand.input("tangents_1", WIDTH, WIDTH)
+    flats = []
+    for n in reversed(range(layers)):
+        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)})
+        flats.append((hand.input(f"flat{n}", numel([spec])), spec))
+    grads = []
+    kept = hand.input("kept", WIDTH, WIDTH)
+    for flat, spec in flats:
+        w = kept if is_kept else hand.unshard(flat, spec)
+        for _ in range(matmuls):
+            x = hand(MM, x, w)
+        grads.append(hand.reduce_grad(hand(MM, x, x), flat, spec))
+    return bucket_reduce_scatter(bucket_all_gather(lower(hand.returns(*grads), PLAN), PLAN), PLAN)
+
+
+def marks(gm: GraphModule) -> str:
+    """The order of a graph: G starts a gather, R a reduction, lower case awaits it, m is a matmul."""
+    letters = []
+    for node in gm.graph.nodes:
+        if node.target in STARTS:
+            letters.append("G" if "gather" in node.name else "R")
+        elif node.target is WAIT:
+            letters.append("g" if "gather" in node.all_input_nodes[0].name else "r")
+        elif is_matmul(node):
+            letters.append("m")
+    return "".join(letters)
+
+
+def scheduled(gm: GraphModule, machine: Costs) -> GraphModule:
+    plan = Plan(costs=machine)
+    return delay_wait(prefetch_all_gather(gm, plan), plan)
+
+
+class TestCosts:
+    def test_matmul_and_bytes_on_the_wire(self):
+        gm = chain(1)
+        (start,) = starts(gm.graph)
+        assert flops(find(gm.graph, MM)[0]) == MATMUL
+        assert traffic(start) == (BYTES, "shard")
+        assert costs(1.0, 2.0).wire(start) == pytest.approx(2.0)
+
+    def test_links_have_a_latency_and_a_bandwidth(self):
+        assert Link(0.5, 100.0).seconds(200) == 2.5
+
+    def test_a_fused_chain_counts_what_crosses_its_border(self):
+        """Three pointwise kernels: read once and written once under fusion, three times without."""
+        hand = Hand()
+        x = hand.input("x", 1000)
+        y = x
+        for _ in range(3):
+            y = hand.compute(y)
+        gm = hand.returns(y)
+        machine = Costs(1.0, 4000.0, 0.0, (("shard", Link(0.0, 1.0)),))
+        seconds = [sum(m.compute(n) for n in gm.graph.nodes) for m in (machine, machine.fused(False))]
+        assert seconds == [2.0, 6.0]
+
+
+class TestSimulate:
+    def test_on_demand_everything_is_exposed(self):
+        line = simulate(program(chain(3).graph, costs(matmul=1.0, transfer=2.0)))
+        assert line.total == pytest.approx(3 * (2 + 4))
+        assert sum(line.exposed.values()) == pytest.approx(6)
+
+    def test_the_wire_carries_one_after_the_other(self):
+        gm = chain(3)
+        first, second, third = starts(gm.graph)
+        for node in (second, third):
+            first.append(node)
+        line = simulate(program(gm.graph, costs(matmul=1.0, transfer=10.0)))
+        assert [line.carried[n] for n in (first, third, second)] == [(0, 10), (10, 20), (20, 30)]
+
+
+class TestSchedule:
+    def test_started_as_late_as_still_hides_it(self):
+        """A gather takes two matmuls of four: it starts before the second last, with the margin before the last three."""
+        gm = scheduled(chain(3), costs(matmul=1.0, transfer=2.0))
+        assert marks(gm) == "GgmGmmmgmGmmmgmmmm"
+        line = simulate(program(gm.graph, costs(matmul=1.0, transfer=2.0)))
+        assert line.total == pytest.approx(2 + 12)
+
+    def test_a_slow_wire_is_never_idle(self):
+        """Wire-bound: each gather waits in line behind the one before it, and no more than one."""
+        machine = costs(matmul=1.0, transfer=6.0)
+        gm = scheduled(chain(4), machine)
+        line = simulate(program(gm.graph, machine))
+        assert line.total == pytest.approx(4 * 6 + 4)
+        assert "GGG" not in marks(gm)
+
+    def test_small_units_share_the_look_ahead(self):
+        """A long unit after short ones: its gather must start several units early, but not further than the bound."""
+        machine = costs(matmul=1.0, transfer=3.0)
+        gm = scheduled(chain(6, matmuls=1), machine)
+        ahead = used = worst = 0
+        for mark in marks(gm):
+            ahead += mark == "G"
+            used += mark == "g"
+            worst = max(worst, ahead - used)
+        assert worst <= AHEAD + 1
+
+    def test_a_free_wire_changes_nothing(self):
+        gm = chain(3)
+        before = marks(gm)
+        assert marks(scheduled(gm, costs(matmul=1.0, transfer=1e-9))) == before
+
+    def test_reductions_are_awaited_when_done(self):
+        """A reduction takes two matmuls: it is awaited in the middle of the next unit, the last one at the end."""
+        gm = scheduled(backward(3), costs(matmul=1.0, transfer=2.0))
+        assert marks(gm).count("r") == 3
+        assert "Rr" not in marks(gm)[:-2]
+        first = marks(gm).index("R")
+        assert marks(gm)[first:].index("r") > 2
+
+    def test_few_reductions_are_under_way(self):
+        gm = scheduled(backward(8, matmuls=1, is_kept=True), costs(matmul=1.0, transfer=20.0))
+        under_way = worst = 0
+        for mark in marks(gm):
+            under_way += (mark == "R") - (mark == "r")
+            worst = max(worst, under_way)
+        assert worst == REDUCTIONS
+
+    def test_the_same_every_time(self):
+        machine = costs(matmul=1.0, transfer=2.5)
+        decided = []
+        for _ in range(2):
+            gm = backward(5)
+            names = {k.name: v.name for k, v in gather_anchors(gm.graph, machine).items()}
+            waits = {k.name: v and v.name for k, v in wait_anchors(gm.graph, machine).items()}
+            decided.append((names, waits))
+        assert decided[0] == decided[1]
+
+    def test_distances_come_before_costs(self):
+        """A distance that the user set is kept, whatever the costs say."""
+        machine = costs(matmul=1.0, transfer=2.0)
+        gm = prefetch_all_gather(chain(3), Plan(prefetch=0, costs=machine))
+        assert marks(gm) == marks(chain(3))
+
+
+class TestPlan:
+    @pytest.mark.parametrize("budget", [-1, -0.1, 1.5, True, "1 GB"])
+    def test_budget(self, budget):
+        with pytest.raises(ValueError, match="memory_budget="):
+            Plan(memory_budget=budget)
