@@ -8,7 +8,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 TYPED := build/typed
 
-.PHONY: train test test-clients soak lint types unit wire clean
+.PHONY: train test test-clients soak lint types unit bench clean
 
 train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for example ARGS="--compare"
 	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
@@ -37,8 +37,8 @@ test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning
 soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model
 	PYTHONPATH=.:tests:benchmarks $(VENV)/bin/torchrun --nproc-per-node 2 tests/soak.py $(ARGS)
 
-wire: $(VENV)/installed  ## two hosts in network namespaces, 1 Gbit/s between them; needs root
-	$(PY) benchmarks/wire.py $(ARGS)
+bench: $(VENV)/installed  ## all benchmarks; parts by ARGS="wire --rates 1", in small by ARGS=--quick; wire needs root
+	$(PY) benchmarks/bench.py $(ARGS)
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

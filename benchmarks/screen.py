@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
@@ -37,6 +38,18 @@ class Screen:
         self.line(f"{name} ...")
         yield
         self.line(f"{name} took {time.monotonic() - start:.1f} s")
+
+    @contextmanager
+    def pieces(self, total: int) -> Iterator[Callable[[str], None]]:
+        """Show how many of `total` pieces of work are done; call what it yields after each, with what was done."""
+        if not self.console.is_terminal or self.console.quiet:
+            numbers = itertools.count(1)
+            yield lambda what: self.line(f"  {next(numbers)}/{total}  {what}")
+            return
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("", total=total, status="starting")
+            yield lambda what: bar.update(task, advance=1, status=what)
 
     @contextmanager
     def progress(self, name: str) -> Iterator[Bar]:

@@ -1,0 +1,152 @@
+"""How long our passes take on a model far too large to run: Llama of 405 B parameters on 1,024 ranks, in one process.
+
+Parameters and inputs are fake tensors, the process group is torch's fake one, and rank 0 traces as it would for real:
+Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each half. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from compiled_fsdp.passes.base import Pass, run_pipeline
+from compiled_fsdp.passes.pipeline import HALF, JOINT
+from llama import Llama, llama_405b
+from results import Panel, Report, Table, machine
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.plan import current_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from screen import Screen
+    from settings import Settings
+    from torch.fx import GraphModule
+
+WORLD, LENGTH = 1024, 8192
+GOAL_S = 60
+TRACING, PARTITION = "Dynamo and AOTAutograd", "torch's partitioner"
+
+
+def run(settings: Settings, screen: Screen) -> Report:
+    """One process for each number of layers."""
+    found = []
+    for number in settings.layers:
+        screen.line(f"plan, {number} layers")
+        command = [sys.executable, str(Path(__file__).resolve()), str(number)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return report(settings.layers, found)
+
+
+def report(layers: Sequence[int], found: list[dict[str, Any]]) -> Report:
+    """A row per pass, a column per depth; the picture shows the passes alone."""
+    passes = [name for name in found[0]["seconds"] if name not in (TRACING, PARTITION)]
+    totals = [sum(seen["seconds"][name] for name in passes) for seen in found]
+    per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=True)]
+    rows = [["nodes in both halves", *(f"{seen['nodes']:,}" for seen in found)]]
+    rows += [[name, *(f"{seen['seconds'][name]:.2f}" for seen in found)] for name in found[0]["seconds"]]
+    rows.append(["all our passes", *(f"{total:.2f}" for total in totals)])
+    rows.append(["the same per layer, ms", *(f"{each:.0f}" for each in per_layer)])
+    facts = [
+        machine(),
+        "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary 128256), "
+        f"{WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one sequence of {LENGTH} per rank; "
+        "seconds of processor time, forward and backward.",
+    ]
+    table = Table("Seconds", facts, ["", *(f"{number} layers" for number in layers)], rows)
+    bars = {
+        f"{number} layers": {name: seen["seconds"][name] for name in passes}
+        for number, seen in zip(layers, found, strict=True)
+    }
+    notes = [
+        f"All our passes at {layers[-1]} layers: {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
+        f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}.",
+    ]
+    panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
+    return Report("plan", "Time to plan", [table], panels, notes)
+
+
+class Clock:
+    """Processor seconds by name, from one `lap` to the next."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.process_time()
+
+    def lap(self, name: str) -> None:
+        now = time.process_time()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+
+    def after_pass(self, _gm: GraphModule, entry: Pass) -> None:
+        self.lap(entry.name)
+
+
+def plan(num_layers: int) -> dict[str, Any]:
+    """Trace and plan the model at this depth, and say what took how long."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    halves: list[GraphModule] = []
+    with FakeTensorMode():
+        model = Llama(llama_405b(num_layers, LENGTH))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        clock = Clock()
+        backend = aot_autograd(
+            fw_compiler=_do_not_run,
+            bw_compiler=_do_not_run,
+            partition_fn=_partitioner(clock, halves),
+        )
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(tokens, tokens)
+    dist.destroy_process_group()
+    nodes = sum(len(half.graph.nodes) for half in halves)
+    return {"seconds": clock.seconds, "nodes": nodes}
+
+
+def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
+    """Our passes around torch's partitioner, each timed; the halves with collectives are kept for counting."""
+
+    def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, ...]:
+        clock.lap(TRACING)
+        joint = run_pipeline(joint, current_plan(), JOINT, clock.after_pass)
+        split = min_cut_rematerialization_partition(joint, inputs, **options)
+        clock.lap(PARTITION)
+        for half in split:
+            halves.append(run_pipeline(half, current_plan(), HALF, clock.after_pass))
+        return split
+
+    return partition
+
+
+def _do_not_run(gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
+    """A compiler of graphs whose outputs are what they were traced with."""
+    (returned,) = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args
+    outputs = [n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in returned]
+
+    def runner(arguments: list[Any]) -> list[Any]:
+        arguments.clear()
+        return outputs
+
+    runner._boxed_call = True  # type: ignore[attr-defined]
+    return runner
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(plan(int(sys.argv[1]))) + "\n")

@@ -1,0 +1,215 @@
+"""Run all sides of a comparison in one group of processes, taking turns, and say what each step cost.
+
+The launcher (`run_local`, or two hosts of `hosts.py`) starts this file on every rank with a `Comparison` as JSON.
+The sides take turns in rounds, so that drift of the machine meets all of them. A barrier precedes every timed
+step, and a step takes as long as on the slowest rank. All that train must lose alike; if not, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPTConfig
+from hosts import gloo_rate, sent_bytes
+from measure import communication, peak_tensor_bytes
+from screen import Screen
+from variants import VARIANTS, Job, Step
+
+NUM_WARMUP = 2
+# The losses of the first steps are compared: later ones drift apart, as AdamW divides rounding by rounding.
+NUM_COMPARED, TOLERANCE = 6, 5e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The job, its sides, and how often: `steps` timed ones per side in each of `rounds`.
+
+    memory: also measure exact and resident peaks; to be asked of one side at a time.
+    """
+
+    job: Job
+    variants: tuple[str, ...]
+    rounds: int
+    steps: int
+    memory: bool = False
+
+    def to_json(self) -> str:
+        """For the command line of a rank."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Comparison:
+        """The inverse."""
+        fields = json.loads(text)
+        job = fields.pop("job")
+        config = GPTConfig(**job.pop("config"))
+        return Comparison(Job(config, **job), tuple(fields.pop("variants")), **fields)
+
+
+@dataclass(slots=True)
+class Side:
+    """One variant under way: its step, and what its steps cost on this rank."""
+
+    name: str
+    step: Step
+    num_steps: int = 0
+    times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def run(self, num_steps: int, *, is_timed: bool) -> None:
+        """Take some steps."""
+        for _ in range(num_steps):
+            dist.barrier()
+            sent, start = sent_bytes(), time.perf_counter()
+            loss = self.step(self.num_steps)
+            seconds = time.perf_counter() - start
+            self.num_steps += 1
+            if loss is not None:
+                self.losses.append(loss.item())
+            if is_timed:
+                self.times.append(seconds)
+                self.sent.append(sent_bytes() - sent)
+
+
+# --- on each rank ---------------------------------------------------------------------------------
+
+
+def work(comparison: Comparison, output: Path) -> None:
+    """Build, warm up and time all sides on this rank; rank 0 writes what was seen."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    _step_onto_own_core()
+    screen = Screen(dist.get_rank())
+    result: dict[str, Any] = {"gloo": {num: gloo_rate(num) for num in (1, 2)}}
+    sides = []
+    num_pieces = len(comparison.variants) * (comparison.rounds + 2)
+    with screen.pieces(num_pieces) as done:
+        for name in comparison.variants:
+            start = time.perf_counter()
+            sides.append(Side(name, VARIANTS[name].build(comparison.job)))
+            sides[-1].run(NUM_WARMUP, is_timed=False)
+            done(f"{name} is ready after {time.perf_counter() - start:.0f} s")
+        for number in range(comparison.rounds):
+            for side in sides:
+                side.run(comparison.steps, is_timed=True)
+                seconds = statistics.median(side.times[-comparison.steps :])
+                done(f"round {number + 1} of {comparison.rounds}, {side.name}: {seconds:.3f} s/step")
+        differences = compare_losses({side.name: side.losses for side in sides})
+        result["variants"] = {}
+        for side in sides:
+            result["variants"][side.name] = summarize(side, comparison.memory)
+            result["variants"][side.name]["loss_difference"] = differences.get(side.name)
+            done(f"{side.name} is profiled")
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summarize(side: Side, with_memory: bool) -> dict[str, Any]:
+    """Return the results of one side, the same on every rank: the slowest or largest one's."""
+    times = torch.tensor(side.times, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    found = {"sent_bytes": statistics.median(side.sent)}
+    if with_memory:
+        found |= memory_of(side.step)
+    elif VARIANTS[side.name].trains:
+        report = communication(lambda: side.step(0), repeats=1)
+        found |= asdict(report)
+    numbers = torch.tensor(list(found.values()), dtype=torch.float64)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return {"times": times.tolist(), **dict(zip(found, numbers.tolist(), strict=True))}
+
+
+def memory_of(step: Step) -> dict[str, float]:
+    """Exact tensor bytes and resident bytes, at rest and at the peak of a step."""
+    peak = peak_tensor_bytes(lambda: step(0))
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the peak starts anew
+    at_rest = _status_bytes("VmRSS")
+    step(0)
+    return {
+        "tensor_peak": peak.peak,
+        "tensor_at_rest": peak.at_rest,
+        "resident_peak": _status_bytes("VmHWM"),
+        "resident_at_rest": at_rest,
+    }
+
+
+def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
+    """Return by how much the losses of each side differ from the first one's that trains, on any rank.
+
+    Raises:
+        RuntimeError: by more than TOLERANCE within the first NUM_COMPARED steps.
+    """
+    training = {name: found[:NUM_COMPARED] for name, found in losses.items() if VARIANTS[name].trains}
+    if not training:
+        return {}
+    first = "stock_eager" if "stock_eager" in training else next(iter(training))
+    gaps = {name: largest_gap(found, training[first]) for name, found in training.items()}
+    worst = torch.tensor(list(gaps.values()), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    gaps = dict(zip(gaps, worst.tolist(), strict=True))
+    wrong = {name: gap for name, gap in gaps.items() if not gap <= TOLERANCE}
+    if wrong:
+        raise RuntimeError(
+            f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more than {TOLERANCE}. "
+            "These sides do not do the same job, so their times must not be compared"
+        )
+    return gaps
+
+
+def largest_gap(ours: list[float], theirs: list[float]) -> float:
+    """Between losses of the same step; infinite if one is no number."""
+    gaps = (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs()
+    return gaps.nan_to_num(nan=math.inf).max().item()
+
+
+def _step_onto_own_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+
+
+def _status_bytes(key: str) -> int:
+    """A line of /proc/self/status, which is in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{key}:"))
+    return 1024 * int(line.split()[1])
+
+
+# --- the launcher ---------------------------------------------------------------------------------
+
+
+def command_for(comparison: Comparison, output: Path) -> list[str]:
+    """What runs a comparison on one rank."""
+    return [sys.executable, str(Path(__file__).resolve()), comparison.to_json(), str(output)]
+
+
+def run_local(comparison: Comparison, world: int = 2) -> dict[str, Any]:
+    """Run a comparison on ranks of this machine and return what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        python, *script = command_for(comparison, output)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        subprocess.run([python, *torchrun, *script], env=environment, check=True)
+        seen: dict[str, Any] = json.loads(output.read_text())
+        return seen
+
+
+if __name__ == "__main__":
+    work(Comparison.from_json(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,103 @@
+"""What `wire` and `latency` make of a comparison: the table of step times, and where each step goes.
+
+A step is split into computing alone, computing while communication is under way (hidden), and exposed communication:
+
+    exposed  the step less its floor, the local variant with the same kernels; what the wire really costs
+    hidden   the profiled time of communication during which the training thread was not inside it
+    compute  the rest
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from results import Panel, Table, ratio, spread
+from side_by_side import NUM_COMPARED, TOLERANCE, Comparison
+from variants import VARIANTS, legend
+
+COLUMNS = (
+    "variant",
+    "s/step",
+    "quartiles",
+    "of stock eager",
+    "of ours",
+    "exposed s",
+    "hidden s",
+    "waits s",
+    "collectives",
+    "sent MB",
+    "loss gap",
+)
+_NOTES = (
+    "**s/step**: median over the timed steps of the slowest rank, in turns with all other variants; two ranks, one core and one "
+    "thread each. **of**: that over the step of another variant. **exposed**: step less its own floor (the local variant with "
+    "the same kernels). **hidden**: time during which communication was under way and the training thread was not inside it, "
+    "profiled. **waits**: time that the training thread spent inside communication, profiled. **sent**: per rank, headers "
+    "included.",
+    f"**loss gap**: largest difference from stock eager's loss over the first {NUM_COMPARED} steps of either rank; above "
+    f"{TOLERANCE} the run fails. Same model, initial weights, batches, fp32 and fused AdamW on all sides.",
+)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What rows and columns mean."""
+    return [legend(comparison.variants), *_NOTES]
+
+
+def medians(result: dict[str, Any]) -> dict[str, float]:
+    """Seconds per step of each variant."""
+    return {name: statistics.median(seen["times"]) for name, seen in result["variants"].items()}
+
+
+def parts(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Compute, hidden and exposed seconds of every variant that trains; their sum is the step."""
+    steps, found = medians(result), {}
+    for name, seen in result["variants"].items():
+        floor = steps.get(VARIANTS[name].floor)
+        if floor is not None:
+            exposed = max(0.0, steps[name] - floor)
+            hidden = min(seen["total_s"] - seen["exposed_s"], steps[name] - exposed)
+            compute = steps[name] - hidden - exposed
+            found[name] = {"compute": compute, "hidden": hidden, "exposed": exposed}
+    return found
+
+
+def table(title: str, facts: list[str], result: dict[str, Any]) -> Table:
+    """A row per variant."""
+    steps, split, rows = medians(result), parts(result), []
+    for name, seen in result["variants"].items():
+        times, sent = seen["times"], seen["sent_bytes"]
+        communicates = name in split
+        cells = [f"{split[name]['exposed']:.3f}", f"{split[name]['hidden']:.3f}"] if communicates else ["", ""]
+        cells += [f"{seen['exposed_s']:.3f}", f"{seen['num_collectives']:.0f}"] if communicates else ["", ""]
+        gap = seen["loss_difference"]
+        rows.append(
+            [
+                name,
+                *spread(times),
+                ratio(steps[name], steps.get("stock_eager")),
+                ratio(steps[name], steps.get("ours")),
+                *cells,
+                f"{sent / 1e6:.1f}" if sent else "",
+                "" if gap is None else f"{gap:.1e}",
+            ]
+        )
+    return Table(title, facts, COLUMNS, rows)
+
+
+def panel(title: str, result: dict[str, Any]) -> Panel:
+    """The same as bars; the lines are the two floors of ours."""
+    steps = medians(result)
+    floors = {"compute floor": "local_compile", "wire floor": "raw_collectives"}
+    lines = {label: steps[name] for label, name in floors.items() if name in steps}
+    return Panel(title, "seconds per step", parts(result), lines)
+
+
+def describe(comparison: Comparison) -> str:
+    """The job in a sentence."""
+    config, job = comparison.job.config, comparison.job
+    return (
+        f"GPT of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x {job.length} per rank; "
+        f"{comparison.rounds} rounds of {comparison.steps} timed steps a variant."
+    )

@@ -1,0 +1,258 @@
+"""The ways to train that benchmarks compare: what is built, and what one step of it does.
+
+Every builder takes a `Job` and makes the same model from the same seed, the same batches and a fused
+AdamW, so that all that train lose alike. The local ones communicate nothing: each is the floor of those
+that compute with the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Block, GPTConfig
+from simple_fsdp import simple_fsdp
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+NUM_BATCHES = 4
+NUM_RAW_IN_FLIGHT = 3
+
+Step = Callable[[int], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all sides of a comparison train on: `batch` sequences of `length` bytes per rank and step."""
+
+    config: GPTConfig
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train.
+
+    floor: the variant that computes with the same kernels and communicates nothing; "" for the floors.
+    """
+
+    build: Callable[[Job], Step]
+    floor: str = ""
+    summary: str = ""
+
+    @property
+    def trains(self) -> bool:
+        """Whether its losses are those of the job: floors see this rank's gradients only."""
+        return bool(self.floor)
+
+
+def build_ours(job: Job) -> Step:
+    from compiled_fsdp import fully_shard
+
+    model = make_model(job)
+    shard(model, fully_shard)
+    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+
+
+def build_ours_eager(job: Job) -> Step:
+    from compiled_fsdp import fully_shard
+
+    model = make_model(job)
+    shard(model, fully_shard)
+    return trainer(model, model, job)
+
+
+def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> Step:
+    """FSDP2; `prefetch` tells every unit to gather the next one, forward and backward."""
+    model = make_model(job)
+    if compiled:
+        compile_blocks(model)
+    shard(model, stock_fully_shard)
+    if prefetch:
+        for unit, following in pairwise([model.embedding, *model.layers, model.norm]):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
+    return trainer(model, model, job)
+
+
+def build_fsdp1(job: Job) -> Step:
+    """FSDP1, a flat parameter per block; backward prefetch is its default, forward prefetch asked for."""
+    model = FullyShardedDataParallel(
+        make_model(job),
+        auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
+        use_orig_params=True,
+        forward_prefetch=True,
+        device_id=torch.device("cpu"),
+    )
+    return trainer(model, model, job)
+
+
+def build_ddp_compile(job: Job) -> Step:
+    ddp = DistributedDataParallel(make_model(job), gradient_as_bucket_view=True, forward_sync_buffers=False)
+    return trainer(ddp, torch.compile(ddp, dynamic=False), job)
+
+
+def build_simple_fsdp(job: Job) -> Step:
+    model = make_model(job)
+    simple_fsdp(model, dist.group.WORLD)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    return trainer(model, compiled, job, divide=dist.get_world_size())
+
+
+def build_local(job: Job, *, compiled: str = "", whole_optimizer: bool = False) -> Step:
+    """Forward and backward of the unsharded model; AdamW on as much as one rank owns, or on all."""
+    model = make_model(job)
+    run: Callable[..., Tensor] = model
+    if compiled == "blocks":
+        compile_blocks(model)
+    elif compiled == "whole":
+        run = torch.compile(model, fullgraph=True, dynamic=False)
+    if whole_optimizer:
+        return trainer(model, run, job)
+    batches = make_batches(job)
+    parts = [nn.Parameter(part_of(parameter.detach())) for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(parts, fused=True)
+
+    def step(index: int) -> None:
+        run(*batches[index % NUM_BATCHES]).backward()
+        for part, parameter in zip(parts, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            part.grad = part_of(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    return step
+
+
+def build_raw_collectives(job: Job) -> Step:
+    """Every unit gathered twice and reduced by all-to-all, a few in flight, without computation."""
+    world = dist.get_world_size()
+    units = [sum(p.numel() for p in m.parameters()) // world for m in units_of(make_model(job))]
+    shards = [torch.zeros(numel) for numel in units]
+    full = [torch.zeros(numel * world) for numel in units]
+    received = [torch.zeros(numel * world) for numel in units]
+
+    def gather(unit: int) -> dist.Work:
+        work: dist.Work = dist.all_gather_single(full[unit], shards[unit], async_op=True)
+        return work
+
+    def exchange(unit: int) -> dist.Work:
+        work: dist.Work = dist.all_to_all_single(received[unit], full[unit], async_op=True)
+        return work
+
+    forward = [(gather, unit) for unit in range(len(units))]
+    backward = [(issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)]
+
+    def step(_index: int) -> None:
+        works: list[dist.Work] = []
+        for issue, unit in [*forward, *backward]:
+            if len(works) == NUM_RAW_IN_FLIGHT:
+                works.pop(0).wait()
+            works.append(issue(unit))
+        for work in works:
+            work.wait()
+
+    return step
+
+
+VARIANTS: dict[str, Variant] = {
+    "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
+    "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
+    "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),
+    "stock_prefetch": Variant(partial(build_stock, prefetch=True), "local_eager", "FSDP2, explicit prefetch both ways"),
+    "stock_block_compile": Variant(partial(build_stock, compiled=True), "local_block_compile", "FSDP2, each block compiled"),
+    "stock_prefetch_block_compile": Variant(
+        partial(build_stock, prefetch=True, compiled=True), "local_block_compile", "FSDP2, both"
+    ),
+    "fsdp1": Variant(build_fsdp1, "local_eager", "FSDP1, forward and backward prefetch"),
+    "ddp_compile": Variant(build_ddp_compile, "local_compile_whole", "DDP, compiled: nothing sharded"),
+    "simple_fsdp": Variant(
+        build_simple_fsdp,
+        "local_compile",
+        "SimpleFSDP-style: one graph, collectives per parameter, Inductor's order",
+    ),
+    "local_compile": Variant(partial(build_local, compiled="whole"), summary="one compiled graph, no collectives (floor)"),
+    "local_block_compile": Variant(
+        partial(build_local, compiled="blocks"), summary="compiled blocks, no collectives (floor)"
+    ),
+    "local_eager": Variant(build_local, summary="eager, no collectives (floor)"),
+    "local_compile_whole": Variant(
+        partial(build_local, compiled="whole", whole_optimizer=True),
+        summary="one compiled graph, the optimizer steps everything (floor of DDP)",
+    ),
+    "raw_collectives": Variant(build_raw_collectives, summary="the collectives of FSDP, no computation (floor)"),
+}
+
+
+def with_floors(names: list[str]) -> list[str]:
+    """The variants named and their floors, in the order of the table."""
+    wanted = {*names, *(VARIANTS[name].floor for name in names)}
+    return [name for name in VARIANTS if name in wanted]
+
+
+def legend(names: Iterable[str]) -> str:
+    """What the names mean, for the notes of a table."""
+    return "; ".join(f"**{name}**: {VARIANTS[name].summary}" for name in names) + "."
+
+
+def make_model(job: Job) -> GPT:
+    """Return the model, with the same weights on every call."""
+    torch.manual_seed(0)
+    return GPT(job.config)
+
+
+def make_batches(job: Job) -> list[tuple[Tensor, Tensor]]:
+    """Return a few batches of random bytes: seen again and again, they make the loss fall."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (job.batch, job.length + 1)
+    bytes_ = [torch.randint(256, shape, generator=generator) for _ in range(NUM_BATCHES)]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in bytes_]
+
+
+def units_of(model: GPT) -> list[nn.Module]:
+    """Return what is gathered together, in the order of use."""
+    return [model.embedding, *model.layers, nn.ModuleList([model.norm, model.head])]
+
+
+def shard(model: GPT, fully_shard: Callable[..., object]) -> None:
+    """Shard embedding, every block, norm with head, and the root."""
+    fully_shard(model.embedding)
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile every block on its own: what the documentation of FSDP2 recommends."""
+    for block in model.layers:
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return as much of a tensor as one rank owns."""
+    return tensor.flatten()[: tensor.numel() // dist.get_world_size()]
+
+
+def trainer(model: nn.Module, run: Callable[..., Tensor], job: Job, divide: int = 1) -> Step:
+    """Return the training step that all share; `divide` where gradients arrive as sums over ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = make_batches(job)
+
+    def step(index: int) -> Tensor:
+        loss = run(*batches[index % NUM_BATCHES])
+        (loss / divide if divide > 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

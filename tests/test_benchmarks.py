@@ -1,0 +1,113 @@
+"""The benchmarks run end to end in small, and what they compute from what was measured is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import bench
+import pytest
+import results
+import side_by_side
+import step_time
+from results import Panel, Report, Table
+from side_by_side import Comparison
+from variants import VARIANTS, Job, with_floors
+
+ROOT = Path(__file__).parent.parent
+
+
+def seen(times: list[float], **changes: float) -> dict[str, object]:
+    """What a run reports of one variant."""
+    comm = {"total_s": 0.0, "exposed_s": 0.0, "num_collectives": 3.0, "sent_bytes": 0.0}
+    return {"times": times, "loss_difference": 0.0, **comm, **changes}
+
+
+class TestBenchmarks(unittest.TestCase):
+    @pytest.mark.timeout(600)
+    def test_in_small(self):
+        """Real ranks, real losses compared, real passes on the 405 B shape; not Inductor, which takes minutes."""
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "latency", "memory", "plan", "--quick"]
+            command += ["--variants", "ours_eager", "stock_eager", "fsdp1", "--layers", "1", "2", "--out", folder]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+            for name in ("latency", "memory", "plan"):
+                self.assertTrue((Path(folder) / f"{name}.png").read_bytes().startswith(b"\x89PNG"))
+            latency = (Path(folder) / "latency.md").read_text()
+            for name in ("ours_eager", "stock_eager", "fsdp1"):
+                (row,) = (line for line in latency.splitlines() if line.startswith(f"| {name} |"))
+                self.assertIn("0.0e+00", row, "eager losses are stock's, bit for bit")
+            plan = (Path(folder) / "plan.md").read_text()
+            self.assertIn("| bucket_all_gather |", plan)
+
+    def test_a_comparison_survives_the_command_line(self):
+        job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
+        comparison = Comparison(job, ("ours", "stock_eager"), rounds=2, steps=3)
+        self.assertEqual(Comparison.from_json(comparison.to_json()), comparison)
+
+    def test_every_variant_that_trains_has_a_floor_that_does_not(self):
+        for variant in VARIANTS.values():
+            self.assertFalse(variant.floor and VARIANTS[variant.floor].trains)
+        self.assertEqual(with_floors(["ours"]), ["ours", "local_compile"])
+
+    def test_losses_that_differ_stop_the_run(self):
+        with mock.patch.object(side_by_side.dist, "all_reduce"):
+            close = {"stock_eager": [5.0, 4.0], "ours": [5.001, 4.0], "local_eager": [1.0, 1.0]}
+            gaps = side_by_side.compare_losses(close)
+            self.assertEqual(set(gaps), {"stock_eager", "ours"})
+            self.assertAlmostEqual(gaps["ours"], 0.001)
+            for wrong in (4.01, float("nan")):
+                with self.assertRaisesRegex(RuntimeError, "comparing losses with stock_eager's.*'ours'"):
+                    side_by_side.compare_losses({"stock_eager": [5.0, 4.0], "ours": [5.0, wrong]})
+
+    def test_a_step_is_compute_hidden_and_exposed(self):
+        result = {
+            "variants": {
+                "ours": seen([1.5, 1.4, 1.6], total_s=0.9, exposed_s=0.2),
+                "stock_eager": seen([3.0], total_s=9.0, exposed_s=1.0),
+                "local_compile": seen([1.0]),
+                "local_eager": seen([1.2]),
+            }
+        }
+        split = step_time.parts(result)
+        self.assertEqual(set(split), {"ours", "stock_eager"})
+        for part, expected in {"compute": 0.3, "hidden": 0.7, "exposed": 0.5}.items():
+            self.assertAlmostEqual(split["ours"][part], expected)
+        # more communication than computation cannot hide behind it
+        for part, expected in {"compute": 0.0, "hidden": 1.2, "exposed": 1.8}.items():
+            self.assertAlmostEqual(split["stock_eager"][part], expected)
+        row = step_time.table("", [], result).rows[1]
+        self.assertEqual(row[:5], ["stock_eager", "3.000", "3.000 to 3.000", "1.00", "2.00"])
+
+    def test_options(self):
+        def settings(*words: str) -> bench.Settings:
+            return bench.settings_of(bench.parse(list(words)))
+
+        self.assertEqual(settings().rates, (0.5, 1.0, 2.0, 4.0, None))
+        self.assertEqual(settings("wire", "--rates", "1", "none", "--rounds", "7").rates, (1.0, None))
+        self.assertEqual(settings("--quick", "--layers", "3").layers, (3,))
+        self.assertEqual(settings("--quick").rounds, 1)
+        self.assertEqual(
+            bench.command_of("wire", ["wire", "plan", "--rates", "1"], ["wire", "plan"]), 'make bench ARGS="wire --rates 1"'
+        )
+        with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+            settings("wires")
+
+    def test_a_report_in_markdown(self):
+        table = Table("Two", ["One fact.", "Another."], ("what", "s"), [["a", "1"]])
+        report = Report(
+            "it", "It", [table], [Panel("p", "s", {"a": {"x": 1.0}, "b": {"y": 2.0}}, {"floor": 1.0})], ["A note."]
+        )
+        with TemporaryDirectory() as folder:
+            paths = results.write(report, Path(folder), "make it")
+            self.assertEqual([path.name for path in paths], ["it.md", "it.png"])
+            self.assertEqual(
+                paths[0].read_text(),
+                "# It\n\n`make it`\n\n![It](it.png)\n\n## Two\n\nOne fact. Another.\n\n"
+                "| what | s |\n|---|--:|\n| a | 1 |\n\nA note.\n",
+            )
