@@ -43,6 +43,8 @@ COLLECTIVES = {
     "c10d::allreduce_": ("reduced", 0),
     "c10d::allreduce_coalesced_": ("reduced", 0),
 }
+# FSDP1 on the CPU gathers into a list of lists, which the profiler does not record: counted by what every rank puts in.
+LIST_GATHER = "c10d::allgather_"
 ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather", "fsdp::all_to_all")
 TRANSPORT_PREFIXES = ("gloo:", "mpi:", "ucc:")
 # The profiler takes a message for under way until somebody waits for it: `_watched_exchanges` sees when it really arrived.
@@ -194,6 +196,9 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
         if event.name in COLLECTIVES:
             kind, argument = COLLECTIVES[event.name]
             num_bytes[kind] += _argument_bytes(event, argument)
+            num_collectives += 1
+        elif event.name == LIST_GATHER:
+            num_bytes["gathered"] += dist.get_world_size() * _argument_bytes(event, 1)
             num_collectives += 1
     return CommReport(
         gathered_bytes=num_bytes["gathered"] // repeats,

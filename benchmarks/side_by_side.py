@@ -91,8 +91,8 @@ class Side:
 def work(comparison: Comparison, output: Path) -> None:
     """Build, warm up and time all sides on this rank; rank 0 writes what was seen."""
     torch.set_num_threads(1)
+    _step_onto_own_core()  # first, so that the threads of gloo come along
     dist.init_process_group("gloo")
-    _step_onto_own_core()
     screen = Screen(dist.get_rank())
     result: dict[str, Any] = {"gloo": {num: gloo_rate(num) for num in (1, 2)}}
     sides = []
@@ -181,7 +181,7 @@ def largest_gap(ours: list[float], theirs: list[float]) -> float:
 
 def _step_onto_own_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
 
 
 def _status_bytes(key: str) -> int:
