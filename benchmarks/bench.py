@@ -12,6 +12,7 @@ Each writes a table and a picture to benchmarks/results, or to out/bench with --
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
             sys.stderr.write(f"{name}: left out: {error}\n")
             code = code or MISSING
             continue
-        except ProcessError as error:
-            sys.stderr.write(f"{name}: {error}\n")
+        except (ProcessError, subprocess.CalledProcessError) as error:
+            sys.stderr.write(f"{name}: stopped: {error}\n")
             code = FAILED
             continue
         show(report, screen.console)
@@ -67,8 +68,12 @@ def main(argv: list[str]) -> int:
 
 
 def command_of(name: str, argv: list[str], names: list[str]) -> str:
-    """The command that measures one benchmark again as it was."""
-    arguments = [word for word in argv if word not in names]
+    """The command that measures one benchmark again as it was; where files went is left out."""
+    words = list(argv)
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    arguments = [word for word in words if word not in names]
     return f'make bench ARGS="{" ".join([name, *arguments])}"'
 
 

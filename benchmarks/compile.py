@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig
+from hosts import ProcessError
 from results import Panel, Report, Table, machine, ratio, spread
 from variants import VARIANTS, Job, legend
 
@@ -61,6 +62,8 @@ NOTES = (
 def run(settings: Settings, screen: Screen) -> Report:
     """Every depth and variant, `rounds` times in turn."""
     names = [name for name in COMPILED if name in settings.sides()]
+    if not names:
+        raise ProcessError(f"none of the variants asked for is one that it compiles: {', '.join(COMPILED)}")
     rounds = settings.rounds or 2
     seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with screen.pieces(rounds * len(settings.depths) * len(names)) as done:

@@ -74,7 +74,8 @@ def markdown(report: Report, command: str) -> str:
     if report.panels:
         lines += [f"![{report.title}]({report.name}.png)", ""]
     for table in report.tables:
-        lines += [f"## {table.title}", "", " ".join(table.facts), ""]
+        lines += [f"## {table.title}", ""]
+        lines += [" ".join(table.facts), ""] if table.facts else []
         lines += [_row(table.columns), "|---" + "|--:" * (len(table.columns) - 1) + "|"]
         lines += [*map(_row, table.rows), ""]
     return "\n".join([*lines, "\n\n".join(report.notes), ""])

@@ -98,6 +98,24 @@ class TestBenchmarks(unittest.TestCase):
         with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
             settings("wires")
 
+    def test_one_that_this_machine_cannot_do_does_not_stop_the_others(self):
+        def missing(settings: object, screen: object) -> Report:
+            raise bench.HostsError("needs root")
+
+        def failing(settings: object, screen: object) -> Report:
+            raise subprocess.CalledProcessError(1, "rank")
+
+        def working(settings: object, screen: object) -> Report:
+            return Report("c", "C", [], [], ["done"])
+
+        for first, expected in ((missing, bench.MISSING), (failing, bench.FAILED)):
+            with TemporaryDirectory() as folder, mock.patch("sys.stderr") as stderr:
+                with mock.patch.dict(bench.BENCHMARKS, {"wire": first, "plan": working}):
+                    code = bench.main(["wire", "plan", "--out", folder])
+                self.assertEqual(code, expected)
+                self.assertIn("wire: ", stderr.write.call_args_list[0].args[0])
+                self.assertEqual((Path(folder) / "c.md").read_text(), '# C\n\n`make bench ARGS="plan"`\n\ndone\n')
+
     def test_a_report_in_markdown(self):
         table = Table("Two", ["One fact.", "Another."], ("what", "s"), [["a", "1"]])
         report = Report(
