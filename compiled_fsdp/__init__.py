@@ -16,6 +16,7 @@ from .fsdp_module import FSDPModule as FSDPModule
 from .fsdp_module import UnshardHandle as UnshardHandle
 from .fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
 from .fsdp_module import share_comm_ctx as share_comm_ctx
+from .overlap import overlap_optimizer as overlap_optimizer
 from .plan import Plan as Plan
 from .plan import current_plan as current_plan
 from .plan import planned as planned
@@ -37,6 +38,7 @@ __all__ = [
     "current_plan",
     "dumped_to",
     "fully_shard",
+    "overlap_optimizer",
     "planned",
     "register_fsdp_forward_method",
     "set_fallback",

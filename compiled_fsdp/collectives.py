@@ -21,7 +21,7 @@ from .spec import MEAN
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .spec import ParamSpec
+    from .spec import ParamSpec, Reduction
 
     Value = Any  # a torch.Tensor, or an fx.Node standing for one
     Run = Callable[..., Value]
@@ -35,7 +35,15 @@ WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
 GATHERS = (ALL_GATHER, schema.ALL_GATHER)
 ALL_TO_ALL = schema.ALL_TO_ALL
-STARTS = (*GATHERS, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, schema.CUSTOM_ALL_GATHER, schema.CUSTOM_REDUCE_SCATTER)
+STARTS = (
+    *GATHERS,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    ALL_REDUCE,
+    schema.CUSTOM_ALL_GATHER,
+    schema.CUSTOM_REDUCE_SCATTER,
+    schema.GATHER_AHEAD,
+)
 # A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
 OWN_MESSAGE = 1 << 18
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
@@ -46,6 +54,11 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     if op is ALL_GATHER and gloo.is_gloo(args[2], args[0].device):
         return schema.ALL_GATHER(args[0], [args[0].numel()], *args[1:])
     return op(*args, **kwargs)
+
+
+def start_gather(piece: Value, group_size: int, group: str) -> Value:
+    """Start to gather a real tensor [n] to [group_size * n]."""
+    return call(ALL_GATHER, piece, group_size, group)
 
 
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
@@ -143,12 +156,26 @@ def _after_shard_axis(run: Run, x: Value, spec: ParamSpec, flat: Value, offsets:
         if how.is_accumulating:
             run(schema.ADD_RETAINED, x, flat, offsets, "partial")
         x = run(WAIT, run(ALL_REDUCE, x, how.op, how.replicate_group))
+    return _divide(run, x, how)
+
+
+def _divide(run: Run, x: Value, how: Reduction) -> Value:
+    """From the sum over all ranks (or their mean, see `Reduction.op`) to the gradient; the user's hook sees it."""
     is_mean = how.hook.startswith(MEAN)
     if how.hook and not is_mean:
         x = run(schema.HOOK, x, how.hook)
     if how.post_divide != 1.0:
         x = run(aten.div.Tensor, x, how.post_divide)
     return run(schema.HOOK, x, how.hook.removeprefix(MEAN)) if is_mean else x
+
+
+def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
+    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide, cast to `dtype`."""
+    how = spec.reduction
+    x = run(WAIT, started)
+    if how.algorithm == "all_to_all" and how.replicate_size == 1:
+        x = run(aten.sum.dim_IntList, x, [0])
+    return convert(run, _divide(run, x, how), spec.reduce_dtype, dtype)
 
 
 def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:

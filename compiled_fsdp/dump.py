@@ -21,7 +21,7 @@ from .collectives import WAIT
 from .graph import is_backward, starts
 from .memory import profile
 from .regions import find_regions
-from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _DTYPES = {
     torch.bool: "b8",
     torch.uint8: "u8",
 }
-_SPEC_FROM: dict[object, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP_SLICE: 1, UNSHARD_SLICE: 1}
+_SPEC_FROM: dict[object, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP_SLICE: 1, UNSHARD_SLICE: 1, REDUCE_LATER: 3}
 
 
 def show(graph: Graph) -> str:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import collectives as comm
+from .deferred import Deferred
+from .in_flight import Arrival
 from .layout import FlatLayout, ShardLayout
 from .mesh import MeshInfo
-from .ops import own
+from .ops import Piece, own
 from .spec import ParamSpec
 from .torch_private import make_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from .deferred import Value as Recorded
     from .unit import Unit
 
 
@@ -80,6 +85,8 @@ class FlatParam:
     """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
 
     marked: offsets of the parameters whose gradients the running backward delivers.
+    arrival: the reduction that the last backward has left in flight.
+    ahead: gathers under way since the optimizer's step, with the version of the buffer that they gather.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
         "partial": over the shard axis only) and offset.
     """
@@ -91,6 +98,8 @@ class FlatParam:
     data: nn.Parameter
     marked: set[int] = field(default_factory=set)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    arrival: Arrival | None = None
+    ahead: dict[Piece, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own(self.data, self)
@@ -143,6 +152,28 @@ class FlatParam:
             if kept is not None:
                 piece.add_(kept)
 
+    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_gradients()
+        if self.unit.settings.is_accumulating:
+            self.unit.on_retained()
+        params = [p for p in self.params if p.layout.offset in offsets]
+        specs = [p.spec for p in params]
+        run = Deferred()
+        reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
+        self.deliver_later(run, comm.place_bucket(run, reduced, specs, self.layout.numel), params)
+
+    def gather(self, shard: Tensor, piece: Piece) -> Tensor:
+        """See `ops.Owner`."""
+        self.unit.on_gather(self, piece)
+        version, gathered = self.ahead.pop(piece, ((), None))
+        if gathered is not None and version == self.version():
+            return gathered
+        if gathered is not None:
+            comm.call(comm.WAIT, gathered)
+        started: Tensor = comm.start_gather(shard, piece.group_size, piece.group)
+        return started
+
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
         """The columns of each parameter in a bucket."""
         sizes = {p.layout.offset: p.layout.numel for p in self.params}
@@ -160,8 +191,29 @@ class FlatParam:
         if grad is not None:
             self.accumulate_grad(grad, [p for p in self.params if p.layout.offset in marked])
 
+    def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
+        """Let the rest of a reduction run once somebody reads the gradients; now, where it must be added or hooks wait for it."""
+        self.settle()
+        params = [p for p in params if p.sharded.requires_grad]
+        if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
+            program.finish()
+            self.accumulate_grad(flat_grad.tensor, params)
+            return
+        self.arrival = Arrival(program, flat_grad)
+        rank = self.mesh_info.shard_rank
+        for param in params:
+            view = partial(param.layout.view, rank=rank)
+            param.sharded.grad = self.arrival.make_grad(param.sharded, view)  # type: ignore[arg-type]
+
+    def settle(self) -> None:
+        """Wait for what is in flight."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.wait()
+
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it."""
+        self.settle()
         params = [p for p in params if p.sharded.requires_grad]
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
@@ -194,6 +246,24 @@ class FlatParam:
         if grads[0].untyped_storage().nbytes() < (start + self.layout.numel) * grads[0].itemsize:
             return None
         return grads[0].as_strided((self.layout.numel,), (1,), start)
+
+    # -- gathers ahead of forward
+
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever a parameter is written to or replaced."""
+        return self.data.data_ptr(), self.data._version, *(_local(p.sharded)._version for p in self.params)
+
+    def gather_ahead(self, piece: Piece) -> None:
+        """Start to gather a piece of what the buffer holds now."""
+        with torch.no_grad():
+            shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
+            self.ahead[piece] = self.version(), comm.start_gather(shard, piece.group_size, piece.group)
+
+    def drop_ahead(self) -> None:
+        """Await gathers that no forward has used, and forget them."""
+        ahead, self.ahead = self.ahead, {}
+        for _, gathered in ahead.values():
+            comm.call(comm.WAIT, gathered)
 
     def refresh(self) -> None:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+    group_size: int
+    group: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gathered buffer."""
+        return self.numel * self.group_size * self.dtype.itemsize
+
+
 class Owner(Protocol):
     """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
 
@@ -31,6 +48,13 @@ class Owner(Protocol):
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """Add what was kept of these to `grads`, in place, and forget it."""
+
+
+    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+        """A reduction of these under way, with `spec.reduction`: its result is needed when somebody reads the gradients."""
+
+    def gather(self, shard: Tensor, piece: Piece) -> Tensor:
+        """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
 
 
 def own(flat: Tensor, owner: Owner) -> None:
@@ -170,6 +194,26 @@ def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: st
 @_fake("add_retained_")
 def _add_retained_fake(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
     return None
+
+
+@_real("reduce_later_")
+def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
+    _owner(flat, "reduce_later_").reduce_later(started, offsets, ParamSpec.of(args))
+
+
+@_fake("reduce_later_")
+def _reduce_later_fake(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
+    return None
+
+
+@_real("gather_ahead")
+def _gather_ahead(shard: Tensor, flat: Tensor, start: int, group_size: int, group: str) -> Tensor:
+    return _owner(flat, "gather_ahead").gather(shard, Piece(start, shard.numel(), shard.dtype, group_size, group))
+
+
+@_fake("gather_ahead")
+def _gather_ahead_fake(shard: Tensor, flat: Tensor, start: int, group_size: int, group: str) -> Tensor:
+    return shard.new_empty(group_size * shard.numel())
 
 
 @_real("all_reduce_hook")

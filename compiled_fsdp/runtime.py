@@ -274,6 +274,7 @@ class Runtime:
         if self.is_unsharded or self._has_pending():
             return
         self._check_not_meta()
+        self.drop_pending()
         self.pending_versions = self._versions()
         with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
             self.pending = self._gathers()
@@ -323,6 +324,8 @@ class Runtime:
         for program, *_ in self.pending:
             program.finish()
         self.pending = []
+        for flat in self.unit.flats:
+            flat.drop_ahead()
 
     def reset(self) -> None:
         """Back to rest after an exception."""

@@ -11,6 +11,8 @@
 | `add_retained_(grads, flat, offsets, where)` | adds what was kept, and forgets it |
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
+| `reduce_later_(started, flat, offsets, *spec)` | the unit awaits a reduction under way and finishes it, once somebody reads the gradient |
+| `gather_ahead(shard, flat, start, group_size, group) -> gathered` | an all-gather of `flat[start:]`, unless it is under way since the optimizer's step |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group) -> received` | started, not awaited: row r of each piece goes to rank r |
@@ -31,7 +33,7 @@ SPEC = (
     "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, str gather_algorithm, "
     "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str reduce_op, "
     "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str replicate_group, str sync, "
-    "bool is_accumulating, str hook, str unit, str fqn"
+    "bool is_accumulating, str hook, bool overlap, str unit, str fqn"
 )
 
 library = torch.library.Library("fsdp", "DEF")
@@ -45,6 +47,10 @@ library.define("add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, s
 library.define("all_reduce_hook(Tensor grads, str key) -> Tensor")
 library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define("custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor")
+library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()")
+library.define(
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt group_size, str group) -> Tensor"
+)
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")
@@ -61,11 +67,13 @@ ADD_RETAINED = fsdp.add_retained_.default
 HOOK = fsdp.all_reduce_hook.default
 CUSTOM_ALL_GATHER = fsdp.custom_all_gather.default
 CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
+REDUCE_LATER = fsdp.reduce_later_.default
+GATHER_AHEAD = fsdp.gather_ahead.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default
 FREE = fsdp.free.default
 
-for _effect in (RETAIN, ADD_RETAINED, FREE):
+for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, FREE):
     torch.fx.node.has_side_effect(_effect)
 torch.fx.node.has_side_effect(MARK_GRADS)

@@ -77,6 +77,7 @@ class ParamSpec:
     reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
         (keep a 1/post_size slice and gather that over `post_group`).
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook: see `Reduction`.
+    overlap: the optimizer's step may overlap with the last reductions and the first gathers; see `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     """
 
@@ -101,6 +102,7 @@ class ParamSpec:
     sync: str
     is_accumulating: bool
     hook: str
+    overlap: bool
     unit: str
     fqn: str
 

@@ -79,6 +79,11 @@ def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
+def without_torch_function() -> AbstractContextManager[None]:
+    """Handle tensors of a class with `__torch_function__` without calling it."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     """Keep Dynamo out of this function and of all that it calls, typed."""
     disabled: Callable[P, R] = torch._dynamo.disable(fn)

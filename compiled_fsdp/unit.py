@@ -24,6 +24,7 @@ from .torch_private import make_dtensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from .ops import Piece
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -65,6 +66,7 @@ class Settings:
     all_reduce_hook: str = ""
     reduce_unused: bool = False
     max_reductions_in_flight: int = 1
+    overlap: bool = False
 
     @property
     def sync(self) -> str:
@@ -97,6 +99,8 @@ class Unit:
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
         self.on_retained: Callable[[], None] = _nothing
+        # Called when a graph's forward comes to a gather that may run ahead of the next forward.
+        self.on_gather: Callable[[FlatParam, Piece], None] = _nothing_of
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
         if not isinstance(self.reshard, bool):
@@ -229,6 +233,7 @@ class Unit:
             sync="reduce" if settings.sync == "scatter" and info.replicate_size == 1 else settings.sync,
             is_accumulating=settings.is_accumulating,
             hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
+            overlap=settings.overlap,
             unit=f"{self.name}#{self.number}",
             fqn=param.fqn,
         )
@@ -294,6 +299,10 @@ def original_class(module: nn.Module) -> type:
 
 def _nothing() -> None:
     """What to do where there is no eager runtime."""
+
+
+def _nothing_of(flat: FlatParam, piece: Piece) -> None:
+    """What to do with a gather while nobody overlaps the optimizer's step."""
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:

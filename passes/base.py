@@ -31,8 +31,10 @@ class Property(Enum):
     REDUCES_BUCKETED = "one reduction a unit"
     PREFETCHED = "all-gathers start ahead of their use"
     DELAYED = "reductions are awaited late"
+    LEFT = "the last reductions are awaited by who reads the gradients"
     FREED = "every gathered buffer has a visible end"
     VERIFIED = "the invariants hold"
+    AHEAD = "the first all-gathers may be under way already"
 
 
 class PassFunction(Protocol):

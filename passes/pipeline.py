@@ -8,6 +8,8 @@ from .bucket_reduce_scatter import bucket_reduce_scatter
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
 from .free import free
+from .gather_ahead import gather_ahead
+from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .prefetch_all_gather import prefetch_all_gather
 from .reshard import reshard
@@ -22,8 +24,10 @@ PIPELINE = check_order(
         Pass(bucket_reduce_scatter, Stage.HALF, (Property.LOWERED,), Property.REDUCES_BUCKETED),
         Pass(prefetch_all_gather, Stage.HALF, (Property.LOWERED,), Property.PREFETCHED),
         Pass(delay_wait, Stage.HALF, (Property.LOWERED,), Property.DELAYED),
+        Pass(leave_in_flight, Stage.HALF, (Property.LOWERED, Property.DELAYED), Property.LEFT),
         Pass(free, Stage.HALF, (Property.PREFETCHED, Property.DELAYED), Property.FREED),
         Pass(verify, Stage.HALF, (Property.LOWERED, Property.FREED), Property.VERIFIED),
+        Pass(gather_ahead, Stage.HALF, (Property.VERIFIED,), Property.AHEAD),
     )
 )
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)

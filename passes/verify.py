@@ -19,7 +19,7 @@ from compiled_fsdp.graph import aliases, find, order, output, starts
 from compiled_fsdp.meta import get_tag, saved_for_backward
 from compiled_fsdp.planner import REDUCTIONS
 from compiled_fsdp.regions import find_regions
-from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,10 +47,10 @@ def lowered(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def waited_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every collective is awaited exactly once, and nothing else reads its result."""
+    """Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result."""
     for node in starts(gm.graph):
         users = list(node.users)
-        if len(users) != 1 or users[0].target is not WAIT:
+        if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
 
 
@@ -98,8 +98,8 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
-    """Every fully reduced gradient is named by exactly one mark_grads_."""
-    marked = Counter(offset for node in find(gm.graph, MARK_GRADS) for offset in node.args[2])  # type: ignore[union-attr]
+    """Every fully reduced gradient is named by exactly one mark_grads_ or reduce_later_."""
+    marked = Counter(offset for node in find(gm.graph, MARK_GRADS, REDUCE_LATER) for offset in node.args[2])  # type: ignore[union-attr]
     regions = find_regions(gm.graph, "reduce")
     reduced = Counter(spec.offset for region in regions for spec in region.tag.specs if spec.sync == "reduce")
     if marked != reduced:
@@ -108,8 +108,8 @@ def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
-    """No more reductions are under way at once than the plan allows."""
-    first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts}
+    """No more reductions that the graph awaits are under way at once than the plan allows."""
+    first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts and r.waits}
     first_starts = {r.starts[0] for r in first_waits.values()}
     distance = plan.distance("reduces_in_flight")
     limit = REDUCTIONS if distance is None else max(1, ceil(distance))

@@ -49,6 +49,7 @@ def unit(name: str, shapes: dict[str, tuple[int, ...]], world: int = WORLD, **ch
         "sync": "reduce",
         "is_accumulating": False,
         "hook": "",
+        "overlap": False,
         "reshard": "gather",
         "post_size": 1,
         "post_group": "",

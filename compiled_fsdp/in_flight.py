@@ -1,0 +1,101 @@
+"""Gradients that are still being reduced after backward has returned: tensors that wait when somebody reads them.
+
+`.grad` is a DTensor whose local tensor is `InFlight`. Whatever reads it (an optimizer, `clip_grad_norm_`, a scaler, a print)
+waits for the reduction first, and finds a plain tensor in its place from then on. So nobody can see a gradient too early.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .torch_private import make_dtensor, without_torch_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.distributed.tensor import DTensor
+
+    from .deferred import Deferred, Value
+
+_numbers = itertools.count()
+
+
+class Arrival:
+    """The rest of a reduction, and the gradients that are views of its result.
+
+    number: counts up in the order in which reductions were left in flight.
+    """
+
+    def __init__(self, program: Deferred, result: Value) -> None:
+        self.number = next(_numbers)
+        self.is_done = False
+        self._program, self._result = program, result
+        self._grads: list[tuple[DTensor, InFlight, Callable[[Tensor], Tensor]]] = []
+
+    def make_grad(self, param: DTensor, view: Callable[[Tensor], Tensor]) -> DTensor:
+        """A gradient for `param` that becomes `view` of the result; `view` must not hold on to the model."""
+        with without_torch_function():
+            local = InFlight(param._local_tensor, self)
+            grad = make_dtensor(local, param)
+        self._grads.append((grad, local, view))
+        return grad
+
+    def wait(self) -> None:
+        """Finish the reduction, and make plain tensors of the gradients; does nothing when called again."""
+        if self.is_done:
+            return
+        self.is_done = True
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._program.finish()
+            for grad, local, view in self._grads:
+                grad._local_tensor = local.arrived = view(self._result.tensor)
+        self._grads.clear()
+
+
+class InFlight(Tensor):
+    """A local gradient that is not there yet."""
+
+    arrival: Arrival
+    arrived: Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, arrival: Arrival) -> InFlight:
+        """Shape, strides, dtype and device of `like`."""
+        made: InFlight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.arrival, made.arrived = arrival, None
+        return made
+
+    def __init__(self, like: Tensor, arrival: Arrival) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any method or function of torch that gets one: with the real tensor in its place."""
+        return func(*_real(args), **_real(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any op, such as those that a DTensor calls on its local tensor."""
+        return func(*_real(args), **_real(kwargs or {}))
+
+
+def _real(values: Any) -> Any:
+    return tree_map_only(InFlight, _wait_for, values)
+
+
+def _wait_for(grad: InFlight) -> Tensor:
+    with without_torch_function():
+        grad.arrival.wait()
+        if grad.arrived is None:
+            raise RuntimeError(
+                "This gradient was still being reduced after backward, and its reduction failed (see the first error). Its value "
+                "is lost: call optimizer.zero_grad() and run the step again"
+            )
+        return grad.arrived

@@ -1,0 +1,201 @@
+"""Overlap the optimizer's step with the last reductions of backward and the first all-gathers of the next forward.
+
+Backward returns while its last reductions are under way (`passes/leave_in_flight.py`), and their gradients wait when they are read
+(`in_flight.py`). The step goes unit by unit: first those whose gradients are there, in the order of forward, then the others in the
+order in which their reductions were started. As soon as the units that forward uses first are stepped, their gathers start, and the
+next forward finds them under way (`passes/gather_ahead.py`).
+
+Collectives start in the same order as without all this, on every rank: reductions in the order of backward, gathers in the order of
+forward. In which order units are stepped may differ between ranks (somebody looked at a gradient on one of them); nothing is
+communicated by that.
+
+Private torch used here (tried on 2.13): `Optimizer._patch_step_function`, which runs the step hooks, and what it leaves on `step`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn, optim
+
+from .state import states_below
+from .torch_private import uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from .flat import FlatParam
+    from .ops import Piece
+    from .unit import Unit
+
+O = TypeVar("O", bound=optim.Optimizer)
+
+# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts of a step make up the whole.
+ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+MAX_AHEAD_BYTES = 64 * 2**20
+
+
+def overlap_optimizer(model: nn.Module, optimizer: O, *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> O:
+    """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the numbers stay the same.
+
+    Call it once, on every rank, after building the optimizer and before its learning rate scheduler. The training loop
+    stays as it is. Returns the optimizer.
+
+    Args:
+        model: the sharded module, compiled or not.
+        optimizer: of one of the classes in `ONE_BY_ONE`.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none.
+
+    Raises:
+        TypeError: the optimizer is of another class.
+        ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
+        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler.
+    """
+    units = [state.unit for state in states_below(uncompiled(model))]
+    base = type(optimizer)
+    _check(units, optimizer, max_ahead_bytes)
+    for unit in units:
+        unit.settings.overlap = True
+        unit.publish()
+    overlap = Overlap(units, base, max_ahead_bytes)
+    for unit in units:
+        unit.on_gather = overlap.note
+    optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
+    optimizer.__class__ = _overlapped(base)
+    optimizer._patch_step_function()
+    return optimizer
+
+
+def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: object) -> None:
+    name = type(optimizer).__name__
+    if not units:
+        raise ValueError(
+            "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the optimizer from the sharded "
+            "model's parameters, then call overlap_optimizer(model, optimizer)"
+        )
+    if hasattr(optimizer, "_fsdp_overlap"):
+        raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")
+    if type(optimizer) not in ONE_BY_ONE:
+        raise TypeError(
+            f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose step can be taken unit by unit; "
+            f"known are {[kind.__name__ for kind in ONE_BY_ONE]} of torch.optim, not subclasses. Leave out overlap_optimizer"
+        )
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            f"overlap_optimizer: step of this {name} was replaced already, as a learning rate scheduler does. Call "
+            "overlap_optimizer directly after building the optimizer, then build the scheduler"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p.sharded) in held for unit in units for p in unit.params):
+        raise ValueError(
+            f"overlap_optimizer: the {name} holds no parameter of the model's units. Build it from the sharded model's parameters"
+        )
+    if isinstance(max_ahead_bytes, bool) or not isinstance(max_ahead_bytes, int) or max_ahead_bytes < 0:
+        raise ValueError(f"overlap_optimizer: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, at least 0")
+
+
+_classes: dict[type[optim.Optimizer], type[optim.Optimizer]] = {}
+
+
+def _overlapped(base: type[optim.Optimizer]) -> type[optim.Optimizer]:
+    """A subclass whose step goes unit by unit; hooks, profiles and schedulers see one step, as ever."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise ValueError(
+                f"{base.__name__}.step(closure): not with overlap_optimizer, since a closure runs backward inside the step. Run "
+                "backward before, and call step()"
+            )
+        self._fsdp_overlap.step(self)
+
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (base,), {"__module__": base.__module__, "step": step})
+    return _classes[base]
+
+
+class Overlap:
+    """The step of one optimizer of one model.
+
+    order: gathers that forward came to since the last step, in order.
+    """
+
+    def __init__(self, units: list[Unit], base: type[optim.Optimizer], max_ahead_bytes: int) -> None:
+        self.units = units
+        self.max_ahead_bytes = max_ahead_bytes
+        self.order: dict[tuple[FlatParam, Piece], None] = {}
+        step: Any = base.step
+        self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._base = base
+
+    def note(self, flat: FlatParam, piece: Piece) -> None:
+        """Forward comes to a gather."""
+        self.order.setdefault((flat, piece))
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """Step unit by unit, and start gathers as soon as their units are stepped."""
+        flats = [flat for unit in self.units for flat in unit.flats]
+        for flat in flats:
+            flat.drop_ahead()
+        owners = {id(p.sharded): flat for flat in flats for p in flat.params}
+        held: dict[FlatParam | None, set[int]] = {}
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            held.setdefault(owners.get(id(param)), set()).add(id(param))
+        ahead = self._first_gathers(held)
+        waiting = self._sorted(held)
+        for flat in list(waiting):
+            self._step_part(optimizer, held[flat])
+            waiting.remove(flat)
+            while ahead and ahead[0][0] not in waiting:
+                first, piece = ahead.pop(0)
+                first.gather_ahead(piece)
+        self.order.clear()
+
+    def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
+        """Those whose gradients are there in the order of forward, then those that wait, oldest reduction first."""
+        forward = {flat: i for i, flat in enumerate(dict.fromkeys(flat for flat, _ in self.order))}
+
+        def key(flat: FlatParam | None) -> tuple[int, int]:
+            if flat is None:
+                return 0, -1
+            if flat.arrival is not None and not flat.arrival.is_done:
+                return 1, flat.arrival.number
+            return 0, forward.get(flat, len(forward))
+
+        return sorted(held, key=key)
+
+    def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[tuple[FlatParam, Piece]]:
+        """The first gathers of forward that fit, up to the first buffer which is not only this optimizer's to change."""
+        found = []
+        room = self.max_ahead_bytes
+        for flat, piece in self.order:
+            room -= piece.nbytes
+            trained = {id(p.sharded) for p in flat.params if p.sharded.requires_grad}
+            if room < 0 or not trained <= held.get(flat, set()):
+                break
+            found.append((flat, piece))
+        return found
+
+    def _step_part(self, optimizer: optim.Optimizer, params: set[int]) -> None:
+        """The optimizer's own step, for some parameters: on a stand-in that shares its state, settings and hyperparameters."""
+        groups = []
+        for group in optimizer.param_groups:
+            part: list[Tensor] = [p for p in group["params"] if id(p) in params]
+            if part:
+                groups.append({**group, "params": part})
+        stand_in = object.__new__(self._base)
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
+        self._plain_step(stand_in)
