@@ -5,8 +5,11 @@ parameters out of a bucket at once. Both undo the plan. So before fusion, in gra
 generated (collectives, waits, matmuls, attention) is made to follow the one before it in the graph, and every copy into or
 out of a bucket to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
 
+Inductor also knows no sends and receives of ours: it writes the next value into a buffer that nothing reads any more, be it
+still on its way to other ranks. So what a collective reads, or what is left in flight, is never reused; it is freed as ever.
+
 Private torch used here (tried on 2.13): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `add_fake_dep`,
-`compute_ancestors`. `tests/test_inductor.py` compares the generated code with the plan and would notice a change.
+`compute_ancestors`, `V.graph.never_reuse_buffers`. `tests/test_inductor.py` compares the generated code with the plan and would notice a change.
 """
 
 from __future__ import annotations
@@ -16,11 +19,16 @@ from typing import TYPE_CHECKING
 
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch._inductor.virtualized import V
 
 from . import meta
+from .collectives import STARTS
+from .schema import ALL_GATHER, REDUCE_LATER
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
+
+ASYNCHRONOUS = (*STARTS, ALL_GATHER, REDUCE_LATER)
 
 
 def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -28,6 +36,9 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     ours = [node for node in nodes if _is_ours(node)]
     if not ours:
         return nodes
+    for node in ours:
+        if getattr(node.node, "op_overload", None) in ASYNCHRONOUS:
+            V.graph.never_reuse_buffers.update(read.name for read in node.read_writes.reads)
     pinned = set(ours)
     anchor: BaseSchedulerNode | None = None
     for node in sorted(nodes, key=_number):

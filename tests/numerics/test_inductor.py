@@ -6,6 +6,7 @@ in the last bits. With SGD these stay that small (AdamW would turn a zero gradie
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from harness import Options, batch_of, check_parity, make
 from models import loss_of
 from pool import Pool
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import inductor
@@ -74,3 +76,23 @@ def with_users_hook() -> None:
         for targets in recorder.seen:
             assert bool(targets & {UNSHARD, REDUCE_GRAD}) == has_ours
             assert bool(targets & set(STARTS)) == has_collectives
+
+
+def test_buffers_under_way_are_not_reused(two: Pool) -> None:
+    two.run(without_reuse, timeout=SLOW)
+
+
+def without_reuse() -> None:
+    """In mixed precision the cast that is gathered is a buffer of the graph's: nothing may be written to it while it is sent."""
+    policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def train() -> None:
+        _, call, _ = make("inductor", Options("equal_units", policies=(policy,)))
+        loss_of(call(*batch_of("equal_units", 0))).backward()
+
+    _, codes = run_and_get_code(train)
+    code = "\n".join(codes)
+    sent = re.findall(r"torch\.ops\.fsdp\.all_gather\.default\((buf\d+), ", code)
+    assert len(sent) >= 4, "the units cast before they gather"
+    reused = [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
+    assert not reused, f"{reused} are written to while they are sent"
