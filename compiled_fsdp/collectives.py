@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
 from . import gloo, schema
 from .spec import MEAN
+from .torch_private import group_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from .spec import ParamSpec, Reduction
 
@@ -56,9 +60,12 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     return op(*args, **kwargs)
 
 
-def start_gather(piece: Value, group_size: int, group: str) -> Value:
-    """Start to gather a real tensor [n] to [group_size * n]."""
-    return call(ALL_GATHER, piece, group_size, group)
+def start_gather(shard: Tensor, group_size: int, group: str) -> tuple[Tensor, Any]:
+    """Start to gather a real tensor [n] to [group_size * n], awaited by the `Work` that comes second."""
+    if gloo.is_gloo(group, shard.device):
+        return gloo.start(shard, group_size, group)
+    out = shard.new_empty(group_size * shard.numel())
+    return out, dist.all_gather_into_tensor(out, shard, group=group_named(group), async_op=True)
 
 
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:

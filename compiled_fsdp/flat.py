@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import collectives as comm
+from . import gloo
 from .deferred import Deferred
 from .in_flight import Arrival
 from .layout import FlatLayout, ShardLayout
@@ -99,7 +100,7 @@ class FlatParam:
     marked: set[int] = field(default_factory=set)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
-    ahead: dict[Piece, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict)
+    ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own(self.data, self)
@@ -166,12 +167,13 @@ class FlatParam:
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""
         self.unit.on_gather(self, piece)
-        version, gathered = self.ahead.pop(piece, ((), None))
-        if gathered is not None and version == self.version():
-            return gathered
-        if gathered is not None:
-            comm.call(comm.WAIT, gathered)
-        started: Tensor = comm.start_gather(shard, piece.group_size, piece.group)
+        if piece in self.ahead:
+            version, gathered, work = self.ahead.pop(piece)
+            if version == self.version():
+                gloo.awaited_by_tensor(gathered, work)
+                return gathered
+            work.wait()
+        started: Tensor = comm.call(comm.ALL_GATHER, shard, piece.group_size, piece.group)
         return started
 
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
@@ -257,13 +259,13 @@ class FlatParam:
         """Start to gather a piece of what the buffer holds now."""
         with torch.no_grad():
             shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
-            self.ahead[piece] = self.version(), comm.start_gather(shard, piece.group_size, piece.group)
+            self.ahead[piece] = self.version(), *comm.start_gather(shard, piece.group_size, piece.group)
 
     def drop_ahead(self) -> None:
         """Await gathers that no forward has used, and forget them."""
         ahead, self.ahead = self.ahead, {}
-        for _, gathered in ahead.values():
-            comm.call(comm.WAIT, gathered)
+        for _, _, work in ahead.values():
+            work.wait()
 
     def refresh(self) -> None:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""

@@ -53,11 +53,17 @@ def all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) 
 
     `_c10d_functional.wait_tensor` awaits it. As with every collective, all ranks of the group must start theirs in the same order.
     """
+    out, work = start(shard, sizes, group_size, name)
+    awaited_by_tensor(out, work)
+    return out
+
+
+def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tuple[Tensor, Exchange]:
+    """The same, awaited by the `Exchange`."""
     out = shard.new_empty(group_size * shard.numel())
     received = [piece.view(group_size, -1) for piece in out.split([group_size * n for n in sizes])]
     sent = [[piece] * group_size for piece in shard.split(list(sizes))]
-    _exchange("all_gather", out, sent, received, name)
-    return out
+    return out, _exchange("all_gather", out, sent, received, name)
 
 
 def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
@@ -65,16 +71,14 @@ def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
     pieces = [piece.contiguous() for piece in rows]
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))
-    columns = out.split(sizes, dim=1)
-    _exchange(
-        "all_to_all", out, [list(piece.unbind()) for piece in pieces], [list(column.unbind()) for column in columns], name
-    )
+    received = [list(column.unbind()) for column in out.split(sizes, dim=1)]
+    awaited_by_tensor(out, _exchange("all_to_all", out, [list(piece.unbind()) for piece in pieces], received, name))
     return out
 
 
 def _exchange(
     collective: str, out: Tensor, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str
-) -> None:
+) -> Exchange:
     """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from it."""
     group = group_named(name)
     rank, size = group.rank(), group.size()
@@ -87,8 +91,13 @@ def _exchange(
         works += [group.send([outgoing[peer]], peer, tag) for peer in others]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
-    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
-    _pending.add(work)
+    return Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
+
+
+def awaited_by_tensor(out: Tensor, work: Any) -> None:
+    """Let `_c10d_functional.wait_tensor(out)` wait for `work`."""
+    if isinstance(work, Exchange):
+        _pending.add(work)
     register_work(out, work)
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from .torch_private import make_dtensor, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch.distributed.tensor import DTensor
 
