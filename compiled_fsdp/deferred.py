@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import collectives as comm
+from .schema import HOOK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,11 @@ class Deferred:
     def is_done(self) -> bool:
         """Whether nothing is left to run."""
         return not self._steps
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what is left starts no communication: waits and arithmetic. A user's hook may."""
+        return not any(op in comm.STARTS or op is HOOK for op, *_ in self._steps)
 
     def advance(self) -> None:
         """Run what can be run without waiting."""

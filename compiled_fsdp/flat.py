@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class FlatParam:
 
     marked: offsets of the parameters whose gradients the running backward delivers.
     arrival: the reduction that the last backward has left in flight.
-    ahead: gathers under way since the optimizer's step, with the version of the buffer that they gather.
+    ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
         "partial": over the shard axis only) and offset.
     """
@@ -100,7 +100,7 @@ class FlatParam:
     marked: set[int] = field(default_factory=set)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
-    ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Any]] = field(default_factory=dict)
+    ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own(self.data, self)
@@ -166,10 +166,11 @@ class FlatParam:
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""
-        self.unit.on_gather(self, piece)
+        self.unit.on_gather(PieceGather(self, piece))
         if piece in self.ahead:
-            version, gathered, work = self.ahead.pop(piece)
+            version, checksum, gathered, work = self.ahead.pop(piece)
             if version == self.version():
+                self.check_unwritten(checksum)
                 gloo.awaited_by_tensor(gathered, work)
                 return gathered
             work.wait()
@@ -252,19 +253,35 @@ class FlatParam:
     # -- gathers ahead of forward
 
     def version(self) -> tuple[int, ...]:
-        """Changes whenever a parameter is written to or replaced."""
-        return self.data.data_ptr(), self.data._version, *(_local(p.sharded)._version for p in self.params)
+        """Changes whenever a parameter is written to or replaced; writes through `.data` are unnoticed, as by autograd."""
+        both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
+        return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
+
+    def checksum(self) -> Tensor:
+        """Of every bit, to notice also what `version` does not."""
+        data = self.data.detach().view(torch.uint8)
+        whole = data.numel() // 8 * 8
+        return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+    def check_unwritten(self, before: Tensor) -> None:
+        """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
+        torch._assert_async(
+            self.checksum() == before,
+            f"parameters of {self.unit.name} were written to through .data between optimizer.step() and forward, where autograd "
+            "cannot notice, and had been gathered already. Write to the parameters themselves under torch.no_grad(), or pass "
+            "max_ahead_bytes=0 to overlap_optimizer",
+        )
 
     def gather_ahead(self, piece: Piece) -> None:
         """Start to gather a piece of what the buffer holds now."""
         with torch.no_grad():
             shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
-            self.ahead[piece] = self.version(), *comm.start_gather(shard, piece.group_size, piece.group)
+            self.ahead[piece] = self.version(), self.checksum(), *comm.start_gather(shard, piece.group_size, piece.group)
 
     def drop_ahead(self) -> None:
         """Await gathers that no forward has used, and forget them."""
         ahead, self.ahead = self.ahead, {}
-        for _, _, work in ahead.values():
+        for *_, work in ahead.values():
             work.wait()
 
     def refresh(self) -> None:
@@ -286,6 +303,46 @@ class FlatParam:
         self.unit.forget_handles()
         self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
         self.__post_init__()
+
+
+class Gather(Protocol):
+    """A gather that forward came to, which may start ahead of the next forward."""
+
+    @property
+    def flats(self) -> Sequence[FlatParam]:
+        """The buffers that it gathers."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it gathers to."""
+        ...
+
+    def start(self) -> None:
+        """Start it; the next forward finds it, unless a parameter changes before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PieceGather:
+    """One of a graph; see `Gather`."""
+
+    flat: FlatParam
+    piece: Piece
+
+    @property
+    def flats(self) -> Sequence[FlatParam]:
+        """See `Gather`."""
+        return (self.flat,)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Gather`."""
+        return self.piece.numel * self.piece.group_size * self.piece.dtype.itemsize
+
+    def start(self) -> None:
+        """See `Gather`."""
+        self.flat.gather_ahead(self.piece)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

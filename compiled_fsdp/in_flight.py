@@ -66,7 +66,7 @@ class InFlight(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, arrival: Arrival) -> InFlight:
         """Shape, strides, dtype and device of `like`."""
-        made: InFlight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: InFlight = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made.arrival, made.arrived = arrival, None
@@ -81,7 +81,7 @@ class InFlight(Tensor):
         return func(*_real(args), **_real(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Any op, such as those that a DTensor calls on its local tensor."""
         return func(*_real(args), **_real(kwargs or {}))
 

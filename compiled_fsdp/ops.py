@@ -31,11 +31,6 @@ class Piece:
     group_size: int
     group: str
 
-    @property
-    def nbytes(self) -> int:
-        """Of the gathered buffer."""
-        return self.numel * self.group_size * self.dtype.itemsize
-
 
 class Owner(Protocol):
     """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
@@ -48,7 +43,6 @@ class Owner(Protocol):
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """Add what was kept of these to `grads`, in place, and forget it."""
-
 
     def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
         """A reduction of these under way, with `spec.reduction`: its result is needed when somebody reads the gradients."""

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .flat import FlatParam
-    from .ops import Piece
+    from .flat import FlatParam, Gather
     from .unit import Unit
 
-O = TypeVar("O", bound=optim.Optimizer)
+Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
 # Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts of a step make up the whole.
 ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
@@ -43,13 +42,12 @@ ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
     optim.NAdam,
     optim.RAdam,
     optim.RMSprop,
-    optim.Rprop,
     optim.SGD,
 )
 MAX_AHEAD_BYTES = 64 * 2**20
 
 
-def overlap_optimizer(model: nn.Module, optimizer: O, *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> O:
+def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> Optimizer:
     """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the numbers stay the same.
 
     Call it once, on every rank, after building the optimizer and before its learning rate scheduler. The training loop
@@ -66,7 +64,7 @@ def overlap_optimizer(model: nn.Module, optimizer: O, *, max_ahead_bytes: int = 
         RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler.
     """
     units = [state.unit for state in states_below(uncompiled(model))]
-    base = type(optimizer)
+    base: type[optim.Optimizer] = type(optimizer)
     _check(units, optimizer, max_ahead_bytes)
     for unit in units:
         unit.settings.overlap = True
@@ -75,7 +73,7 @@ def overlap_optimizer(model: nn.Module, optimizer: O, *, max_ahead_bytes: int = 
     for unit in units:
         unit.on_gather = overlap.note
     optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
-    optimizer.__class__ = _overlapped(base)
+    optimizer.__class__ = _overlapped(base)  # type: ignore[assignment]
     optimizer._patch_step_function()
     return optimizer
 
@@ -136,14 +134,14 @@ class Overlap:
     def __init__(self, units: list[Unit], base: type[optim.Optimizer], max_ahead_bytes: int) -> None:
         self.units = units
         self.max_ahead_bytes = max_ahead_bytes
-        self.order: dict[tuple[FlatParam, Piece], None] = {}
+        self.order: dict[Gather, None] = {}
         step: Any = base.step
         self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._base = base
 
-    def note(self, flat: FlatParam, piece: Piece) -> None:
+    def note(self, gather: Gather) -> None:
         """Forward comes to a gather."""
-        self.order.setdefault((flat, piece))
+        self.order.setdefault(gather)
 
     def step(self, optimizer: optim.Optimizer) -> None:
         """Step unit by unit, and start gathers as soon as their units are stepped."""
@@ -156,17 +154,16 @@ class Overlap:
             held.setdefault(owners.get(id(param)), set()).add(id(param))
         ahead = self._first_gathers(held)
         waiting = self._sorted(held)
-        for flat in list(waiting):
-            self._step_part(optimizer, held[flat])
-            waiting.remove(flat)
-            while ahead and ahead[0][0] not in waiting:
-                first, piece = ahead.pop(0)
-                first.gather_ahead(piece)
+        for part in list(waiting):
+            self._step_part(optimizer, held[part])
+            waiting.remove(part)
+            while ahead and not any(flat in waiting for flat in ahead[0].flats):
+                ahead.pop(0).start()
         self.order.clear()
 
     def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
         """Those whose gradients are there in the order of forward, then those that wait, oldest reduction first."""
-        forward = {flat: i for i, flat in enumerate(dict.fromkeys(flat for flat, _ in self.order))}
+        forward = {flat: i for i, flat in enumerate(dict.fromkeys(f for gather in self.order for f in gather.flats))}
 
         def key(flat: FlatParam | None) -> tuple[int, int]:
             if flat is None:
@@ -177,16 +174,15 @@ class Overlap:
 
         return sorted(held, key=key)
 
-    def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[tuple[FlatParam, Piece]]:
+    def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[Gather]:
         """The first gathers of forward that fit, up to the first buffer which is not only this optimizer's to change."""
         found = []
         room = self.max_ahead_bytes
-        for flat, piece in self.order:
-            room -= piece.nbytes
-            trained = {id(p.sharded) for p in flat.params if p.sharded.requires_grad}
-            if room < 0 or not trained <= held.get(flat, set()):
+        for gather in self.order:
+            room -= gather.num_bytes
+            if room < 0 or not all(_trained(flat) <= held.get(flat, set()) for flat in gather.flats):
                 break
-            found.append((flat, piece))
+            found.append(gather)
         return found
 
     def _step_part(self, optimizer: optim.Optimizer, params: set[int]) -> None:
@@ -199,3 +195,7 @@ class Overlap:
         stand_in = object.__new__(self._base)
         stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
         self._plain_step(stand_in)
+
+
+def _trained(flat: FlatParam) -> set[int]:
+    return {id(p.sharded) for p in flat.params if p.sharded.requires_grad}

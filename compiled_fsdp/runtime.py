@@ -53,6 +53,7 @@ class Runtime:
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
+    checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
     indices: places of this unit in `tree.order` that backward has not come to.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
@@ -67,6 +68,7 @@ class Runtime:
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
+        self.checksums: list[Tensor] = []
         self.indices: list[int] = []
         self.forward_prefetch: list[Runtime] = []
         self.backward_prefetch: list[Runtime] = []
@@ -281,12 +283,33 @@ class Runtime:
             for program, *_ in self.pending:
                 program.advance()
 
+    @property
+    def flats(self) -> list[FlatParam]:
+        """See `flat.Gather`."""
+        return self.unit.flats
+
+    @property
+    def num_bytes(self) -> int:
+        """See `flat.Gather`."""
+        sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
+        return sum(numel * itemsize for numel, itemsize in sizes)
+
+    def start(self) -> None:
+        """See `flat.Gather`."""
+        self.start_unshard()
+        self.checksums = [flat.checksum() for flat in self.unit.flats]
+
     def unshard(self) -> None:
         """Gather, unless gathered already, and register the full parameters."""
+        if not in_backward():
+            self.unit.on_gather(self)
         if self.is_unsharded:
             return
         self.start_unshard()
         pending, self.pending = self.pending, []
+        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
+            flat.check_unwritten(checksum)
+        self.checksums = []
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -323,7 +346,7 @@ class Runtime:
         """Await gathers under way, which nobody used or which are out of date, and forget them."""
         for program, *_ in self.pending:
             program.finish()
-        self.pending = []
+        self.pending, self.checksums = [], []
         for flat in self.unit.flats:
             flat.drop_ahead()
 
@@ -343,7 +366,7 @@ class Runtime:
         return bool(self.pending)
 
     def _versions(self) -> list[int]:
-        return [flat.data._version for flat in self.unit.flats]
+        return [version for flat in self.unit.flats for version in flat.version()]
 
     def _open(self) -> None:
         """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""

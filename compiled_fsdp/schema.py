@@ -11,8 +11,8 @@
 | `add_retained_(grads, flat, offsets, where)` | adds what was kept, and forgets it |
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
-| `reduce_later_(started, flat, offsets, *spec)` | the unit awaits a reduction under way and finishes it, once somebody reads the gradient |
-| `gather_ahead(shard, flat, start, group_size, group) -> gathered` | an all-gather of `flat[start:]`, unless it is under way since the optimizer's step |
+| `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
+| `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group) -> received` | started, not awaited: row r of each piece goes to rank r |
@@ -48,9 +48,7 @@ library.define("all_reduce_hook(Tensor grads, str key) -> Tensor")
 library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define("custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()")
-library.define(
-    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt group_size, str group) -> Tensor"
-)
+library.define("gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt group_size, str group) -> Tensor")
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")

@@ -87,10 +87,10 @@ class Tree:
         with torch.profiler.record_function("FSDP::root_post_backward_callback"):
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
-            self._await_all()
+            self._await_or_leave()
             for runtime in self.in_order():
                 runtime.reduce_retained()
-            self._await_all()
+            self._await_or_leave()
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
                 if runtime.unit.settings.reshard_after_backward:
                     runtime.reshard()
@@ -102,9 +102,9 @@ class Tree:
                 runtime.indices.clear()
                 runtime.drop_pending()
 
-    def _await_all(self) -> None:
+    def _await_or_leave(self) -> None:
         while self.in_flight:
-            self.in_flight.popleft().finish()
+            self.in_flight.popleft().finish(may_leave=True)
 
     def recover(self) -> None:
         """If a backward began and never ended, an exception ended it: `reset`."""
@@ -131,10 +131,13 @@ class Reduction:
         for program, *_ in programs:
             program.advance()
 
-    def finish(self) -> None:
-        """Await it and write `.grad`."""
+    def finish(self, *, may_leave: bool = False) -> None:
+        """Await it and write `.grad`; or leave the waiting to whoever reads it, if the unit asked for that (`overlap`)."""
         with torch.no_grad():
             for program, flat, result, params in self.programs:
+                if may_leave and result is not None and flat.unit.settings.overlap and program.is_local:
+                    flat.deliver_later(program, result, params)
+                    continue
                 program.finish()
                 if result is not None:
                     flat.accumulate_grad(result.tensor, params)

@@ -24,9 +24,10 @@ from .torch_private import make_dtensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from .ops import Piece
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from .flat import Gather
 
 _unit_numbers = itertools.count()
 
@@ -99,8 +100,8 @@ class Unit:
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
         self.on_retained: Callable[[], None] = _nothing
-        # Called when a graph's forward comes to a gather that may run ahead of the next forward.
-        self.on_gather: Callable[[FlatParam, Piece], None] = _nothing_of
+        # Called when a forward comes to a gather.
+        self.on_gather: Callable[[Gather], None] = _nothing_of
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
         if not isinstance(self.reshard, bool):
@@ -301,7 +302,7 @@ def _nothing() -> None:
     """What to do where there is no eager runtime."""
 
 
-def _nothing_of(flat: FlatParam, piece: Piece) -> None:
+def _nothing_of(gather: Gather) -> None:
     """What to do with a gather while nobody overlaps the optimizer's step."""
 
 

@@ -22,8 +22,9 @@ Requires: the final order of reductions; their waits may be anywhere.
 Ensures: from the last reduction backwards, as many as fit into twice the bytes of the largest have no last wait any more. The
     graph returns None for their flat gradients, and hands over to the unit what is under way. The order of starts is unchanged,
     and nothing is started later: with HSDP only the wait for the all-reduce is left out.
-Leaves alone: units that did not ask for it (`overlap`), or have an all-reduce hook, which may communicate; reductions without a
-    collective; gradients that something else reads; reductions that send memory which is not the graph's own (an input, or a tensor that it returns), since others may write to it.
+Leaves alone: units that did not ask for it (`overlap`), or have an all-reduce hook, which may communicate; reductions
+    without a collective; gradients that something else reads; reductions that send memory which is not the graph's own (an
+    input, or a tensor that it returns), since others may write to it.
 """
 
 from __future__ import annotations

@@ -216,9 +216,7 @@ RECIPES: dict[str, Recipe] = {
     "unused": Recipe(Unused, lambda m: [*m.layers, m.idle, m], _rows(6)),
     "read_twice": Recipe(ReadTwice, lambda m: [m.first, m], _rows(6)),
     "called_twice": Recipe(CalledTwice, lambda m: [m.step, m], _rows(5)),
-    "equal_units": Recipe(
-        lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)
-    ),
+    "equal_units": Recipe(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)),
     "list_units": Recipe(OddMLP, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m], _rows(6)),
     "halves": Recipe(Halves, lambda m: [*m.inner, m], _rows(5)),
 }

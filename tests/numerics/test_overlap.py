@@ -1,0 +1,592 @@
+"""`overlap_optimizer`: the same numbers bit for bit, the same collectives in the same order, and nobody sees a gradient too early."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKENDS, Options, batch_of, build, local, shard
+from models import loss_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+
+from compiled_fsdp import fully_shard, gloo, overlap_optimizer
+from compiled_fsdp.in_flight import InFlight
+from compiled_fsdp.state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pool import Pool
+
+KINDS = ("compiled", "eager")
+BF16 = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p),
+}
+
+
+@dataclass
+class Run:
+    """A model under training, with or without the overlap."""
+
+    model: nn.Module
+    call: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    name: str
+
+    def backward(self, step: int) -> float:
+        loss = loss_of(self.call(*batch_of(self.name, step)))
+        loss.backward()
+        return float(loss.detach())
+
+    def step(self, step: int) -> float:
+        loss = self.backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def state(self) -> list[Any]:
+        """Every parameter and every piece of the optimizer's state, this rank's shards."""
+        found: list[Any] = [local(p) for p in self.model.parameters()]
+        for p in self.model.parameters():
+            found += [local(v) if isinstance(v, torch.Tensor) else v for v in self.optimizer.state.get(p, {}).values()]
+        return found
+
+    def in_flight(self) -> list[str]:
+        return [n for n, p in self.model.named_parameters() if p.grad is not None and is_in_flight(p.grad)]
+
+    def num_ahead(self) -> int:
+        units = [state.unit for state in states_below(self.model)]
+        eager = sum(bool(state.runtime.pending) for state in states_below(self.model))
+        return eager + sum(len(flat.ahead) for unit in units for flat in unit.flats)
+
+
+def is_in_flight(grad: Any) -> bool:
+    return type(object.__getattribute__(grad, "_local_tensor")) is InFlight
+
+
+def start(overlap: bool, kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"], **more: Any) -> Run:
+    torch._dynamo.reset()  # models of one class share a limit of recompilations
+    model = build(options.model)
+    shard(model, options, fully_shard)
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    if overlap:
+        overlap_optimizer(model, made, **more)
+    call = torch.compile(model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else model
+    return Run(model, call, made, options.model)
+
+
+def check_equal(a: list[Any], b: list[Any], what: str) -> None:
+    assert len(a) == len(b), what
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        assert same, f"{what}: entry {i} differs: {x} and {y}"
+
+
+def compare(script: Callable[[Run], Any], kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"]) -> None:
+    """What a training script returns, and the state that it leaves, with and without the overlap."""
+    runs = [start(overlap, kind, options, optimizer) for overlap in (False, True)]
+    plain, ours = [script(run) for run in runs]
+    what = f"{kind}, {options}"
+    check_equal(list(plain), list(ours), what)
+    check_equal(runs[0].state(), runs[1].state(), what)
+
+
+# -- the same numbers
+
+
+def train(run: Run) -> list[float]:
+    """Plain training; with the overlap, something really is in flight after each backward, and ahead after each step."""
+    losses = []
+    is_ours = hasattr(run.optimizer, "_fsdp_overlap")
+    for step in range(4):
+        losses.append(run.backward(step))
+        assert bool(run.in_flight()) == is_ours
+        run.optimizer.step()
+        assert not run.in_flight()
+        run.optimizer.zero_grad()
+        assert bool(run.num_ahead()) == is_ours
+    assert len(set(losses)) == 4
+    return losses
+
+
+def compare_optimizers(names: list[str], kind: str) -> None:
+    for name in names:
+        compare(train, kind, Options("odd"), OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers(two: Pool, kind: str) -> None:
+    two.run(compare_optimizers, list(OPTIMIZERS), kind, timeout=400.0)
+
+
+def compare_models(models: list[str], kind: str) -> None:
+    for model in models:
+        compare(train, kind, Options(model))
+    compare(train, kind, Options("gpt", policies=(BF16,)))
+    compare(train, kind, Options("odd", reshard=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models(two: Pool, kind: str) -> None:
+    models = ["gpt", "llama", "llama_tied_unit", "moe", "conv", "one_unit", "frozen", "unused", "called_twice", "list_units"]
+    two.run(compare_models, models, kind, timeout=400.0)
+
+
+def compare_hsdp(kind: str) -> None:
+    compare(train if kind == "compiled" else plain_training, kind, Options("gpt", mesh="hsdp"))
+    compare(train, kind, Options("odd"))
+
+
+def plain_training(run: Run) -> list[float]:
+    return [run.step(step) for step in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hsdp_and_four_ranks(four: Pool, kind: str) -> None:
+    four.run(compare_hsdp, kind, timeout=400.0)
+
+
+def with_groups(params: list[Any]) -> torch.optim.Optimizer:
+    """Weights and biases of one unit in different groups, with different settings."""
+    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.05, "betas": (0.8, 0.9)}]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+def scheduled(run: Run) -> list[float]:
+    """A schedule, hooks, clipping in a hook."""
+    seen: list[str] = []
+    run.optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    run.optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    run.optimizer.register_step_pre_hook(lambda *_: clip(run))
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda epoch: 0.5**epoch)
+    losses = []
+    for step in range(4):
+        losses.append(run.step(step))
+        schedule.step()
+    assert seen == ["pre", "post"] * 4
+    return losses
+
+
+def clip(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+
+
+def scaled(run: Run) -> list[float]:
+    """A scaler that once meets an infinite gradient, and skips that step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for step in range(5):
+        loss = loss_of(run.call(*batch_of(run.name, step)))
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales != sorted(scales), "no step was skipped"
+    return scales
+
+
+def accumulated(run: Run) -> list[float]:
+    """Backwards that add up in `.grad`, backwards without communication, and gradients that are zeroed instead of dropped."""
+    losses = []
+    for step in range(6):
+        model: Any = run.model
+        model.set_requires_gradient_sync(step < 2 or step % 2 == 1)
+        losses.append(run.backward(step))
+        if step % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=step != 3)
+    return losses
+
+
+def looked_at(run: Run) -> list[Any]:
+    """Every way to look at gradients between backward and step."""
+    found: list[Any] = []
+    looks: list[Callable[[Any], Any]] = [
+        lambda p: p.grad.to_local().clone(),
+        lambda p: p.grad.full_tensor(),
+        lambda p: p.grad.norm().item(),
+        lambda p: (p.grad * 2 + p.grad).to_local(),
+        lambda p: torch.tensor(numpy_of(p.grad)),
+        lambda p: p.grad.mul_(2).to_local().clone(),
+        lambda p: repr(p.grad),
+        lambda p: (p.grad.dtype, p.grad.shape, p.grad.placements),
+        lambda p: setattr(p, "grad", p.grad + 1),
+        lambda p: setattr(p, "grad", None),
+    ]
+    for step, look in enumerate(looks):
+        run.backward(step)
+        held = [p.grad for p in run.model.parameters()]
+        found += [look(p) for p in run.model.parameters()]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        found += [grad.to_local().clone() for grad in held]
+    found.append(total_norm(run))
+    return found
+
+
+def numpy_of(grad: Any) -> Any:
+    with torch.no_grad():
+        return grad.to_local().numpy().copy()
+
+
+def total_norm(run: Run) -> float:
+    run.backward(100)
+    return float(nn.utils.get_total_norm([p.grad for p in run.model.parameters()]).full_tensor())  # type: ignore[attr-defined]
+
+
+def dropped(run: Run) -> list[float]:
+    """Gradients that nobody reads, steps without gradients, two steps in a row."""
+    losses = []
+    for step in range(4):
+        losses.append(run.backward(step))
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+        losses.append(run.backward(step))
+        run.optimizer.step()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses
+
+
+def evaluated(run: Run) -> list[float]:
+    """Evaluations and checkpoints between steps."""
+    losses = []
+    for step in range(4):
+        losses.append(run.step(step))
+        run.model.eval()
+        with torch.no_grad():
+            losses.append(float(loss_of(run.call(*batch_of(run.name, 50 + step)))))
+        run.model.train()
+        saved = {name: value.to_local().clone() for name, value in run.model.state_dict().items()}
+        losses.append(sum(float(v.sum()) for v in saved.values()))
+    return losses
+
+
+def changed_by_hand(run: Run) -> list[float]:
+    """Parameters written to between a step and the forward: what was gathered ahead is out of date."""
+    losses = []
+    saved = {name: value.clone() for name, value in run.model.state_dict().items()}
+    first = next(run.model.parameters())
+    for step in range(6):
+        losses.append(run.step(step))
+        with torch.no_grad():
+            if step == 0:
+                first.mul_(2)
+            elif step == 1:
+                first.to_local().zero_()
+        if step == 3:
+            run.model.load_state_dict(saved)
+        if step == 4:
+            with torch.inference_mode():
+                first.add_(1)
+    return losses
+
+
+def written_through_data(kind: str) -> None:
+    """What no version counts is an error, not a stale parameter."""
+    run = start(True, kind, Options("odd"))
+    run.step(0)
+    for p in run.model.parameters():
+        p.data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"written to through .data between optimizer.step\(\) and forward"):
+        run.call(*batch_of(run.name, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writes_through_data_are_noticed(two: Pool, kind: str) -> None:
+    two.run(written_through_data, kind)
+
+
+def interrupted(run: Run) -> list[float]:
+    """Forwards and backwards that raise, on every rank."""
+    losses = []
+    for step in range(4):
+        losses.append(run.step(step))
+        handle = run.model.register_forward_pre_hook(raises) if step == 1 else None
+        if handle is not None:
+            with pytest.raises(ZeroDivisionError):
+                run.model(*batch_of(run.name, step))
+            handle.remove()
+        if step == 2:
+            loss = loss_of(run.call(*batch_of(run.name, step)))
+            loss.register_hook(raises)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+    return losses
+
+
+def raises(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+SCRIPTS: dict[str, Callable[[Run], Any]] = {
+    script.__name__: script
+    for script in (scheduled, accumulated, looked_at, dropped, evaluated, changed_by_hand, interrupted, scaled)
+}
+
+
+def compare_script(name: str, kind: str) -> None:
+    optimizer = with_groups if name == "scheduled" else OPTIMIZERS["adamw"]
+    compare(SCRIPTS[name], kind, Options("odd"), optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(two: Pool, name: str, kind: str) -> None:
+    two.run(compare_script, name, kind)
+
+
+def compare_conversion(kind: str) -> None:
+    """After `.to(dtype)` the parameters live in another buffer: writes to them are still noticed."""
+
+    def script(run: Run) -> list[float]:
+        losses = [run.step(0)]
+        run.model.double()
+        for step in range(1, 4):
+            loss = loss_of(run.call(*(x.double() for x in batch_of(run.name, step))))
+            loss.backward()
+            losses.append(float(loss))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            with torch.no_grad():
+                next(run.model.parameters()).mul_(2)
+        return losses
+
+    compare(script, kind, Options("odd"), OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversion(two: Pool, kind: str) -> None:
+    two.run(compare_conversion, kind)
+
+
+# -- what communicates, and when
+
+
+@contextmanager
+def named_gathers() -> Iterator[None]:
+    """Make every gather over gloo an entry of the profile, however it is started."""
+    original = gloo.start
+
+    def named(tensor: torch.Tensor, *rest: Any) -> Any:
+        with torch.profiler.record_function(f"gather {tuple(tensor.shape)}"):
+            return original(tensor, *rest)
+
+    gloo.start = named
+    try:
+        yield
+    finally:
+        gloo.start = original
+
+
+def order_of_collectives(overlap: bool, kind: str, options: Options) -> list[str]:
+    """Of three steps and a forward."""
+    run = start(overlap, kind, options)
+    run.step(0)
+    with named_gathers(), torch.profiler.profile(record_shapes=True) as profile:
+        for step in range(1, 4):
+            run.step(step)
+        run.call(*batch_of(run.name, 9))
+    reductions = ("_c10d_functional::all_to_all_single", "_c10d_functional::all_reduce")
+    events = [e for e in profile.events() if e.name in reductions or e.name.startswith("gather ")]
+    return [f"{e.name} {e.input_shapes}" for e in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def compare_collectives(kind: str, options: Options) -> None:
+    plain, ours = [order_of_collectives(overlap, kind, options) for overlap in (False, True)]
+    first_step = next(i for i, entry in enumerate(ours) if not entry.startswith("gather"))
+    num_ahead = next(i for i, entry in enumerate(plain) if not entry.startswith("gather")) - first_step
+    assert num_ahead > 0, "nothing was gathered before the first step that is recorded"
+    assert plain[num_ahead:] == ours, (plain, ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_collectives_in_the_same_order(two: Pool, kind: str) -> None:
+    two.run(compare_collectives, kind, Options("gpt"))
+    two.run(compare_collectives, kind, Options("odd", policies=(BF16,)))
+
+
+def test_hsdp_collectives(four: Pool) -> None:
+    four.run(compare_collectives, "compiled", Options("gpt", mesh="hsdp"))
+
+
+def backward_without_the_others(kind: str) -> list[str]:
+    """Rank 1 begins its last backward only after rank 0's has returned: so rank 0's cannot have got its gradients."""
+    run = start(True, kind, Options("one_unit", reshard=False))
+    run.step(0)
+    loss = loss_of(run.call(*batch_of(run.name, 1)))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait([f"backward has returned {kind}"])
+    loss.backward()
+    store.set(f"backward has returned {kind}", "")
+    in_flight = run.in_flight()
+    run.optimizer.step()
+    return in_flight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_returns_while_reducing(two: Pool, kind: str) -> None:
+    names = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
+    assert two.run(backward_without_the_others, kind, timeout=60.0) == [[*names, "last.weight", "last.bias"]] * 2
+
+
+def step_without_waiting(kind: str) -> list[list[str]]:
+    """Which unit's gradients are still in flight while which unit steps."""
+    run = start(True, kind, Options("gpt"))
+    run.step(0)
+    seen: list[list[str]] = []
+    overlap: Any = run.optimizer._fsdp_overlap  # type: ignore[attr-defined]
+    original = overlap._step_part
+
+    def noting(*args: Any) -> None:
+        before = run.in_flight()
+        original(*args)
+        seen.append(sorted({name.rsplit(".", 3 if "layers" in name else 1)[0] for name in before}))
+
+    overlap._step_part = noting
+    run.step(1)
+    return seen
+
+
+def test_units_step_while_others_are_reduced(two: Pool) -> None:
+    seen, other = two.run(step_without_waiting, "compiled")
+    assert seen == other
+    assert seen[0], "the first unit steps while gradients are in flight"
+    assert [bool(names) for names in seen] == sorted((bool(names) for names in seen), reverse=True)
+
+
+def ahead_is_bounded(kind: str) -> list[tuple[int, int]]:
+    found = []
+    for limit in (0, 4 * 8000, 1 << 20):
+        run = start(True, kind, Options("equal_units"), max_ahead_bytes=limit)
+        run.step(0)
+        held = [gathered for s in states_below(run.model) for f in s.unit.flats for *_, gathered, _ in f.ahead.values()]
+        assert sum(g.nbytes for g in held) <= limit
+        found.append((limit, run.num_ahead()))
+        run.step(1)
+    return found
+
+
+def test_gathers_ahead_are_bounded(two: Pool) -> None:
+    """A unit of 64 x 64 + 64 floats has 16,640 bytes."""
+    assert two.run(ahead_is_bounded, "compiled")[0] == [(0, 0), (32000, 1), (1 << 20, 4)]
+
+
+def gives_back() -> None:
+    """What was gathered ahead and not used is dropped by the next step, `to`, and an eager forward."""
+    for give_back in (lambda r: r.optimizer.step(), lambda r: r.model.float(), lambda r: r.model(*batch_of(r.name, 7))):
+        run = start(True, "compiled", Options("odd"))
+        run.step(0)
+        assert run.num_ahead() > 1
+        give_back(run)
+        assert not [f for s in states_below(run.model) for f in s.unit.flats if f.ahead]
+        run.step(1)
+
+
+def test_gives_back(two: Pool) -> None:
+    two.run(gives_back)
+
+
+def two_optimizers() -> None:
+    """A unit that two optimizers share is not gathered after the first of them has stepped."""
+    results = []
+    for overlap in (False, True):
+        model = build("odd")
+        shard(model, Options("odd"), fully_shard)
+        params = list(model.parameters())
+        both = [torch.optim.SGD(params[::2], lr=0.1), torch.optim.AdamW(params[1::2], lr=0.02)]
+        if overlap:
+            for optimizer in both:
+                overlap_optimizer(model, optimizer)
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+        for step in range(3):
+            loss_of(call(*batch_of("odd", step))).backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not [f for s in states_below(model) for f in s.unit.flats if f.ahead]
+        results.append([local(p) for p in model.parameters()])
+    check_equal(*results, "two optimizers")
+
+
+def test_two_optimizers(two: Pool) -> None:
+    two.run(two_optimizers)
+
+
+# -- mistakes
+
+
+def mistakes() -> None:
+    options = Options("odd")
+    model = build("odd")
+    with pytest.raises(ValueError, match="no sharded module"):
+        overlap_optimizer(model, torch.optim.SGD(model.parameters()))
+    before = list(model.parameters())
+    shard(model, options, fully_shard)
+    with pytest.raises(ValueError, match="holds no parameter of the model"):
+        overlap_optimizer(model, torch.optim.SGD(before))
+    with pytest.raises(TypeError, match=r"LBFGS is not an optimizer whose step can be taken unit by unit"):
+        overlap_optimizer(model, torch.optim.LBFGS(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"max_ahead_bytes=-1"):
+        overlap_optimizer(model, optimizer, max_ahead_bytes=-1)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(late, 1)
+    with pytest.raises(RuntimeError, match="before its learning rate scheduler|then build the scheduler"):
+        overlap_optimizer(model, late)
+    assert overlap_optimizer(torch.compile(model), optimizer) is optimizer
+    assert isinstance(optimizer, torch.optim.SGD)
+    with pytest.raises(ValueError, match="overlaps already"):
+        overlap_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match=r"SGD.step\(closure\): not with overlap_optimizer"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_mistakes(two: Pool) -> None:
+    two.run(mistakes)
+
+
+def late_call() -> None:
+    """After the first steps: the graph compiles again, and the numbers go on."""
+    plain, ours = [start(False, "compiled", Options("odd")) for _ in range(2)]
+    check_equal([plain.step(0)], [ours.step(0)], "before")
+    overlap_optimizer(ours.model, ours.optimizer)
+    for step in range(1, 4):
+        check_equal([plain.step(step)], [ours.backward(step)], "after")
+        assert ours.in_flight()
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+    check_equal(plain.state(), ours.state(), "after")
+
+
+def test_may_come_late(two: Pool) -> None:
+    two.run(late_call)
+
+
+def inductor() -> None:
+    compare(train, "inductor", Options("gpt", policies=(BF16,)))
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(inductor, timeout=400.0)
