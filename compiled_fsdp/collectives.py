@@ -60,12 +60,13 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     return op(*args, **kwargs)
 
 
-def start_gather(shard: Tensor, group_size: int, group: str) -> tuple[Tensor, Any]:
-    """Start to gather a real tensor [n] to [group_size * n], awaited by the `Work` that comes second."""
+def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str) -> tuple[Tensor, Any]:
+    """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
     if gloo.is_gloo(group, shard.device):
-        return gloo.start(shard, group_size, group)
+        return gloo.start(shard, sizes, group_size, group)
     out = shard.new_empty(group_size * shard.numel())
-    return out, dist.all_gather_into_tensor(out, shard, group=group_named(group), async_op=True)
+    outputs = list(out.split([group_size * n for n in sizes]))
+    return out, group_named(group).allgather_into_tensor_coalesced(outputs, list(shard.split(list(sizes))))
 
 
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:

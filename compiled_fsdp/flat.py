@@ -253,7 +253,7 @@ class FlatParam:
     # -- gathers ahead of forward
 
     def version(self) -> tuple[int, ...]:
-        """Changes whenever a parameter is written to or replaced; writes through `.data` are unnoticed, as by autograd."""
+        """Changes whenever a parameter is written to or replaced. Unnoticed: writes through `.data`, and DTensor's foreach ops."""
         both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
 
@@ -267,9 +267,9 @@ class FlatParam:
         """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
         torch._assert_async(
             self.checksum() == before,
-            f"parameters of {self.unit.name} were written to through .data between optimizer.step() and forward, where autograd "
-            "cannot notice, and had been gathered already. Write to the parameters themselves under torch.no_grad(), or pass "
-            "max_ahead_bytes=0 to overlap_optimizer",
+            f"parameters of {self.unit.name} were written to through .data, or by a foreach op, between optimizer.step() and "
+            "forward, where no version counts it, and had been gathered already. Write to each parameter itself under "
+            "torch.no_grad(), or pass max_ahead_bytes=0 to overlap_optimizer",
         )
 
     def gather_ahead(self, piece: Piece) -> None:

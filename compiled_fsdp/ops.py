@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group."""
+    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group, in messages of these sizes."""
 
     start: int
-    numel: int
+    sizes: tuple[int, ...]
     dtype: torch.dtype
     group_size: int
     group: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's part."""
+        return sum(self.sizes)
 
 
 class Owner(Protocol):
@@ -201,12 +206,12 @@ def _reduce_later_fake(started: Tensor, flat: Tensor, offsets: Sequence[int], *a
 
 
 @_real("gather_ahead")
-def _gather_ahead(shard: Tensor, flat: Tensor, start: int, group_size: int, group: str) -> Tensor:
-    return _owner(flat, "gather_ahead").gather(shard, Piece(start, shard.numel(), shard.dtype, group_size, group))
+def _gather_ahead(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+    return _owner(flat, "gather_ahead").gather(shard, Piece(start, tuple(sizes), shard.dtype, group_size, group))
 
 
 @_fake("gather_ahead")
-def _gather_ahead_fake(shard: Tensor, flat: Tensor, start: int, group_size: int, group: str) -> Tensor:
+def _gather_ahead_fake(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
     return shard.new_empty(group_size * shard.numel())
 
 

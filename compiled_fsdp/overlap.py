@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .flat import FlatParam, Gather
+    from .runtime import Runtime
     from .unit import Unit
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
@@ -63,13 +64,14 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes
         ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
         RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler.
     """
-    units = [state.unit for state in states_below(uncompiled(model))]
+    states = states_below(uncompiled(model))
+    units = [state.unit for state in states]
     base: type[optim.Optimizer] = type(optimizer)
     _check(units, optimizer, max_ahead_bytes)
     for unit in units:
         unit.settings.overlap = True
         unit.publish()
-    overlap = Overlap(units, base, max_ahead_bytes)
+    overlap = Overlap([state.runtime for state in states], base, max_ahead_bytes)
     for unit in units:
         unit.on_gather = overlap.note
     optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
@@ -131,8 +133,8 @@ class Overlap:
     order: gathers that forward came to since the last step, in order.
     """
 
-    def __init__(self, units: list[Unit], base: type[optim.Optimizer], max_ahead_bytes: int) -> None:
-        self.units = units
+    def __init__(self, runtimes: list[Runtime], base: type[optim.Optimizer], max_ahead_bytes: int) -> None:
+        self.runtimes = runtimes
         self.max_ahead_bytes = max_ahead_bytes
         self.order: dict[Gather, None] = {}
         step: Any = base.step
@@ -145,9 +147,9 @@ class Overlap:
 
     def step(self, optimizer: optim.Optimizer) -> None:
         """Step unit by unit, and start gathers as soon as their units are stepped."""
-        flats = [flat for unit in self.units for flat in unit.flats]
-        for flat in flats:
-            flat.drop_ahead()
+        for runtime in self.runtimes:
+            runtime.drop_pending()
+        flats = [flat for runtime in self.runtimes for flat in runtime.unit.flats]
         owners = {id(p.sharded): flat for flat in flats for p in flat.params}
         held: dict[FlatParam | None, set[int]] = {}
         for param in (p for group in optimizer.param_groups for p in group["params"]):

@@ -48,7 +48,9 @@ library.define("all_reduce_hook(Tensor grads, str key) -> Tensor")
 library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define("custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor")
 library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()")
-library.define("gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt group_size, str group) -> Tensor")
+library.define(
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor"
+)
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")

@@ -2,8 +2,9 @@
 
 Before:
 
+    %rows1 = compute(%x)
     %r1 = reduce_scatter(%rows1)
-    ... compute with %x ...
+    %rows0 = compute(%rows1)
     %g1 = div(wait(%r1), world)
     mark_grads_(%g1, %flat1, offsets1)
     %r0 = reduce_scatter(%rows0)
@@ -12,8 +13,9 @@ Before:
 
 After:
 
+    %rows1 = compute(%x)
     %r1 = reduce_scatter(%rows1)
-    ... compute with %x ...
+    %rows0 = compute(%rows1)
     %r0 = reduce_scatter(%rows0)
     reduce_later_(%r1, %flat1, offsets1)
     reduce_later_(%r0, %flat0, offsets0)
