@@ -70,6 +70,14 @@ def build_ours_eager(job: Job) -> Step:
     return trainer(model, model, job)
 
 
+def build_ours_overlap(job: Job) -> Step:
+    from compiled_fsdp import fully_shard, overlap_optimizer
+
+    model = make_model(job)
+    shard(model, fully_shard)
+    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
+
+
 def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> Step:
     """FSDP2; `prefetch` tells every unit to gather the next one, forward and backward."""
     model = make_model(job)
@@ -166,6 +174,7 @@ def build_raw_collectives(job: Job) -> Step:
 
 VARIANTS: dict[str, Variant] = {
     "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
+    "ours_overlap": Variant(build_ours_overlap, "local_compile", "the same, with overlap_optimizer"),
     "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
     "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),
     "stock_prefetch": Variant(partial(build_stock, prefetch=True), "local_eager", "FSDP2, explicit prefetch both ways"),
@@ -243,9 +252,17 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.flatten()[: tensor.numel() // dist.get_world_size()]
 
 
-def trainer(model: nn.Module, run: Callable[..., Tensor], job: Job, divide: int = 1) -> Step:
+def trainer(
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    job: Job,
+    divide: int = 1,
+    overlap: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
+) -> Step:
     """Return the training step that all share; `divide` where gradients arrive as sums over ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if overlap is not None:
+        overlap(model, optimizer)
     batches = make_batches(job)
 
     def step(index: int) -> Tensor:

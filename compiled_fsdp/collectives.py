@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
 from . import gloo, schema
@@ -232,7 +231,7 @@ def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Message:
     """Neighbours in a bucket that travel in one message: places in the bucket, and columns `start` to `start + numel`."""
 
     members: tuple[int, ...]
@@ -240,21 +239,21 @@ class Piece:
     numel: int
 
 
-def pieces_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Piece]:
+def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]:
     """Cut a bucket of these parameters, of `dtype` on the wire, into messages: copying costs time and memory, messages time.
 
     Large parameters travel by themselves, and are neither packed nor unpacked; runs of small ones travel together.
     """
-    pieces: list[Piece] = []
+    pieces: list[Message] = []
     start = 0
     is_open = False  # whether the next small parameter may join the last piece
     for place, spec in enumerate(specs):
         is_small = spec.group_size * spec.shard_numel * dtype.itemsize < OWN_MESSAGE
         if is_small and is_open:
             last = pieces[-1]
-            pieces[-1] = Piece((*last.members, place), last.start, last.numel + spec.shard_numel)
+            pieces[-1] = Message((*last.members, place), last.start, last.numel + spec.shard_numel)
         else:
-            pieces.append(Piece((place,), start, spec.shard_numel))
+            pieces.append(Message((place,), start, spec.shard_numel))
         is_open = is_small
         start += spec.shard_numel
     return pieces
@@ -266,22 +265,22 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
     spec = specs[0]
     parts = _pieces(run, members)
     shard = parts[0] if len(parts) == 1 else run(aten.cat.default, parts)
-    sizes = [piece.numel for piece in gathered_pieces(specs)]
+    sizes = [piece.numel for piece in gather_messages(specs)]
     if len(sizes) == 1:
         return all_gather(run, shard, spec)
     return run(WAIT, run(schema.ALL_GATHER, shard, sizes, spec.group_size, spec.group))
 
 
-def gathered_pieces(specs: Sequence[ParamSpec]) -> list[Piece]:
+def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
     """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of pieces."""
     if specs[0].group_size == 1 or specs[0].gather_algorithm:
-        return [Piece(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
-    return pieces_of(specs, specs[0].dtype)
+        return [Message(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
+    return messages_of(specs, specs[0].dtype)
 
 
 def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
     """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size, shard_numel], or flat if contiguous."""
-    spec, pieces = specs[place], gathered_pieces(specs)
+    spec, pieces = specs[place], gather_messages(specs)
     piece = next(p for p in pieces if place in p.members)
     rows = gathered
     if len(pieces) > 1:
@@ -297,7 +296,7 @@ def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -
 def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
     """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart."""
     rows = columns(run, gathered, specs, place)
-    is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gathered_pieces(specs))
+    is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gather_messages(specs))
     if is_apart:
         rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
     return from_rows(run, rows, specs[place])
@@ -324,7 +323,7 @@ def reduce_bucket(
         run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
         rows = [whole]
     elif how.algorithm == "all_to_all":
-        pieces = pieces_of([s for _, _, s in grads], spec.reduce_dtype)
+        pieces = messages_of([s for _, _, s in grads], spec.reduce_dtype)
         rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
     total = sum(s.shard_numel for _, _, s in grads)
     reduced = reduce_scatter(run, rows, spec, flat, offsets, total)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import collectives as comm
-from . import gloo
+from . import schema
 from .deferred import Deferred
 from .in_flight import Arrival
 from .layout import FlatLayout, ShardLayout
 from .mesh import MeshInfo
 from .ops import Piece, own
 from .spec import ParamSpec
-from .torch_private import make_dtensor
+from .torch_private import make_dtensor, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -171,10 +171,10 @@ class FlatParam:
             version, checksum, gathered, work = self.ahead.pop(piece)
             if version == self.version():
                 self.check_unwritten(checksum)
-                gloo.awaited_by_tensor(gathered, work)
+                register_work(gathered, work)
                 return gathered
             work.wait()
-        started: Tensor = comm.call(comm.ALL_GATHER, shard, piece.group_size, piece.group)
+        started: Tensor = schema.ALL_GATHER(shard, list(piece.sizes), piece.group_size, piece.group)
         return started
 
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
@@ -276,7 +276,11 @@ class FlatParam:
         """Start to gather a piece of what the buffer holds now."""
         with torch.no_grad():
             shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
-            self.ahead[piece] = self.version(), self.checksum(), *comm.start_gather(shard, piece.group_size, piece.group)
+            self.ahead[piece] = (
+                self.version(),
+                self.checksum(),
+                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group),
+            )
 
     def drop_ahead(self) -> None:
         """Await gathers that no forward has used, and forget them."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FIRST_TAG, TAGS = 1 << 30, 1 << 30  # of messages; users' own are small numbers
 
 _tags: dict[str, itertools.count[int]] = {}
-_pending: set[Exchange] = set()  # torch keeps no reference to the Python half of a Work
+# Until awaited: torch keeps no reference to the Python half of a Work, nor gloo to its buffers.
+_pending: set[Exchange] = set()
 
 
 class Exchange(dist._Work):  # type: ignore[name-defined,misc]
@@ -54,7 +55,7 @@ def all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) 
     `_c10d_functional.wait_tensor` awaits it. As with every collective, all ranks of the group must start theirs in the same order.
     """
     out, work = start(shard, sizes, group_size, name)
-    awaited_by_tensor(out, work)
+    register_work(out, work)
     return out
 
 
@@ -72,7 +73,7 @@ def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))
     received = [list(column.unbind()) for column in out.split(sizes, dim=1)]
-    awaited_by_tensor(out, _exchange("all_to_all", out, [list(piece.unbind()) for piece in pieces], received, name))
+    register_work(out, _exchange("all_to_all", out, [list(piece.unbind()) for piece in pieces], received, name))
     return out
 
 
@@ -91,14 +92,9 @@ def _exchange(
         works += [group.send([outgoing[peer]], peer, tag) for peer in others]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
-    return Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
-
-
-def awaited_by_tensor(out: Tensor, work: Any) -> None:
-    """Let `_c10d_functional.wait_tensor(out)` wait for `work`."""
-    if isinstance(work, Exchange):
-        _pending.add(work)
-    register_work(out, work)
+    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
+    _pending.add(work)
+    return work
 
 
 def is_gloo(name: str, device: torch.device) -> bool:

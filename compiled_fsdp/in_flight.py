@@ -2,6 +2,8 @@
 
 `.grad` is a DTensor whose local tensor is `InFlight`. Whatever reads it (an optimizer, `clip_grad_norm_`, a scaler, a print)
 waits for the reduction first, and finds a plain tensor in its place from then on. So nobody can see a gradient too early.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`, `Tensor._make_wrapper_subclass`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ After, if both are small (they share a message, and their rows lie apart in what
     %w0 = view(clone(slice(view(%v, [N, n0 + n1]), 1, 0, n0)), shape0)
     %w1 = view(clone(slice(view(%v, [N, n0 + n1]), 1, n0, n0 + n1)), shape1)  # where it was read before
 
-Large, if both are large (a message each, whose rows come out side by side; see `collectives.pieces_of`):
+Large, if both are large (a message each, whose rows come out side by side; see `collectives.messages_of`):
 
     %v = wait(all_gather(%flat, [n0, n1]))
     %w0 = view(slice(%v, 0, 0, N * n0), shape0)

@@ -19,10 +19,10 @@ Leaves alone: backward; units that did not ask for it (`overlap`); custom all-ga
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.collectives import ALL_GATHER
-from compiled_fsdp.graph import Builder, is_backward
+from compiled_fsdp.collectives import ALL_GATHER, GATHERS
+from compiled_fsdp.graph import Builder, is_backward, value
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import GATHER_AHEAD
 
@@ -37,7 +37,7 @@ def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:
     if is_backward(gm.graph):
         return gm
     for region in find_regions(gm.graph, "gather"):
-        if region.spec.overlap and [n.target for n in region.starts] == [ALL_GATHER] and _is_piece(region):
+        if region.spec.overlap and [n.target in GATHERS for n in region.starts] == [True] and _is_piece(region):
             _replace(region)
     return gm
 
@@ -50,8 +50,12 @@ def _is_piece(region: Region) -> bool:
 
 def _replace(region: Region) -> None:
     (start,) = region.starts
-    shard, group_size, group = start.args
+    if start.target is ALL_GATHER:
+        shard, group_size, group = start.args
+        sizes: Any = [value(shard).numel()]  # type: ignore[arg-type]
+    else:
+        shard, sizes, group_size, group = start.args
     run = Builder(start, start, region.tag)
-    ahead = run(GATHER_AHEAD, shard, region.source, region.spec.offset, group_size, group)
+    ahead = run(GATHER_AHEAD, shard, region.source, region.spec.offset, sizes, group_size, group)
     start.replace_all_uses_with(ahead)
     start.graph.erase_node(start)

@@ -77,7 +77,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(hand(WAIT, start), hand.compute(start)),
             """\
 after the pipeline: %all_gather_into_tensor_default is read by ['%wait_tensor_default', '%neg_default'].
-Invariant: Every collective is awaited exactly once, and nothing else reads its result.
+Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
 -> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')
@@ -93,7 +93,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(),
             """\
 after the pipeline: %all_gather_into_tensor_default is read by [].
-Invariant: Every collective is awaited exactly once, and nothing else reads its result.
+Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
 -> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')

@@ -133,9 +133,12 @@ def compare_optimizers(names: list[str], kind: str) -> None:
         compare(train, kind, Options("odd"), OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_optimizers(two: Pool, kind: str) -> None:
-    two.run(compare_optimizers, list(OPTIMIZERS), kind, timeout=400.0)
+def test_optimizers(two: Pool) -> None:
+    two.run(compare_optimizers, list(OPTIMIZERS), "eager", timeout=400.0)
+
+
+def test_optimizers_compiled(two: Pool) -> None:
+    two.run(compare_optimizers, ["sgd", "adam", "adamw", "adamw_foreach", "adamw_fused"], "compiled", timeout=400.0)
 
 
 def compare_models(models: list[str], kind: str) -> None:
@@ -147,7 +150,7 @@ def compare_models(models: list[str], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_models(two: Pool, kind: str) -> None:
-    models = ["gpt", "llama", "llama_tied_unit", "moe", "conv", "one_unit", "frozen", "unused", "called_twice", "list_units"]
+    models = ["llama_tied_unit", "one_unit", "frozen", "unused", "called_twice", "list_units"]
     two.run(compare_models, models, kind, timeout=400.0)
 
 

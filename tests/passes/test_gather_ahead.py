@@ -41,13 +41,12 @@ class TestGatherAhead(GraphTest):
         self.assertEqual(pieces(gather_ahead(gathers("bc"), PLAN)), [(2, 2, "shard")])
 
     def test_leaves_alone(self):
-        """Gaps, several buffers, backward, custom gathers, units that did not ask for it, one rank."""
+        """Gaps, several buffers, backward, custom gathers, units that did not ask for it."""
         for gm in (
             gathers("ac"),
             gathers("abc", backward=True),
             gathers("abc", gather_algorithm="custom:f#0"),
             gathers("abc", overlap=False),
-            gathers("abc", group_size=1),
         ):
             self.assertUnchanged(gather_ahead, gm)
 
