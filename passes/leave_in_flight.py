@@ -56,7 +56,7 @@ def decide(graph: Graph) -> list[Region]:
     """The last reductions, in the order of their starts."""
     regions = [r for r in find_regions(graph, "reduce") if r.starts]
     regions.sort(key=lambda r: r.starts[0])
-    sizes = [value(r.starts[0].args[0]).nbytes for r in regions]  # type: ignore[arg-type]
+    sizes = [sum(value(n).nbytes for n in r.starts[0].all_input_nodes) for r in regions]
     room = UNITS_IN_FLIGHT * max(sizes, default=0)
     found: list[Region] = []
     for region, size in zip(reversed(regions), reversed(sizes), strict=True):
@@ -73,9 +73,9 @@ def _is_private(region: Region) -> bool:
     end = output(region.result.graph)
     if {user.target for user in region.result.users} != {MARK_GRADS, end.target}:
         return False
-    sent = value(region.starts[-1].all_input_nodes[0]).untyped_storage()._cdata
+    sent = {value(n).untyped_storage()._cdata for n in region.starts[-1].all_input_nodes}
     outside = [n for n in region.result.graph.nodes if n.op == "placeholder"] + end.all_input_nodes
-    return all(value(n).untyped_storage()._cdata != sent for n in outside if _is_tensor(n))
+    return all(value(n).untyped_storage()._cdata not in sent for n in outside if _is_tensor(n))
 
 
 def _is_tensor(node: Node) -> bool:

@@ -178,7 +178,8 @@ rank0/002_backward/07_free.txt
 rank0/002_backward/08_verify.diff
 rank0/002_backward/08_verify.txt
 rank0/002_backward/09_gather_ahead.diff
-rank0/002_backward/09_gather_ahead.txt""",
+rank0/002_backward/09_gather_ahead.txt
+rank0/002_backward/memory.txt""",
             )
             backward = Path(name) / "rank0" / "002_backward"
             self.assertRegex(

@@ -37,8 +37,8 @@ class TestGatherAhead(GraphTest):
 
     def test_pieces(self):
         """Where in the flat buffer the piece begins; the shard says how long it is."""
-        self.assertEqual(pieces(gather_ahead(gathers("abc"), PLAN)), [(0, 2, "shard")])
-        self.assertEqual(pieces(gather_ahead(gathers("bc"), PLAN)), [(2, 2, "shard")])
+        self.assertEqual(pieces(gather_ahead(gathers("abc"), PLAN)), [(0, [6], 2, "shard")])
+        self.assertEqual(pieces(gather_ahead(gathers("bc"), PLAN)), [(2, [4], 2, "shard")])
 
     def test_leaves_alone(self):
         """Gaps, several buffers, backward, custom gathers, units that did not ask for it."""
