@@ -15,13 +15,15 @@ from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_placement, resolve_reshard
 from .module import shard_classes, share_params
 from .state import State, distinct, get_state
-from .torch_private import is_replicated, plain_name, uncompiled
+from .tensor_parallel import place
+from .torch_private import is_replicated, local_tensor, plain_name, uncompiled
 from .unit import Original, Unit, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
 
     from .flat import ShardedParam
     from .mesh import MeshInfo
@@ -40,7 +42,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -54,7 +56,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -67,7 +69,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of `module` over the ranks of `mesh`, in place; same arguments as torch's `fully_shard`.
 
@@ -76,7 +78,8 @@ def fully_shard(
 
     Args:
         module: the module, or a list of modules that form one unit; changed in place and returned.
-        mesh: 1D (shard) or 2D (replicate, shard; needs `mesh_dim_names`); default: 1D over all ranks.
+        mesh: 1D (shard) or 2D (replicate, shard; needs `mesh_dim_names`); default: 1D over all ranks. Parameters that are
+            DTensors already (tensor parallelism) need a part of the mesh that theirs is a part of.
         reshard_after_forward: True drops the unsharded parameters after forward and gathers them again in backward;
             False keeps them; an int (a factor of the shard size) keeps a slice on groups of that size; None means True,
             but False for the outermost unit.
@@ -84,7 +87,8 @@ def fully_shard(
         shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must divide evenly), or torch's
             `ShardPlacementResult` with a mesh of its own.
         offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes nothing; else not there yet.
-        dp_mesh_dims: not there yet.
+        dp_mesh_dims: `mesh` has other axes too (tensor parallelism), the parameters are DTensors on it, and these of its dims are
+            the data-parallel ones; torch's own `DataParallelMeshDims`.
         ignored_params: left alone: not moved, cut, gathered or reduced.
 
     A parameter that an earlier call sharded already (tied weights) stays in that call's unit: it is gathered once for both, and its
@@ -96,11 +100,12 @@ def fully_shard(
         NotImplementedError: an argument that is not supported yet, or a non-contiguous parameter.
     """
     modules = _check_modules(module)
-    info = resolve_mesh(mesh)
-    _check_supported(info, offload_policy, dp_mesh_dims)
-    reshard = resolve_reshard(reshard_after_forward, info.shard_size)
+    info = resolve_mesh(mesh, dp_mesh_dims)
+    _check_offload(info, offload_policy)
+    reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
     params = _managed_params(managed, modules, ignored_params or set(), shard_placement_fn, info)
+    _check_reshard(reshard, params)
     lent = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
     unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard)
@@ -113,12 +118,26 @@ def fully_shard(
     return module
 
 
-def _check_supported(info: MeshInfo, offload: OffloadPolicy, dims: object) -> None:
-    if dims is not None:
+def _resolve_reshard(value: bool | int | None, info: MeshInfo) -> bool | int | None:
+    if not info.is_sharding:  # there is nothing to drop
+        return False
+    if info.spmd is not None and isinstance(value, int) and not isinstance(value, bool):
         raise NotImplementedError(
-            f"fully_shard: dp_mesh_dims={dims!r} is not supported yet. Leave it out, or use torch.distributed.fsdp.fully_shard "
-            "for this model"
+            f"fully_shard: reshard_after_forward={value} as an int is not supported with dp_mesh_dims. Pass True or False"
         )
+    return resolve_reshard(value, info.shard_size)
+
+
+def _check_reshard(reshard: bool | int | None, params: Sequence[Original]) -> None:
+    names = [o.path for o in params if isinstance(o.parameter, DTensor)]
+    if names and isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise NotImplementedError(
+            f"fully_shard: reshard_after_forward={reshard} as an int is not supported for parameters that are DTensors already "
+            f"({names[0]} is the first of {len(names)}). Pass True or False"
+        )
+
+
+def _check_offload(info: MeshInfo, offload: OffloadPolicy) -> None:
     if not isinstance(offload, CPUOffloadPolicy):
         return
     if info.mesh.device_type != "cpu":
@@ -223,10 +242,14 @@ def _managed_params(
                     continue
                 path = plain_name(f"{above}.{name}" if above else name)
                 if id(parameter) not in originals:
-                    _check_param(path, parameter)
-                    result = placement_fn(parameter) if placement_fn else None
-                    place = resolve_placement(result, path, parameter, info)
-                    originals[id(parameter)] = Original(parameter, [], uncompiled(root), path, *place)
+                    _check_param(path, parameter, info.device)
+                    dim, own = 0, info
+                    if placement_fn:
+                        dim, own = resolve_placement(placement_fn(parameter), path, local_tensor(parameter), info)
+                    mesh, placements = place(parameter, path, dim, own)
+                    originals[id(parameter)] = Original(
+                        parameter, [], uncompiled(root), path, dim, own, (mesh, placements)
+                    )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
 
@@ -241,18 +264,19 @@ def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Paramete
                 )
 
 
-def _check_param(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor with placements {parameter.placements} already; combining with "
-            "tensor parallelism is not supported yet. Shard before, or use torch.distributed.fsdp.fully_shard"
+def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if isinstance(parameter, DTensor) and parameter.device != device and parameter.device.type != "meta":
+        is_other = parameter.device_mesh.device_type != device.type
+        raise (ValueError if is_other else AssertionError)(
+            f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of {parameter.device_mesh.device_type}; it "
+            f"should be on {device}, where the mesh passed to fully_shard is. Distribute it there"
         )
     if hasattr(parameter, "fsdp_pre_all_gather") or hasattr(parameter, "fsdp_post_all_gather"):
         raise NotImplementedError(
             f"fully_shard: parameter {name} is a {type(parameter.data).__name__} with an all-gather extension "
             "(fsdp_pre_all_gather), which is not supported yet. Use torch.distributed.fsdp.fully_shard for this model"
         )
-    if not parameter.is_contiguous():
+    if not (parameter.is_contiguous() and local_tensor(parameter).is_contiguous()):
         raise NotImplementedError(
             f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} {parameter.stride()=}). "
             "Call .contiguous() on it before sharding"

@@ -19,7 +19,8 @@ from .layout import FlatLayout, ShardLayout
 from .mesh import MeshInfo
 from .ops import Piece, own
 from .spec import ParamSpec
-from .torch_private import make_dtensor, register_work
+from .tensor_parallel import Full
+from .torch_private import local_tensor, make_dtensor, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,11 +35,13 @@ class Handle:
 
     key: "" while an eager forward has the full parameter registered: then that is what is read.
     is_frozen: frozen by now, in a flat buffer that requires a gradient.
+    full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
     """
 
     flat: nn.Parameter
     key: str
     is_frozen: bool = False
+    full: str = ""
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
@@ -52,6 +55,7 @@ class ShardedParam:
     root, path: a module that the call was given, and the name below it.
     fqn: name relative to the outermost `fully_shard` module known so far.
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
+    full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
@@ -62,10 +66,26 @@ class ShardedParam:
     path: str
     sharded: nn.Parameter
     layout: ShardLayout
+    full: Full | None = None
     unsharded: nn.Parameter | None = None
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
+
+    @property
+    def gathered(self) -> Tensor:
+        """The eager runtime's full parameter; the local tensor of it, if it is a DTensor."""
+        assert self.unsharded is not None
+        return local_tensor(self.unsharded)
+
+    def set_gathered(self, local: Tensor) -> None:
+        """Begin to compute with a full parameter around this tensor."""
+        full = self.full.wrap(local) if self.full else local
+        self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """What of a full gradient is to be reduced."""
+        return self.full.local_grad(grad) if self.full else grad
 
     def show_handle(self, handle: Handle) -> None:
         """Make `handle` what a traced read finds; compiled code guards on it."""

@@ -61,9 +61,10 @@ def all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) 
 
 def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tuple[Tensor, Exchange]:
     """The same, awaited by the `Exchange`."""
-    out = shard.new_empty(group_size * shard.numel())
-    received = [piece.view(group_size, -1) for piece in out.split([group_size * n for n in sizes])]
-    sent = [[piece] * group_size for piece in shard.split(list(sizes))]
+    shard = shard.contiguous()  # tensor parallelism gathers activations too
+    out = shard.new_empty(gathered_shape(shard, group_size))
+    received = [piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])]
+    sent = [[piece] * group_size for piece in shard.view(-1).split(list(sizes))]
     return out, _exchange("all_gather", out, sent, received, name)
 
 
@@ -95,6 +96,11 @@ def _exchange(
     work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
     _pending.add(work)
     return work
+
+
+def gathered_shape(shard: Tensor, group_size: int) -> tuple[int, ...]:
+    """Of what is gathered: all ranks' shards, one after the other on dim 0."""
+    return (group_size * shard.shape[0], *shard.shape[1:])
 
 
 def is_gloo(name: str, device: torch.device) -> bool:

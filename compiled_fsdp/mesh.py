@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,44 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .spec import Reduction
+from .torch_private import concatenate, flatten
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdMesh:
+    """`dp_mesh_dims`: parameters are DTensors on `mesh` already, and of its dims these are data parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def axes(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Where these dims of the mesh are."""
+        return tuple((self.mesh.mesh_dim_names or ()).index(name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """A 1-D mesh (fully sharded) or a 2-D one (HSDP: axis 0 replicates, axis 1 shards)."""
+    """A 1-D mesh (fully sharded) or a 2-D one (HSDP: axis 0 replicates, axis 1 shards).
+
+    spmd: the full mesh that this one is a part of; only then may a 1-D mesh replicate instead.
+    """
 
     mesh: DeviceMesh
+    spmd: SpmdMesh | None = None
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether parameters are cut at all."""
+        return self.spmd is None or bool(self.spmd.shard)
+
+    @property
+    def is_replicating(self) -> bool:
+        """Whether gradients are all-reduced."""
+        return self.mesh.ndim == 2 or not self.is_sharding
 
     @property
     def shard_axis(self) -> int:
@@ -27,28 +59,28 @@ class MeshInfo:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The group that gathers parameters and scatters gradients."""
+        """The group that gathers parameters and scatters gradients; if nothing is cut, the ranks that replicate."""
         return self.mesh.get_group(self.shard_axis)
 
     @property
     def shard_size(self) -> int:
         """Ranks that a parameter is cut over."""
-        return self.mesh.size(self.shard_axis)
+        return self.mesh.size(self.shard_axis) if self.is_sharding else 1
 
     @property
     def shard_rank(self) -> int:
         """This rank's place among them."""
-        return self.mesh.get_local_rank(self.shard_axis)
+        return self.mesh.get_local_rank(self.shard_axis) if self.is_sharding else 0
 
     @property
     def replicate_size(self) -> int:
         """Ranks that hold the same shard (1 without HSDP)."""
-        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+        return self.mesh.size(0) if self.is_replicating else 1
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The group that all-reduces gradients, or None without HSDP."""
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        return self.mesh.get_group(0) if self.is_replicating else None
 
     def placements(self, dim: int = 0) -> tuple[Placement, ...]:
         """Of a DTensor on `mesh` for a parameter that is cut on `dim`."""
@@ -77,7 +109,7 @@ def twin_group(group: dist.ProcessGroup) -> str:
     return _twins[group.group_name].group_name
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshInfo:
     """Check a user's mesh, or make the default one over all ranks (initialising the process group, as stock does)."""
     if mesh is None:
         if not dist.is_initialized():
@@ -85,6 +117,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    if dims is not None:
+        return _resolve_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard: mesh has {mesh.ndim} dimensions ({mesh}); expects a 1D mesh (shard) or a 2D mesh "
@@ -98,12 +132,35 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshInfo:
     return MeshInfo(mesh)
 
 
+def _resolve_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
+    """The data-parallel part of a full mesh; several dims of a kind become one (collective: makes a process group)."""
+    shard, replicate = dims.shard_names, dims.replicate_names
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"fully_shard: dp_mesh_dims={dims} names dims of the mesh, and {mesh} has no mesh_dim_names. Pass them to "
+            "init_device_mesh"
+        )
+    absent = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
+    if absent or not (replicate or shard):
+        raise ValueError(
+            f"fully_shard: dp_mesh_dims={dims} should name one or more of the mesh's dims {mesh.mesh_dim_names}"
+            + (f"; {absent[0]!r} is not found there" if absent else "")
+        )
+    parts = [mesh[names[0]] if len(names) == 1 else flatten(mesh, names) for names in (replicate, shard) if names]
+    return MeshInfo(concatenate(parts) if len(parts) > 1 else parts[0], SpmdMesh(mesh, shard, replicate))
+
+
 def resolve_placement(result: object, name: str, param: torch.Tensor, default: MeshInfo) -> tuple[int, MeshInfo]:
     """The dimension and the mesh that a parameter is cut over, from what `shard_placement_fn` returned for it.
 
     `result` is None (dim 0), a `Shard`, or torch's `ShardPlacementResult` (known by its two fields) with a mesh of its own.
     """
     placement, info = result, default
+    if not default.is_sharding:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn needs a mesh that shards, and dp_mesh_dims names only {default.spmd} to "
+            "replicate over. Leave it out, or name dims to shard over"
+        )
     if hasattr(result, "mesh_info") and hasattr(result, "placement"):
         placement, info = result.placement, MeshInfo(result.mesh_info.mesh)
     if placement is None:

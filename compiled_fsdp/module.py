@@ -23,13 +23,14 @@ from .fsdp_module import FSDPModule
 from .schema import UNSHARD
 from .spec import CONSTANTS
 from .state import State, get_state, set_state
+from .tensor_parallel import as_dtensor
 from .torch_private import never_traced_alone, rebind_compiled, uncompiled, untraced
 from .unit import original_class, originals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .flat import ShardedParam
+    from .flat import Handle, ShardedParam
     from .unit import Unit
 
 
@@ -146,7 +147,8 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
             handle = owner._fsdp_handles[name]
             if handle.key:
                 full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
-                return full.detach() if handle.is_frozen else full
+                full = full.detach() if handle.is_frozen else full
+                return as_dtensor(full, handle.full) if handle.full else full
         if name in self._parameters:
             return self._parameters[name]
         if name in self.__dict__:
@@ -176,12 +178,15 @@ def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
 
 @untraced
 def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
-    names: dict[str, Any] = module.__dict__.get("_fsdp_handles", {})
-    sharded = [name for name in names if isinstance(module._parameters[name], DTensor)]
-    if not sharded or any(isinstance(a, DTensor) for a in args):
+    handles: dict[str, Handle] = module.__dict__.get("_fsdp_handles", {})
+    closed = [name for name, handle in handles.items() if handle.key and isinstance(module._parameters[name], DTensor)]
+    if not closed or any(isinstance(a, DTensor) for a in args):
         return
     state: State = module.__dict__["_fsdp_owner"]
-    (param,) = [p for p in state.unit.params if (module, sharded[0]) in p.owners][:1]
+    sharded = [p for p in state.unit.params for name in closed if (module, name) in p.owners and module._parameters[name] is p.sharded]
+    if not sharded:
+        return
+    param = sharded[0]
     raise RuntimeError(
         f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit {state.unit.name!r} was not "
         "entered by its forward, but from another method. Either call register_fsdp_forward_method(sharded_module, name) "

@@ -286,7 +286,7 @@ def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str
     """
     if gloo.is_gloo(group, shard.device):
         return gloo.all_gather(shard, sizes, group_size, group)
-    out = shard.new_empty(group_size * shard.numel())
+    out = shard.new_empty(gloo.gathered_shape(shard, group_size))
     pieces = list(shard.split(list(sizes)))
     work = group_named(group).allgather_into_tensor_coalesced(list(out.split([group_size * n for n in sizes])), pieces)
     register_work(out, work)
@@ -295,7 +295,7 @@ def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str
 
 @_fake("all_gather")
 def _all_gather_fake(shard: Tensor, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
-    return shard.new_empty(group_size * shard.numel())
+    return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
 @_real("all_to_all")

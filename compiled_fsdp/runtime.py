@@ -187,8 +187,7 @@ class Runtime:
                 for param in flat.params:
                     if param.spec.reshard != "slice":
                         continue
-                    assert param.unsharded is not None
-                    self.slices[param] = KEEP_SLICE(param.unsharded.detach(), *param.spec.args())
+                    self.slices[param] = KEEP_SLICE(param.gathered.detach(), *param.spec.args())
         self.reshard()
 
     # -- backward
@@ -236,7 +235,7 @@ class Runtime:
             full = param.unsharded
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
-                ready.append((param, grad))
+                ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused:
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
@@ -332,8 +331,7 @@ class Runtime:
         if not self.is_unsharded:
             return
         for param in self.unit.params:
-            assert param.unsharded is not None
-            param.unsharded.untyped_storage().resize_(0)
+            param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
 
@@ -410,8 +408,8 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
     spec = specs[place]
     if param.unsharded is None or param.unsharded.dtype != spec.dtype:
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
-        param.unsharded = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
-    full = param.unsharded
+        param.set_gathered(full)
+    full = param.gathered
     columns = comm.columns(comm.call, gathered, specs, place)
     with preserve_version(full):
         full.untyped_storage().resize_(columns.numel() * columns.element_size())

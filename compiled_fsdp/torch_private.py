@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
 P = ParamSpec("P")
@@ -47,6 +49,47 @@ def make_dtensor(
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global metadata."""
+    return tensor._spec
+
+
+def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local`, whose dtype it takes; the rest is as `spec` says."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if local.dtype != meta.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still to deliver it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts this dim of the tensor."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def cut_inside(dim: int, split_factor: int) -> Placement:
+    """The placement of a tensor that is cut on `dim` by a mesh axis, after later axes have cut it into `split_factor` pieces."""
+    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the named axes of several parts of one root mesh."""
+    mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return mesh
+
+
+def flatten(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """One axis of several of a mesh, named after all of them; collective: makes a process group."""
+    return mesh[names]._flatten("_".join(names))
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

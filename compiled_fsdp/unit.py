@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,13 +19,15 @@ from .flat import FlatParam, Handle, ShardedParam
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
 from .spec import MEAN, ParamSpec
-from .torch_private import make_dtensor
+from .tensor_parallel import full_of, key_of
+from .torch_private import local_tensor, make_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import Placement
 
     from .flat import Gather
 
@@ -37,7 +39,10 @@ taken: Any = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut."""
+    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
+
+    place: mesh and placements of the DTensor that it becomes.
+    """
 
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
@@ -45,6 +50,12 @@ class Original:
     path: str
     dim: int
     mesh_info: MeshInfo
+    place: tuple[DeviceMesh, tuple[Placement, ...]]
+
+    @property
+    def local(self) -> Tensor:
+        """What is cut: the parameter, or the local tensor of one that is a DTensor already."""
+        return local_tensor(self.parameter)
 
 
 @dataclass(slots=True)
@@ -126,17 +137,18 @@ class Unit:
     def _make_flat(self, group: list[Original]) -> FlatParam:
         info = group[0].mesh_info
         first = group[0].parameter
-        layout = flat_layout([o.parameter.shape for o in group], info.shard_size, [o.dim for o in group])
+        layout = flat_layout([o.local.shape for o in group], info.shard_size, [o.dim for o in group])
         buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
             view = place.view(buffer, info.shard_rank)
             with torch.no_grad():
-                view.copy_(place.cut(original, info.shard_rank))
-            dtensor = make_dtensor(view, original, info.mesh, info.placements(place.dim))
+                view.copy_(place.cut(entry.local, info.shard_rank))
+            dtensor = make_dtensor(view, original, *entry.place)
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
-            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place))
+            full = full_of(original, info)
+            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full))
             params[-1].register(sharded)
             taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
@@ -251,7 +263,7 @@ class Unit:
                 key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
                 if key not in self._handles:
                     spec = self._spec(flat, param)
-                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen)
+                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full))
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
 

@@ -14,7 +14,7 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
 ORDER = """
     version plan torch_private spec layout errors
-    gloo schema mesh collectives meta ops
+    gloo schema mesh tensor_parallel collectives meta ops
     graph regions costs planner
     memory
     dump
