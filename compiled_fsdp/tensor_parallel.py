@@ -147,10 +147,10 @@ def _on_full_mesh(
             f"fully_shard: with dp_mesh_dims, all parameters must be DTensors on the full mesh; {name} is a plain tensor. "
             "Use distribute_module or distribute_tensor first"
         )
-    if original.device_mesh is not spmd.mesh:
+    if original.device_mesh != spmd.mesh:
         raise ValueError(
-            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}, which is not the same mesh object as the one "
-            f"passed to fully_shard, {spmd.mesh}. Pass that one"
+            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with dp_mesh_dims it should be on the mesh that is "
+            f"passed, {spmd.mesh}. Pass the full mesh, or leave dp_mesh_dims out"
         )
     placements = list(original.placements)
     for axis in spmd.axes((*spmd.shard, *spmd.replicate)):

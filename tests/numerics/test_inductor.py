@@ -14,11 +14,12 @@ import torch._inductor.config as inductor_config
 from harness import Options, batch_of, check_parity, make
 from models import loss_of
 from pool import Pool
+from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import inductor
+from compiled_fsdp import fully_shard, inductor
 from compiled_fsdp.collectives import STARTS
 from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
 
@@ -36,6 +37,35 @@ def test_odd_sizes_in_bf16(two: Pool) -> None:
     options = Options("odd", steps=3, optimizer="sgd", policies=(policy,))
     # Inductor keeps fused bf16 chains in fp32, stock rounds each to 8 bits: relative 2^-8 per rounding, a few deep.
     two.run(check_parity, options, ("stock",), ("inductor",), 0.03, 3e-3, timeout=SLOW)
+
+
+def test_what_a_gather_reads_lives_until_it_is_awaited(two: Pool) -> None:
+    two.run(input_is_kept, timeout=SLOW)
+
+
+def input_is_kept() -> None:
+    """No gradient for the input: backward leaves the first norm out, so what it gathers is copied together into a temporary."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+
+    model = nn.Sequential(block(), block())
+    for unit in (model[0], model[1], model):
+        fully_shard(unit, reshard_after_forward=True)
+    call = torch.compile(model, fullgraph=True)
+    _, codes = run_and_get_code(lambda: call(torch.randn(4, 8)).square().mean().backward())
+    num_temporaries = 0
+    for lines in (code.splitlines() for code in codes):
+        for start, line in enumerate(lines):
+            gather = re.search(r"(\w+) = torch.ops.fsdp.all_gather.default\((buf\w+),", line)
+            if gather is None:
+                continue
+            num_temporaries += 1
+            names = [gather[1], *re.findall(rf"(\w+) = {gather[1]}\b", "\n".join(lines))]
+            end = next(i for i, text in enumerate(lines) if any(f"wait_tensor.default({name})" in text for name in names))
+            early = [text for text in lines[start + 1 : end] if re.search(rf"\b{gather[2]}\b", text)]
+            assert not early, f"{gather[2]} is given away before {gather[1]} is awaited: {early}"
+    assert num_temporaries > 0
 
 
 def test_users_hook_runs_too(two: Pool) -> None:
