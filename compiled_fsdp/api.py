@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from .extension import has_extension
 from .first_call import check_optimizers
 from .fsdp_module import FSDPModule
 from .inductor import install_passes
@@ -129,12 +130,15 @@ def _resolve_reshard(value: bool | int | None, info: MeshInfo) -> bool | int | N
 
 
 def _check_reshard(reshard: bool | int | None, params: Sequence[Original]) -> None:
-    names = [o.path for o in params if isinstance(o.parameter, DTensor)]
-    if names and isinstance(reshard, int) and not isinstance(reshard, bool):
-        raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={reshard} as an int is not supported for parameters that are DTensors already "
-            f"({names[0]} is the first of {len(names)}). Pass True or False"
-        )
+    if not isinstance(reshard, int) or isinstance(reshard, bool):
+        return
+    for entry in params:
+        if isinstance(entry.parameter, DTensor) or entry.is_apart:
+            why = "is a DTensor already" if isinstance(entry.parameter, DTensor) else "has an all-gather extension"
+            raise NotImplementedError(
+                f"fully_shard: reshard_after_forward={reshard} as an int is not supported for parameter {entry.path}, which {why}. "
+                "Pass True or False"
+            )
 
 
 def _check_offload(info: MeshInfo, offload: OffloadPolicy) -> None:
@@ -247,9 +251,7 @@ def _managed_params(
                     if placement_fn:
                         dim, own = resolve_placement(placement_fn(parameter), path, local_tensor(parameter), info)
                     mesh, placements = place(parameter, path, dim, own)
-                    originals[id(parameter)] = Original(
-                        parameter, [], uncompiled(root), path, dim, own, (mesh, placements)
-                    )
+                    originals[id(parameter)] = Original(parameter, [], uncompiled(root), path, dim, own, (mesh, placements))
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
 
@@ -268,14 +270,10 @@ def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> No
     if isinstance(parameter, DTensor) and parameter.device != device and parameter.device.type != "meta":
         is_other = parameter.device_mesh.device_type != device.type
         raise (ValueError if is_other else AssertionError)(
-            f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of {parameter.device_mesh.device_type}; it "
-            f"should be on {device}, where the mesh passed to fully_shard is. Distribute it there"
+            f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of {parameter.device_mesh.device_type}; "
+            f"it should be on {device}, where the mesh passed to fully_shard is. Distribute it there"
         )
-    if hasattr(parameter, "fsdp_pre_all_gather") or hasattr(parameter, "fsdp_post_all_gather"):
-        raise NotImplementedError(
-            f"fully_shard: parameter {name} is a {type(parameter.data).__name__} with an all-gather extension "
-            "(fsdp_pre_all_gather), which is not supported yet. Use torch.distributed.fsdp.fully_shard for this model"
-        )
+    has_extension(type(local_tensor(parameter)), name)
     if not (parameter.is_contiguous() and local_tensor(parameter).is_contiguous()):
         raise NotImplementedError(
             f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} {parameter.stride()=}). "

@@ -45,6 +45,7 @@ class Handle:
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
+APART = Handle(nn.Parameter(torch.empty(0)), "apart")  # of an all-gather extension: a traced read breaks the graph
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +72,11 @@ class ShardedParam:
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard."""
+        return local_tensor(self.sharded)
 
     @property
     def gathered(self) -> Tensor:
@@ -105,6 +111,8 @@ class ShardedParam:
 class FlatParam:
     """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
 
+    is_apart: the parameters are subclasses with an all-gather extension, which cannot be views; only their gradients are laid out
+        so, and `data` is empty.
     marked: offsets of the parameters whose gradients the running backward delivers.
     arrival: the reduction that the last backward has left in flight.
     ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
@@ -117,6 +125,7 @@ class FlatParam:
     layout: FlatLayout
     params: list[ShardedParam]
     data: nn.Parameter
+    is_apart: bool = False
     marked: set[int] = field(default_factory=set)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
@@ -143,6 +152,11 @@ class FlatParam:
         self.data.requires_grad_(value)
         if value and not self.data._post_accumulate_grad_hooks:
             self._watch_leaf()
+
+    @property
+    def versions(self) -> list[int]:
+        """Change when values do."""
+        return [p.local._version for p in self.params] if self.is_apart else [self.data._version]
 
     def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
         """The parameter's shard inside a buffer of this layout."""
@@ -310,6 +324,8 @@ class FlatParam:
 
     def refresh(self) -> None:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
+        if self.is_apart:
+            return
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)

@@ -82,22 +82,6 @@ def use_gloo(graph: Graph) -> None:
             node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
 
 
-@cache
-def teach_gather() -> None:
-    """Let Inductor know `fsdp::all_gather` as a collective, whose input must not be written before it is awaited.
-
-    Any other op has read its inputs when it returns: their memory would be given to the next kernel while the sends still read it.
-    """
-    from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
-
-    def lower(shard: Any, group_size: int, group: str) -> Any:
-        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(ALL_GATHER, shard, group_size, group))
-
-    add_layout_constraint(ALL_GATHER, constrain_to_fx_strides)
-    register_lowering(ALL_GATHER, type_promotion_kind=None)(lower)
-
-
 class JointPass(CustomGraphPass):
     """Inductor's joint hook."""
 
@@ -124,7 +108,6 @@ class HalfPass(CustomGraphPass):
             if tag is not None and tag.kind == "gather":
                 node.target, node.kwargs = COPY_COLUMNS, {}
         use_gloo(graph)
-        teach_gather()
 
     def uuid(self) -> Any:
         """As for `JointPass`."""

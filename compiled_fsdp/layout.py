@@ -37,10 +37,14 @@ class ShardLayout:
         """Rows that this rank really owns; the rest of its `rows` are padding."""
         return max(0, min(self.rows, self.shape[self.dim] - rank * self.rows))
 
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Of each rank's padded shard."""
+        return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
+
     def padded_view(self, flat: Tensor) -> Tensor:
         """This parameter's padded shard in a flat buffer."""
-        shape = (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
-        return flat.narrow(0, self.offset, self.numel).view(shape)
+        return flat.narrow(0, self.offset, self.numel).view(self.padded_shape)
 
     def view(self, flat: Tensor, rank: int) -> Tensor:
         """This parameter's shard, without padding, as a view into a flat buffer."""

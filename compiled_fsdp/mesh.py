@@ -63,6 +63,11 @@ class MeshInfo:
         return self.mesh.get_group(self.shard_axis)
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The part of the mesh that all-gather extensions are told."""
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[(self.mesh.mesh_dim_names or ())[-1]]
+
+    @property
     def shard_size(self) -> int:
         """Ranks that a parameter is cut over."""
         return self.mesh.size(self.shard_axis) if self.is_sharding else 1

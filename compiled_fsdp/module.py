@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import warn_once
+from .extension import WHY_EAGER
+from .flat import APART
 from .fsdp_module import FSDPModule
 from .schema import UNSHARD
 from .spec import CONSTANTS
@@ -145,6 +147,9 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
         owner: Any = self
         if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles:
             handle = owner._fsdp_handles[name]
+            if handle.key == APART.key:
+                torch._dynamo.graph_break(msg=WHY_EAGER)
+                return self._parameters[name]
             if handle.key:
                 full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
                 full = full.detach() if handle.is_frozen else full
@@ -183,7 +188,12 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     if not closed or any(isinstance(a, DTensor) for a in args):
         return
     state: State = module.__dict__["_fsdp_owner"]
-    sharded = [p for p in state.unit.params for name in closed if (module, name) in p.owners and module._parameters[name] is p.sharded]
+    sharded = [
+        p
+        for p in state.unit.params
+        for name in closed
+        if (module, name) in p.owners and module._parameters[name] is p.sharded
+    ]
     if not sharded:
         return
     param = sharded[0]

@@ -21,7 +21,8 @@ from . import collectives as comm
 from .deferred import Deferred
 from .deferred import Value as Recorded
 from .errors import warn_once
-from .flat import OPEN
+from .extension import Extension, buckets, fill_all, gather
+from .flat import APART, OPEN
 from .schema import KEEP_SLICE
 from .spec import ParamSpec
 from .torch_private import preserve_version, untraced
@@ -54,6 +55,8 @@ class Runtime:
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
     checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
+    pending_extensions: the same of `extensions`.
+    extensions: how parameters that bring an all-gather of their own are gathered.
     indices: places of this unit in `tree.order` that backward has not come to.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
@@ -69,6 +72,8 @@ class Runtime:
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
         self.checksums: list[Tensor] = []
+        self.extensions: dict[ShardedParam, Extension] = {}
+        self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
         self.indices: list[int] = []
         self.forward_prefetch: list[Runtime] = []
         self.backward_prefetch: list[Runtime] = []
@@ -279,7 +284,8 @@ class Runtime:
         self.pending_versions = self._versions()
         with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
             self.pending = self._gathers()
-            for program, *_ in self.pending:
+            self.pending_extensions = self._extension_gathers()
+            for program, *_ in (*self.pending, *self.pending_extensions):
                 program.advance()
 
     @property
@@ -309,6 +315,7 @@ class Runtime:
         for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
             flat.check_unwritten(checksum)
         self.checksums = []
+        extensions, self.pending_extensions = self.pending_extensions, []
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -319,6 +326,9 @@ class Runtime:
                 specs = [spec for _, spec in members]
                 for place, (param, _) in enumerate(members):
                     _fill(param, gathered.tensor, specs, place)
+            for program, gathered, inputs in extensions:
+                program.finish()
+                fill_all(gathered.tensor, inputs)
         for param in self.unit.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -331,7 +341,10 @@ class Runtime:
         if not self.is_unsharded:
             return
         for param in self.unit.params:
-            param.gathered.untyped_storage().resize_(0)
+            if param in self.extensions:
+                self.extensions[param].free()
+            else:
+                param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
 
@@ -342,9 +355,9 @@ class Runtime:
 
     def drop_pending(self) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them."""
-        for program, *_ in self.pending:
+        for program, *_ in (*self.pending, *self.pending_extensions):
             program.finish()
-        self.pending, self.checksums = [], []
+        self.pending, self.pending_extensions, self.checksums = [], [], []
         for flat in self.unit.flats:
             flat.drop_ahead()
 
@@ -359,9 +372,9 @@ class Runtime:
         self.reshard()
 
     def _has_pending(self) -> bool:
-        if self.pending and self.pending_versions != self._versions():
+        if (self.pending or self.pending_extensions) and self.pending_versions != self._versions():
             self.drop_pending()
-        return bool(self.pending)
+        return bool(self.pending or self.pending_extensions)
 
     def _versions(self) -> list[int]:
         return [version for flat in self.unit.flats for version in flat.version()]
@@ -381,6 +394,8 @@ class Runtime:
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
             for param in flat.params:
+                if param.handle is APART:
+                    continue
                 spec, source = param.spec, whole
                 if param in self.slices:
                     spec = spec.over_post_group()
@@ -392,6 +407,18 @@ class Runtime:
             run = Deferred()
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
+        return gathers
+
+    def _extension_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
+        """One all-gather for each group, of what the subclasses contribute."""
+        for flat in self.unit.flats:
+            for param in flat.params:
+                if param.handle is APART and param not in self.extensions:
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
+        gathers = []
+        for members in buckets(self.extensions.values()):
+            run = Deferred()
+            gathers.append((run, gather(run, members), members))
         return gathers
 
     def _check_not_meta(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .calibrate import calibrate_plan
+from .extension import WHY_EAGER
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_same_model
 from .runtime import Runtime
@@ -101,6 +102,8 @@ class PreForward:
         if torch.compiler.is_dynamo_compiling():
             if self.state.unit.settings.reduce_unused:
                 torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
+            if self.state.unit.has_extensions:
+                torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
             return args, kwargs
         self.state.note_eager()
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))

@@ -3,8 +3,8 @@
 [Note: parameters that are DTensors]
 What is cut, gathered and reduced is the local tensor, by the same ops as a plain parameter: the IR and the passes see nothing of
 tensor parallelism. Around that stand two things. The cut parameter is a DTensor on a mesh with both kinds of axes (`place`). And
-computation reads a DTensor again (`Full`): the gathered local tensor, placed as the user had placed it. The gradient that comes back
-is brought to the same placements before it is reduced, by collectives of DTensor's own.
+computation reads a DTensor again (`Full`): the gathered local tensor, placed as the user had placed it. The gradient that comes
+back is brought to the same placements before it is reduced, by collectives of DTensor's own.
 
 Private torch used here (tried on 2.13): `torch.distributed.tensor._dtensor_spec`, for annotations.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from .torch_private import concatenate, cut_inside, cuts, local_tensor, spec_of, with_spec
+from .torch_private import concatenate, cut_inside, cuts, local_tensor, spec_of, traced_as_it_is, with_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,8 +54,8 @@ class Full:
         """
         if not isinstance(grad, DTensor):
             raise AssertionError(
-                f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} is a {type(grad).__name__}; should "
-                "be a DTensor. An autograd function in the model returned it so: let it return DTensor.from_local(...)"
+                f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} is a {type(grad).__name__}; "
+                "should be a DTensor. An autograd function in the model returned it so: let it return DTensor.from_local(...)"
             )
         wanted = tuple(
             given if axis in self.dp_axes else own
@@ -85,7 +85,7 @@ def key_of(full: Full | None) -> str:
     return key
 
 
-@torch._dynamo.allow_in_graph
+@traced_as_it_is
 def as_dtensor(local: Tensor, key: str) -> Tensor:
     """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is, AOTAutograd traces through it."""
     result: Tensor = _AsDTensor.apply(local, _by_key[key])  # type: ignore[no-untyped-call]
@@ -114,19 +114,17 @@ def place(original: Tensor, name: str, dim: int, info: MeshInfo) -> tuple[Device
     return info.mesh, info.placements(dim)
 
 
-def _on_both_meshes(
-    original: DTensor, name: str, dim: int, info: MeshInfo
-) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def _on_both_meshes(original: DTensor, name: str, dim: int, info: MeshInfo) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     inner, placements = original.device_mesh, original.placements
     if len(placements) > 2:
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh axes, {placements}; FSDP only supports one or two "
-            "axes (TP, EP, or both) besides its own"
+            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh axes, {placements}; FSDP only supports one or "
+            "two axes (TP, EP, or both) besides its own"
         )
     if info.mesh.mesh_dim_names is None or inner.mesh_dim_names is None:
         raise TypeError(
-            f"fully_shard: parameter {name} is a DTensor, so that its mesh {inner} and the data-parallel {info.mesh} are joined; both "
-            "need mesh_dim_names. Take both from one mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp']"
+            f"fully_shard: parameter {name} is a DTensor, so that its mesh {inner} and the data-parallel {info.mesh} are joined; "
+            "both need mesh_dim_names. Take both from one mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp']"
         )
     try:
         mesh = concatenate([info.mesh, inner])
@@ -149,8 +147,8 @@ def _on_full_mesh(
         )
     if original.device_mesh != spmd.mesh:
         raise ValueError(
-            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with dp_mesh_dims it should be on the mesh that is "
-            f"passed, {spmd.mesh}. Pass the full mesh, or leave dp_mesh_dims out"
+            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with dp_mesh_dims it should be on the mesh "
+            f"that is passed, {spmd.mesh}. Pass the full mesh, or leave dp_mesh_dims out"
         )
     placements = list(original.placements)
     for axis in spmd.axes((*spmd.shard, *spmd.replicate)):

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -69,6 +70,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still to deliver it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor."""
+    return tuple(make_contiguous_strides_for(tuple(shape)))
 
 
 def cuts(placement: Placement, dim: int) -> bool:
@@ -131,6 +137,12 @@ def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     """Keep Dynamo out of this function and of all that it calls, typed."""
     disabled: Callable[P, R] = torch._dynamo.disable(fn)
     return disabled
+
+
+def traced_as_it_is(fn: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo put calls of this function into its graphs without looking inside, typed; AOTAutograd traces through them."""
+    allowed: Callable[P, R] = torch._dynamo.allow_in_graph(fn)
+    return allowed
 
 
 def never_traced_alone(fn: Callable[..., Any]) -> None:

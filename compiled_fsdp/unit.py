@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .flat import FlatParam, Handle, ShardedParam
+from .extension import has_extension
+from .flat import APART, FlatParam, Handle, ShardedParam
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
 from .spec import MEAN, ParamSpec
@@ -56,6 +57,11 @@ class Original:
     def local(self) -> Tensor:
         """What is cut: the parameter, or the local tensor of one that is a DTensor already."""
         return local_tensor(self.parameter)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its class brings an all-gather of its own; methods that only this object has are lost when it is cut."""
+        return has_extension(type(self.local), self.path)
 
 
 @dataclass(slots=True)
@@ -138,13 +144,18 @@ class Unit:
         info = group[0].mesh_info
         first = group[0].parameter
         layout = flat_layout([o.local.shape for o in group], info.shard_size, [o.dim for o in group])
-        buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        is_apart = group[0].is_apart
+        buffer = torch.zeros(0 if is_apart else layout.numel, dtype=first.dtype, device=first.device)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
-            view = place.view(buffer, info.shard_rank)
             with torch.no_grad():
-                view.copy_(place.cut(entry.local, info.shard_rank))
+                cut = place.cut(entry.local, info.shard_rank)
+                if is_apart:
+                    view = entry.local.new_zeros(place.padded_shape).narrow(place.dim, 0, cut.shape[place.dim])
+                else:
+                    view = place.view(buffer, info.shard_rank)
+                view.copy_(cut)
             dtensor = make_dtensor(view, original, *entry.place)
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
@@ -152,7 +163,7 @@ class Unit:
             params[-1].register(sharded)
             taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
-        return FlatParam(self, info, layout, params, data)
+        return FlatParam(self, info, layout, params, data, is_apart)
 
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.
@@ -260,12 +271,29 @@ class Unit:
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
+                if has_extension(param.local, param.fqn):
+                    self._check_extension(flat, param)
+                    param.spec, param.handle = self._spec(flat, param), APART
+                    param.show_handle(APART)
+                    continue
                 key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
                 if key not in self._handles:
                     spec = self._spec(flat, param)
                     self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full))
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether a parameter brings an all-gather of its own; settled before the first forward."""
+        return any(param.handle is APART for param in self.params)
+
+    def _check_extension(self, flat: FlatParam, param: ShardedParam) -> None:
+        if flat.mesh_info in self.post_meshes:
+            raise NotImplementedError(
+                f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an all-gather extension, which is not "
+                "supported with an int reshard_after_forward. Pass True or False"
+            )
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""
@@ -319,9 +347,9 @@ def _nothing_of(gather: Gather) -> None:
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:
-    """Split by (mesh, dtype, requires_grad), in order of first appearance."""
-    groups: dict[tuple[MeshInfo, torch.dtype, bool], list[Original]] = {}
+    """Split by mesh, dtype, requires_grad and whether they are views at all, in order of first appearance."""
+    groups: dict[object, list[Original]] = {}
     for entry in originals:
-        key = (entry.mesh_info, entry.parameter.dtype, entry.parameter.requires_grad)
+        key = (entry.mesh_info, entry.parameter.dtype, entry.parameter.requires_grad, entry.is_apart)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())

@@ -82,8 +82,7 @@ def same(
         torch._dynamo.reset()
         torch.manual_seed(0)
         found = plain(observe(Api(kind), *args))
-        wrong = list(_differences(found, expected, "result", rtol, atol))
-        assert not wrong, f"{kind} against stock: " + "; ".join(wrong[:6])
+        check_equal(found, expected, f"{kind} against stock", rtol, atol)
 
 
 def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS) -> None:
@@ -92,6 +91,12 @@ def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS
         torch._dynamo.reset()
         torch.manual_seed(0)
         observe(Api(kind), *args)
+
+
+def check_equal(found: Any, expected: Any, what: str, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Assert that what two `plain` values hold is the same."""
+    wrong = list(_differences(found, expected, "result", rtol, atol))
+    assert not wrong, f"{what}: " + "; ".join(wrong[:6])
 
 
 def plain(value: Any) -> Any:
