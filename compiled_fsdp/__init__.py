@@ -1,5 +1,6 @@
 """Fully sharded data parallelism as a compiler: `torch.compile(fully_shard(model))` is one graph."""
 
+import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
@@ -22,6 +23,9 @@ from .plan import current_plan as current_plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
 from .version import __version__ as __version__
+
+if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 
 __all__ = [
     "CPUOffloadPolicy",

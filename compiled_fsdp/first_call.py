@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import warn_once
+from .torch_private import local_tensor
 from .unit import taken
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def check_buffers(module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, 
             "since to_empty(). Initialise them (non-persistent ones are not in a state dict), for example with reset_parameters()"
         )
     group = unit.mesh_info.shard_group
-    numeric = {name: b for name, b in buffers.items() if b.device == unit.mesh_info.device and not b.is_complex()}
+    locals_ = {name: local_tensor(b) for name, b in buffers.items()}
+    numeric = {name: b for name, b in locals_.items() if b.device == unit.mesh_info.device and not b.is_complex()}
     if not numeric or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     sums = torch.stack([b.detach().double().nan_to_num().mul(_weights(b)).sum() for b in numeric.values()])

@@ -153,11 +153,6 @@ class FlatParam:
         if value and not self.data._post_accumulate_grad_hooks:
             self._watch_leaf()
 
-    @property
-    def versions(self) -> list[int]:
-        """Change when values do."""
-        return [p.local._version for p in self.params] if self.is_apart else [self.data._version]
-
     def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
         """The parameter's shard inside a buffer of this layout."""
         return param.layout.view(flat, self.mesh_info.shard_rank)

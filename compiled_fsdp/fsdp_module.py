@@ -140,6 +140,7 @@ class FSDPModule(StockFSDPModule):
 
         Raises:
             ValueError: not a bool.
+            AssertionError: `dp_mesh_dims` names only dims that replicate.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -147,6 +148,7 @@ class FSDPModule(StockFSDPModule):
                 "Pass an int to fully_shard(reshard_after_forward=...)"
             )
         for state in self._fsdp_below(recurse):
+            _check_sharding(state, "set_reshard_after_forward")
             state.unit.set_reshard(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -216,8 +218,13 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_set(recurse, max_reductions_in_flight=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, with the same ranks; collective: makes the group at first use."""
+        """Reduce over a process group of its own, with the same ranks; collective: makes the group at first use.
+
+        Raises:
+            AssertionError: `dp_mesh_dims` names only dims that replicate.
+        """
         for state in self._fsdp_below(recurse):
+            _check_sharding(state, "set_separate_reduce_scatter_group")
             state.unit.separate_reduce_groups(enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
@@ -319,6 +326,14 @@ never_traced_alone(FSDPModule.__call__)
 @untraced
 def _before_call(module: FSDPModule) -> None:
     module._fsdp_own().before_call()
+
+
+def _check_sharding(state: State, method: str) -> None:
+    if not state.unit.mesh_info.is_sharding:
+        raise AssertionError(
+            f"{method}: {state.unit.name!r} is not sharded, only replicated: its dp_mesh_dims names no dim to shard over. "
+            "Leave it out"
+        )
 
 
 def _states_of(modules: Iterable[object]) -> list[State]:

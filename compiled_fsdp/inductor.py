@@ -6,7 +6,6 @@ key: a warm cache holds code that our passes made, of this version and under thi
 
 Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass` and
 `_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
-`torch._inductor.lowering` and `ir._CollectiveKernel`, for `fsdp::all_gather`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from compat.oracle import (
 )
 from torch import nn
 from torch.distributed._composable import contract
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -433,26 +432,6 @@ def failure_order_of_parameters(api: Api) -> Any:
         model, kwargs = _bad(*faults)
         found.append(raised(lambda m=model, k=kwargs: api.fully_shard(m, **k)))
     return found
-
-
-def test_not_there_yet(two: Pool) -> None:
-    """Rows 1.17, 1.20, 1.27, 1.29 and 4b are for these."""
-    two.run(each, not_there_yet)
-
-
-def not_there_yet(api: Api) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parallel = nn.Linear(4, 4)
-    parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Shard(0)]))
-    dims = Api("stock").DataParallelMeshDims(shard="tp")
-    for call, text in (
-        (lambda: api.fully_shard(net(), mesh=mesh, dp_mesh_dims=dims), "dp_mesh_dims"),
-        (lambda: api.fully_shard(net(), mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2), "dp_mesh_dims"),
-        (lambda: api.fully_shard(parallel), "weight is a DTensor"),
-    ):
-        assert raised(call) == "NotImplementedError"
-        assert text in message(call)
-        assert "not supported yet" in message(call)
 
 
 # -- chapter 2

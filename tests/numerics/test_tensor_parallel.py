@@ -1,0 +1,288 @@
+"""A transformer under tensor parallelism and ours together: beside stock's FSDP2 with TP, and beside the model on one rank.
+
+The plan is the usual one: the vocabulary, the heads and the hidden columns are cut over "tp", and between them the sequence. So a
+step has all-gathers, reduce-scatters and all-reduces of DTensor's own, on activations, in the same graph as ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from compat.oracle import check_equal, mesh_of, plain
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from compiled_fsdp import backend, fully_shard
+from compiled_fsdp.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
+from compiled_fsdp.graph import find
+from compiled_fsdp.schema import ALL_GATHER as GLOO_GATHER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import Pool
+
+SLOW = 400.0  # seconds: a C++ compiler runs
+# Columns and heads that are cut are added in another order than whole ones, and Inductor fuses.
+ROUNDING = (1e-4, 1e-6)
+
+
+class Attention(nn.Module):
+    """Heads of four columns; how many, the columns that arrive say."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width), MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 8, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def parallelize(model: Transformer, mesh: Any) -> None:
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for layer in model.layers:
+        plan = {
+            "norm1": SequenceParallel(),
+            "attention": gather,
+            **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            "norm2": SequenceParallel(),
+            "mlp": gather,
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+
+
+BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
+
+
+def build(kind: str, shape: tuple[int, ...]) -> tuple[Transformer, Any]:
+    """The model and what to call; "one rank" neither cuts nor shards it."""
+    torch.manual_seed(5)
+    model = Transformer()
+    if kind == "one rank":
+        return model, model
+    mesh = mesh_of(*shape, names=("dp", "tp"))
+    parallelize(model, mesh["tp"])
+    for unit in (*model.layers, model):
+        (stock_fully_shard if kind == "stock" else fully_shard)(unit, mesh=mesh["dp"])
+    return model, torch.compile(model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else model
+
+
+def batches(shape: tuple[int, ...], step: int) -> list[Tensor]:
+    """One for each data-parallel rank."""
+    return list(torch.randint(0, 16, (shape[0], 2, 8), generator=torch.Generator().manual_seed(step)))
+
+
+def train(kind: str, shape: tuple[int, ...], steps: int = 3) -> Any:
+    model, call = build(kind, shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    rank = mesh_of(*shape, names=("dp", "tp")).get_local_rank("dp")
+    found = []
+    for step in range(steps):
+        mine = batches(shape, step)[rank]
+        if kind == "one rank":
+            losses = [call(batch) for batch in batches(shape, step)]
+            loss = losses[rank]
+            torch.stack(losses).mean().backward()
+        else:
+            loss = call(mine)
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append(plain((loss, whole(norm), gradients)))
+        found.append({name: whole(grad) for name, grad in gradients.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: whole(p) for name, p in model.named_parameters()})
+        with torch.no_grad():
+            found.append(call(mine).clone())
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def check_same(kind: str, oracle: str, shape: tuple[int, ...], rtol: float = 0.0, atol: float = 0.0) -> None:
+    ours, theirs = train(kind, shape), train(oracle, shape)
+    assert len({round(loss.item(), 6) for loss, *_ in theirs[::4]}) > 1, "the oracle does not learn"
+    if oracle == "one rank":  # it has other placements
+        ours, theirs = ([[*part[:2], {}] if isinstance(part, list) else part for part in run] for run in (ours, theirs))
+    check_equal(ours, theirs, f"{kind} against {oracle}", rtol, atol)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_same_as_stock(two: Pool, four: Pool, kind: str) -> None:
+    """Two data-parallel ranks add in one order, so every bit is equal."""
+    two.run(check_same, kind, "stock", (1, 2))
+    four.run(check_same, kind, "stock", (2, 2))
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_same_as_one_rank(four: Pool, kind: str) -> None:
+    four.run(check_same, kind, "one rank", (2, 2), *ROUNDING)
+
+
+def test_inductor(four: Pool) -> None:
+    four.run(check_same, "inductor", "stock", (2, 2), *ROUNDING, timeout=SLOW)
+
+
+def test_what_stands_in_the_graphs(four: Pool) -> None:
+    four.run(what_stands_in_the_graphs)
+
+
+def what_stands_in_the_graphs() -> None:
+    """One graph a direction; on the data-parallel group a gather and a reduction for each unit, beside DTensor's own."""
+    shape = (2, 2)
+    mesh = mesh_of(*shape, names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_group().group_name, mesh["tp"].get_group().group_name
+    graphs: list[Any] = []
+
+    def run_half(gm: Any) -> Any:
+        graphs.append(original(gm).graph)
+        return gm
+
+    original = backend.run_half
+    with mock.patch.object(backend, "run_half", run_half):
+        _, call = build("compiled", shape)
+        call(batches(shape, 0)[0]).backward()
+    assert len(graphs) == 2
+    counts = [
+        [sum(dp in node.args for node in find(graph, *targets)) for graph in graphs]
+        for targets in ((ALL_GATHER, GLOO_GATHER), (ALL_TO_ALL,))
+    ]
+    assert counts == [[3, 2], [0, 3]], f"the root's unit is kept for backward; {counts}"
+    for graph in graphs:
+        assert sum(tp in node.args for node in find(graph, GLOO_GATHER, *STARTS)) >= 8, (
+            "two layers, each with two ways in and two out"
+        )
+
+
+def test_checkpoint(four: Pool, tmp_path: Path) -> None:
+    four.run(checkpoint, str(tmp_path))
+
+
+def checkpoint(folder: str) -> None:
+    """Two-dimensional -> one rank's model -> other dimensions, and back again; optimizer states too."""
+
+    def trained(kind: str, shape: tuple[int, ...], steps: int) -> tuple[Any, Any]:
+        model, call = build(kind, shape)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(steps):
+            call(batches(shape, step)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def states(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    def full(model: Any, optimizer: Any) -> Any:
+        options = StateDictOptions(full_state_dict=True)
+        found = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+        return plain(found)
+
+    source = trained("compiled", (2, 2), 2)
+    expected = full(*source)
+    dcp.save(states(*source), checkpoint_id=f"{folder}/a")
+    ways = (("one rank", (2, 2)), ("eager", (4, 1)), ("compiled", (2, 2)), ("one rank", (2, 2)))
+    for i, (kind, shape) in enumerate(ways):
+        target = trained(kind, shape, 1)
+        loaded = states(*target)
+        dcp.load(loaded, checkpoint_id=f"{folder}/{'abcd'[i]}")
+        set_model_state_dict(target[0], loaded["model"])
+        set_optimizer_state_dict(target[0], target[1], loaded["optimizer"])
+        check_equal(full(*target), expected, kind)
+        dcp.save(states(*target), checkpoint_id=f"{folder}/{'bcde'[i]}")
+    dist.barrier()
+
+
+def test_gradient_accumulation(four: Pool) -> None:
+    four.run(gradient_accumulation)
+
+
+def gradient_accumulation() -> None:
+    """Two backwards before a reduction. Stock adds gradients that are still Partial on "tp", ours what has been added there."""
+    shape, results = (2, 2), []
+    rank = mesh_of(*shape, names=("dp", "tp")).get_local_rank("dp")
+    for kind in ("stock", "eager", "compiled"):
+        torch._dynamo.reset()
+        model, call = build(kind, shape)
+        model.set_requires_gradient_sync(False)
+        call(batches(shape, 0)[rank]).backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        call(batches(shape, 1)[rank]).backward()
+        results.append(plain({name: p.grad for name, p in model.named_parameters()}))
+    for kind, found in zip(("eager", "compiled"), results[1:], strict=True):
+        check_equal(found, results[0], kind, 1e-6, 1e-8)
