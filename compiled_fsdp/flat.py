@@ -36,12 +36,14 @@ class Handle:
     key: "" while an eager forward has the full parameter registered: then that is what is read.
     is_frozen: frozen by now, in a flat buffer that requires a gradient.
     full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
+    is_resident: the full parameter is there, see `resident.py`; the owning module has it.
     """
 
     flat: nn.Parameter
     key: str
     is_frozen: bool = False
     full: str = ""
+    is_resident: bool = False
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
@@ -97,6 +99,11 @@ class ShardedParam:
         """Make `handle` what a traced read finds; compiled code guards on it."""
         for module, name in self.owners:
             module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
+
+    def show_full(self, full: Tensor | None) -> None:
+        """Give graphs the full parameter as an input; None takes it away."""
+        for module, name in self.owners:
+            module.__dict__.setdefault("_fsdp_full", {})[name] = full
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what the owning modules hold."""
@@ -326,6 +333,7 @@ class FlatParam:
         same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
         if same or not locals_ or any(a.device.type == "meta" for a in locals_):
             return
+        self._check_sizes(locals_)
         fresh = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
@@ -338,6 +346,18 @@ class FlatParam:
         self.unit.forget_handles()
         self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
         self.__post_init__()
+
+    def _check_sizes(self, locals_: Sequence[Tensor]) -> None:
+        wrong = [
+            f"{param.fqn}: {tuple(local.shape)} instead of {tuple(view.shape)}"
+            for param, local in zip(self.params, locals_, strict=True)
+            if (view := self.local_view(self.data, param)).shape != local.shape
+        ]
+        if wrong:
+            raise AssertionError(
+                f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
+                "its size; load a state dict to change values"
+            )
 
 
 class Gather(Protocol):

@@ -16,7 +16,7 @@ from typing_extensions import deprecated
 from .collectives import CUSTOM
 from .spec import register
 from .state import State, get_state, states_below
-from .torch_private import never_traced_alone, untraced
+from .torch_private import is_call_compiled, never_traced_alone, untraced
 from .unit import originals
 
 if TYPE_CHECKING:
@@ -49,9 +49,17 @@ class FSDPModule(StockFSDPModule):
         return plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call` begins one, hooks included."""
-        if not torch.compiler.is_dynamo_compiling():
-            _before_call(self)
+        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call` begins one, hooks included.
+
+        If this one is traced after all, from a larger function that is compiled, then what else happens before each call happens
+        while tracing, and the graph guards on what it looked at.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            _before_trace(self)
+            for parameter in self._fsdp_watched:
+                parameter.requires_grad  # noqa: B018
+        else:
+            _before_call(self, is_call_compiled(self))
         return self._fsdp_call(args, kwargs)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
@@ -152,7 +160,10 @@ class FSDPModule(StockFSDPModule):
             state.unit.set_reshard(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, eager units keep their full parameters after backward. A graph always gathers for itself."""
+        """With False, full parameters stay after backward, until the optimizer's step: for several backwards before one.
+
+        In a graph, for units that do not reshard after forward: they are gathered before the call instead of inside it.
+        """
         self._fsdp_set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -162,25 +173,25 @@ class FSDPModule(StockFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this module's parameters: for those that no gradient depends on.
 
-        A graph gathers in backward what backward reads, whatever this says.
+        A graph gathers in backward only what gradients depend on, so that False is what it does anyway.
         """
         self._fsdp_set(recurse=False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Eager: start the gathers of these when this module's forward begins. In a graph the plan decides.
+        """Start the gathers of these when this module's forward begins, instead of what the plan would start there.
 
         Raises:
             ValueError: an entry is not an FSDPModule.
         """
-        self._fsdp_own().runtime.forward_prefetch = [s.runtime for s in _states_of(modules)]
+        self._fsdp_own().runtime.set_prefetch("forward", [s.runtime for s in _states_of(modules)])
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Eager: start the gathers of these when this module's backward begins. In a graph the plan decides.
+        """Start the gathers of these when this module's backward begins, instead of what the plan would start there.
 
         Raises:
             ValueError: an entry is not an FSDPModule.
         """
-        self._fsdp_own().runtime.backward_prefetch = [s.runtime for s in _states_of(modules)]
+        self._fsdp_own().runtime.set_prefetch("backward", [s.runtime for s in _states_of(modules)])
 
     # -- reduction
 
@@ -205,7 +216,7 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_set(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once in eager backward; in a graph, `Plan.reduces_in_flight`.
+        """How many reductions may be under way at once; unless set, one in eager mode and `Plan.reduces_in_flight` in a graph.
 
         Raises:
             TypeError: not an int.
@@ -324,8 +335,13 @@ never_traced_alone(FSDPModule.__call__)
 
 
 @untraced
-def _before_call(module: FSDPModule) -> None:
-    module._fsdp_own().before_call()
+def _before_call(module: FSDPModule, is_compiled: bool) -> None:
+    module._fsdp_own().before_call(is_compiled=is_compiled)
+
+
+@torch.compiler.assume_constant_result
+def _before_trace(module: FSDPModule) -> None:
+    module._fsdp_own().before_trace(module)  # type: ignore[arg-type]
 
 
 def _check_sharding(state: State, method: str) -> None:

@@ -45,12 +45,15 @@ def source_hash() -> str:
 
 
 def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
-    """Apply the joint passes, if the graph has anything of ours; `is_fused` as for `run_half`."""
+    """Apply the joint passes, if the graph has anything of ours (with resident parameters, reductions alone).
+
+    is_fused: as for `run_half`.
+    """
     from .budget import fit_budget
     from .passes.base import run_pipeline
     from .passes.pipeline import JOINT
 
-    if not find(gm.graph, UNSHARD):
+    if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
     return run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)

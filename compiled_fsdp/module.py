@@ -22,6 +22,7 @@ from .errors import warn_once
 from .extension import WHY_EAGER
 from .flat import APART
 from .fsdp_module import FSDPModule
+from .resident import Resident
 from .schema import UNSHARD
 from .spec import CONSTANTS
 from .state import State, get_state, set_state
@@ -151,7 +152,10 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
                 torch._dynamo.graph_break(msg=WHY_EAGER)
                 return self._parameters[name]
             if handle.key:
-                full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
+                if handle.is_resident:
+                    full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)
+                else:
+                    full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
                 full = full.detach() if handle.is_frozen else full
                 return as_dtensor(full, handle.full) if handle.full else full
         if name in self._parameters:

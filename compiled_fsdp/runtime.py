@@ -10,7 +10,6 @@ In which order units follow each other: `tree.py`.
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,11 @@ from .deferred import Value as Recorded
 from .errors import warn_once
 from .extension import Extension, buckets, fill_all, gather
 from .flat import APART, OPEN
+from .resident import drop as drop_resident
 from .schema import KEEP_SLICE
 from .spec import ParamSpec
 from .torch_private import preserve_version, untraced
-from .tree import Reduction, Tree, in_backward, map_tensors
+from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,13 +35,9 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
-
-
 @contextmanager
 def span(what: str, unit: str) -> Iterator[None]:
-    """A range in the profile and a line in the log, named as stock names them."""
-    log.debug("FSDP::%s (%s)", what, unit)
+    """A range in the profile, named as stock names it."""
     with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
         yield
 
@@ -57,7 +53,9 @@ class Runtime:
     checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
+    resident_versions: of the flat buffers when `resident.prepare` gathered them.
     indices: places of this unit in `tree.order` that backward has not come to.
+    prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
@@ -74,9 +72,9 @@ class Runtime:
         self.checksums: list[Tensor] = []
         self.extensions: dict[ShardedParam, Extension] = {}
         self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
+        self.resident_versions: list[int] = []
         self.indices: list[int] = []
-        self.forward_prefetch: list[Runtime] = []
-        self.backward_prefetch: list[Runtime] = []
+        self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = False
@@ -87,17 +85,30 @@ class Runtime:
             self.lenders.append(lender)
             lender.borrowers.append(self)
 
+    def set_prefetch(self, direction: str, targets: list[Runtime]) -> None:
+        """Replace the explicit list of what this unit's forward or backward starts to gather."""
+        for target in self.prefetch[direction]:
+            target.unit.prefetched_by[direction].remove(self.unit)
+            target.unit.publish()
+        self.prefetch[direction] = targets
+        for target in targets:
+            target.unit.prefetched_by[direction].append(self.unit)
+            target.unit.publish()
+
     # -- forward
 
     @untraced
     def pre_forward(self, module: nn.Module, inputs: Any) -> Any:
         """Gather; watch the inputs, so that the reduction runs when their gradients are done."""
+        if self.unit.is_outermost:
+            log.debug("FSDP::root_pre_forward")
+        self._log("pre_forward")
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run
             if is_first:
                 self.has_run.clear()
-            if self.is_unsharded and not in_backward() and self.versions != self._versions():
+            if self.is_unsharded and not in_backward() and self.versions != self.versions_now():
                 self.reshard()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
@@ -123,12 +134,13 @@ class Runtime:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
         following = tree.next_forward.get(self)
-        for target in self.forward_prefetch or ([following] if following else []):
+        for target in self.prefetch["forward"] or ([following] if following else []):
             target.start_unshard()
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Free according to the policy; watch the outputs, so that backward gathers before it needs the parameters."""
+        self._log("post_forward")
         self.is_in_forward = False
         for runtime in (*self.lenders, self):
             runtime._close()
@@ -200,6 +212,7 @@ class Runtime:
     def _pre_backward(self, grad: Tensor) -> Tensor:
         tree = self.tree
         if self not in tree.backward:
+            self._log("pre_backward")
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
                 self._unshard_for_backward()
@@ -217,7 +230,7 @@ class Runtime:
         tree = self.tree
         index = self.indices.pop() if self.indices else 0
         before = tree.order[index - 1] if index else None
-        for target in self.backward_prefetch or ([before] if before else []):
+        for target in self.prefetch["backward"] or ([before] if before else []):
             if target.unit.settings.unshard_in_backward:
                 target.start_unshard()
 
@@ -225,6 +238,7 @@ class Runtime:
         """Free the parameters and reduce what gradients there are; does nothing when called again."""
         if self.borrowers and not is_end:  # more gradients of these parameters may come
             return
+        self._log("post_backward")
         self.slices.clear()
         self._close()
         if self.unit.settings.reshard_after_backward:
@@ -281,11 +295,11 @@ class Runtime:
             return
         self._check_not_meta()
         self.drop_pending()
-        self.pending_versions = self._versions()
+        self.pending_versions = self.versions_now()
         with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
-            self.pending = self._gathers()
+            self.pending = self.start_gathers()
             self.pending_extensions = self._extension_gathers()
-            for program, *_ in (*self.pending, *self.pending_extensions):
+            for program, *_ in self.pending_extensions:
                 program.advance()
 
     @property
@@ -338,6 +352,7 @@ class Runtime:
 
     def reshard(self) -> None:
         """Register the sharded parameters and empty the storage of the full ones."""
+        drop_resident(self)
         if not self.is_unsharded:
             return
         for param in self.unit.params:
@@ -371,12 +386,17 @@ class Runtime:
         self.indices.clear()
         self.reshard()
 
+    def _log(self, what: str) -> None:
+        """A line as stock writes it."""
+        log.debug("FSDP::%s%s", what, "" if self.unit.is_outermost else f" ({self.unit.name})")
+
     def _has_pending(self) -> bool:
-        if (self.pending or self.pending_extensions) and self.pending_versions != self._versions():
+        if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():
             self.drop_pending()
         return bool(self.pending or self.pending_extensions)
 
-    def _versions(self) -> list[int]:
+    def versions_now(self) -> list[int]:
+        """Of the flat buffers: how often they were written."""
         return [version for flat in self.unit.flats for version in flat.version()]
 
     def _open(self) -> None:
@@ -388,8 +408,8 @@ class Runtime:
         for param in self.unit.params:
             param.show_handle(param.handle)
 
-    def _gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
-        """One all-gather for each (compute dtype, group) over all flat buffers."""
+    def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
+        """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
@@ -406,6 +426,7 @@ class Runtime:
         for members in buckets.values():
             run = Deferred()
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
+            run.advance()
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
         return gathers
 

@@ -33,7 +33,8 @@ SPEC = (
     "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, str gather_algorithm, "
     "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str reduce_op, "
     "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str replicate_group, str sync, "
-    "bool is_accumulating, str hook, bool overlap, str unit, str fqn"
+    "bool is_accumulating, str hook, bool overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, "
+    "str[] backward_after"
 )
 
 library = torch.library.Library("fsdp", "DEF")

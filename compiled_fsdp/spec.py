@@ -79,6 +79,9 @@ class ParamSpec:
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook: see `Reduction`.
     overlap: the optimizer's step may overlap with the last reductions and the first gathers; see `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
+    reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
+    forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
+        start of the all-gather to the plan.
     """
 
     offset: int
@@ -105,6 +108,9 @@ class ParamSpec:
     overlap: bool
     unit: str
     fqn: str
+    reduces_in_flight: int = 0
+    forward_after: tuple[str, ...] = ()
+    backward_after: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
@@ -115,8 +121,7 @@ class ParamSpec:
                 f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of fsdp::unshard has "
                 f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
             )
-        values[1] = tuple(values[1])
-        return cls(*values)
+        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
 
     def args(self) -> tuple[object, ...]:
         """The values in schema order (a tuple: Dynamo reads it as constants)."""

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from .calibrate import calibrate_plan
+from .errors import warn_once
 from .extension import WHY_EAGER
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_same_model
+from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
 from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone
@@ -56,14 +58,31 @@ class State:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
         note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
 
-    def before_call(self) -> None:
+    def before_call(self, *, is_compiled: bool) -> None:
         """Outside any graph, before a module of this unit is called: notice what the user changed since."""
         tree = self.runtime.tree
         tree.recover()
         if self.unit.is_outermost and not self.is_checked:
             self._check()
-        for runtime in tree.members if self.unit.is_outermost else (self.runtime,):
+        called = tree.in_order() if self.unit.is_outermost else [self.runtime]
+        for runtime in called:
             runtime.unit.follow_requires_grad()
+        if is_compiled:
+            prepare(called)
+
+
+    def before_trace(self, module: nn.Module) -> None:
+        """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
+        self.before_call(is_compiled=False)
+        called = self.runtime.tree.in_order() if self.unit.is_outermost else []
+        for runtime in called:
+            if not runtime.unit.settings.reshard_after_backward:
+                warn_once(
+                    f"compiled_fsdp: set_reshard_after_backward(False) on {runtime.unit.name!r} changes nothing where the call of "
+                    "the sharded module is compiled as part of a larger function. Compile the sharded module itself"
+                )
+            drop(runtime)
+        module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
 
 
 def get_state(module: object) -> State | None:

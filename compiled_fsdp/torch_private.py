@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._composable.contract import _get_registry
@@ -159,6 +160,15 @@ def never_trace_hooks_alone() -> None:
     for constant in torch.nn.Module._call_impl.__code__.co_consts:
         if getattr(constant, "co_name", "") == "inner":
             skip_code(constant)
+
+
+def is_call_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of this module, made now and outside any graph, is what `torch.compile` or `module.compile()` traces."""
+    callback = get_eval_frame_callback()
+    return module._compiled_call_impl is not None or (callback is not None and callback is not False)
+
+
+never_traced_alone(is_call_compiled)
 
 
 def is_compiled(module: object) -> bool:

@@ -10,6 +10,7 @@ Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callb
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from dataclasses import fields, is_dataclass, replace
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from .deferred import Value as Recorded
     from .flat import FlatParam, ShardedParam
     from .runtime import Runtime
+
+
+log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
 
 
 class Tree:
@@ -75,7 +79,7 @@ class Tree:
     def add_reduction(self, reduction: Reduction) -> None:
         """Let a reduction run in the background; await the oldest if too many are under way."""
         self.in_flight.append(reduction)
-        limit = max(r.unit.settings.max_reductions_in_flight for r in self.members)
+        limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish()
 
@@ -84,6 +88,7 @@ class Tree:
         self.has_callback = False
         reached, used = list(self.backward), list(self.used)
         self.backward.clear()
+        log.debug("FSDP::root_post_backward")
         with torch.profiler.record_function("FSDP::root_post_backward_callback"):
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)

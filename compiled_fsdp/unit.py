@@ -70,6 +70,7 @@ class Settings:
 
     is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was used, so that backwards must
         look for what earlier ones have left.
+    max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a graph.
     """
 
     requires_gradient_sync: bool = True
@@ -83,7 +84,7 @@ class Settings:
     reduce_scatter: str = ""
     all_reduce_hook: str = ""
     reduce_unused: bool = False
-    max_reductions_in_flight: int = 1
+    max_reductions_in_flight: int = 0
     overlap: bool = False
 
     @property
@@ -121,6 +122,8 @@ class Unit:
         self.on_gather: Callable[[Gather], None] = _nothing_of
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
+        # Units whose explicit prefetch lists name this one.
+        self.prefetched_by: dict[str, list[Unit]] = {"forward": [], "backward": []}
         if not isinstance(self.reshard, bool):
             for info in dict.fromkeys(o.mesh_info for o in originals):
                 size = resolve_reshard(self.reshard, info.shard_size)
@@ -128,8 +131,14 @@ class Unit:
                     self.post_meshes[info] = info.post_forward_mesh(size)
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
+        self.is_resident = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
+
+    @property
+    def key(self) -> str:
+        """What the unit is called in a graph: its name for people, and its number, since names need not differ."""
+        return f"{self.name}#{self.number}"
 
     @property
     def params(self) -> Iterable[ShardedParam]:
@@ -258,8 +267,11 @@ class Unit:
             is_accumulating=settings.is_accumulating,
             hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
             overlap=settings.overlap,
-            unit=f"{self.name}#{self.number}",
+            unit=self.key,
             fqn=param.fqn,
+            reduces_in_flight=settings.max_reductions_in_flight,
+            forward_after=self._after("forward"),
+            backward_after=self._after("backward"),
         )
 
     def publish(self) -> None:
@@ -267,7 +279,9 @@ class Unit:
 
         Handles are kept: coming back to settings that were used before finds the code that was compiled for them.
         """
-        state = (astuple(self.settings), self.reshard, self.name, tuple(self.reduce_groups.values()))
+        lists = self._after("forward"), self._after("backward")
+        groups = tuple(self.reduce_groups.values())
+        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident)
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
@@ -279,7 +293,7 @@ class Unit:
                 key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
                 if key not in self._handles:
                     spec = self._spec(flat, param)
-                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full))
+                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full), self.is_resident)
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
 
@@ -294,6 +308,9 @@ class Unit:
                 f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an all-gather extension, which is not "
                 "supported with an int reshard_after_forward. Pass True or False"
             )
+
+    def _after(self, direction: str) -> tuple[str, ...]:
+        return tuple("" if unit.is_outermost else unit.key for unit in self.prefetched_by[direction])
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""

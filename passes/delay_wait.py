@@ -24,6 +24,7 @@ Requires: a lowered graph.
 Ensures: by distance, what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th
     (or, for a fraction, before a matmul that share of the way to it), or at the end of the graph; from costs, it stands where
     `planner.wait_anchors` says. With HSDP the all-reduce starts there, and is awaited a unit later again.
+    A unit's `set_reduce_scatter_max_input_buffers` comes before the plan.
 Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
 """
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import downstream, move_before, output, point
+from compiled_fsdp.plan import DISTANCES
 from compiled_fsdp.planner import wait_anchors
 from compiled_fsdp.regions import Region, find_regions
 
@@ -43,29 +45,37 @@ if TYPE_CHECKING:
 
 def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    distance = plan.distance("reduces_in_flight")
-    if distance == 0:
-        return gm
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
+    is_from_costs = plan.distance("reduces_in_flight") is None and not any(r.spec.reduces_in_flight for r in regions)
+    if not is_from_costs and not any(distances(regions, plan)):
+        return gm
     end = output(gm.graph)
     last = max((len(r.waits) for r in regions), default=0)
     for stage in reversed(range(last)):
-        if distance is None and stage == 0:
+        if is_from_costs and stage == 0:
             assert plan.costs is not None
             anchors = wait_anchors(gm.graph, plan.costs)
             decided = [(r.waits[0], anchors[r.starts[0]] or end) for r in regions]
         else:
-            decided = decide(regions, stage, 1 if distance is None else distance, end)
+            decided = decide(regions, stage, distances(regions, plan), end)
         for wait, anchor in decided:
             _sink(wait, anchor)
     return gm
 
 
-def decide(regions: list[Region], stage: int, distance: float, end: Node) -> list[tuple[Node, Node]]:
+def distances(regions: list[Region], plan: Plan) -> list[float]:
+    """How many reductions late each is awaited."""
+    by_default = plan.distance("reduces_in_flight")
+    if by_default is None:
+        by_default = DISTANCES["reduces_in_flight"]
+    return [region.spec.reduces_in_flight or by_default for region in regions]
+
+
+def decide(regions: list[Region], stage: int, late: list[float], end: Node) -> list[tuple[Node, Node]]:
     """Pairs (wait, the node it goes before), for the stage-th wait of each reduction."""
     starts = [region.starts[0] for region in regions]
     return [
-        (region.waits[stage], point(starts, i + distance * (stage + 1), end))
+        (region.waits[stage], point(starts, i + late[i] * (stage + 1), end))
         for i, region in enumerate(regions)
         if stage < len(region.waits)
     ]

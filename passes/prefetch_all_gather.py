@@ -1,5 +1,7 @@
 """Start each all-gather ahead of its use, as early as costs ask for, or by the distance that the plan sets.
 
+A user's explicit lists (`set_modules_to_forward_prefetch`, `_backward_prefetch`) come before the plan.
+
 Before:
 
     %a0 = all_gather(%flat0)
@@ -19,7 +21,9 @@ After, with prefetch=1:
 Requires: a lowered graph.
 Ensures: by distance (`plan.prefetch` in forward, `plan.backward_prefetch` in backward), the n-th all-gather, with what prepares
     its input, stands before the wait of the (n - prefetch)-th, or, for a fraction, before a matmul that share of the way to the
-    next wait; from costs, it stands where `planner.gather_anchors` says. The order of all-gathers is unchanged.
+    next wait; from costs, it stands where `planner.gather_anchors` says. In the order of their waits. With lists: where the first
+    unit whose list names it begins (the outermost: at the start of the graph), and where a unit with a list begins, nothing else;
+    the others by distance.
 Leaves alone: an all-gather of a value that is computed later than that wait.
 """
 
@@ -27,26 +31,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.graph import is_backward, move_before, point
+from compiled_fsdp.plan import DISTANCES
 from compiled_fsdp.planner import gather_anchors
 from compiled_fsdp.regions import Region, find_regions
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.plan import Plan
 
 
 def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    regions = [r for r in find_regions(gm.graph, "gather") if r.starts]
-    distance = plan.distance("backward_prefetch" if is_backward(gm.graph) else "prefetch")
-    if distance is None:
+    graph = gm.graph
+    regions = sorted((r for r in find_regions(graph, "gather") if r.starts), key=lambda r: r.waits[0])
+    specs = [region.spec for region in regions]
+    name = "backward_prefetch" if is_backward(graph) else "prefetch"
+    after = [spec.backward_after if is_backward(graph) else spec.forward_after for spec in specs]
+    distance = plan.distance(name)
+    if distance is None and not any(after):
         assert plan.costs is not None
-        anchors = gather_anchors(gm.graph, plan.costs)
+        anchors = gather_anchors(graph, plan.costs)
         decided = [(region, anchors[region.starts[0]]) for region in regions]
     else:
-        decided = decide(regions, distance)
+        by_default = DISTANCES[name] if distance is None else distance
+        decided = decide(regions, by_default, after, beginnings(graph, regions))
     for region, anchor in decided:
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
@@ -55,7 +66,38 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def decide(regions: list[Region], distance: float) -> list[tuple[Region, Node]]:
-    """Pairs (all-gather, the node that it starts before), in order."""
+def beginnings(graph: Graph, regions: list[Region]) -> dict[str, Node]:
+    """Where each unit's work begins: where it awaits its gather, or, in backward and without one, where the unit before reduces."""
+    found = {"": next(n for n in graph.nodes if n.op != "placeholder")}
+    for region in regions:
+        found.setdefault(region.spec.unit, region.waits[0])
+    before = found[""]
+    for region in find_regions(graph, "reduce"):
+        found.setdefault(region.spec.unit, before)
+        before = region.nodes[0]
+    return found
+
+
+def decide(
+    regions: list[Region], distance: float, after: list[tuple[str, ...]], begin: dict[str, Node]
+) -> list[tuple[Region, Node]]:
+    """Pairs (all-gather, the node that it starts before), in order; `after` names the units whose lists name each."""
     waits = [region.waits[0] for region in regions]
-    return [(region, point(waits, max(0, i - distance), waits[i])) for i, region in enumerate(regions)]
+    lists = {unit for units in after for unit in units}
+    decided = []
+    for i, (region, units) in enumerate(zip(regions, after, strict=True)):
+        position = max(0, i - distance)
+        while position < i and regions[int(position)].spec.unit in lists:
+            position = int(position) + 1
+        listed = [begin[unit] for unit in units if unit in begin]
+        if len(listed) < len(units):
+            _say_missing(region, [unit for unit in units if unit not in begin])
+        decided.append((region, min([point(waits, position, waits[i]), waits[i], *listed])))
+    return decided
+
+
+def _say_missing(region: Region, units: list[str]) -> None:
+    warn_once(
+        f"compiled_fsdp: unit {region.spec.unit} is in the prefetch lists of {units}, which neither gather nor reduce anything in "
+        "its graph; so the plan decides when its all-gather starts"
+    )

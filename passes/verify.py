@@ -108,11 +108,12 @@ def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
-    """No more reductions that the graph awaits are under way at once than the plan allows."""
+    """No more reductions that the graph awaits are under way at once than the plan, or the user for a unit, allows."""
     first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts and r.waits}
     first_starts = {r.starts[0] for r in first_waits.values()}
     distance = plan.distance("reduces_in_flight")
-    limit = REDUCTIONS if distance is None else max(1, ceil(distance))
+    asked = [r.spec.reduces_in_flight or (REDUCTIONS if distance is None else distance) for r in first_waits.values()]
+    limit = max(1, *map(ceil, asked)) if asked else 1
     under_way = 0
     for node in gm.graph.nodes:
         under_way += (node in first_starts) - (node in first_waits)

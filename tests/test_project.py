@@ -20,7 +20,7 @@ ORDER = """
     dump
     passes
     budget pin_order inductor backend
-    calibrate deferred in_flight flat extension unit tree runtime stock_state fallback first_call
+    calibrate deferred in_flight flat extension unit tree resident runtime stock_state fallback first_call
     state fsdp_module module api overlap
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.

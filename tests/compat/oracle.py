@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KINDS = ("eager", "compiled")
+BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
 STATUSES = ("both", "eager", "compiled", "improved")
 
 
@@ -48,12 +49,15 @@ def rows(*ids: str, status: str = "both") -> Callable[[Any], Any]:
 
 
 class Api:
-    """Stock FSDP2 or ours, and how to run a model with it."""
+    """Stock FSDP2 or ours, and how to run a model with it.
+
+    kind: "stock", or of ours "eager", "compiled" (without Inductor: exact, and compiles in a second), "inductor".
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.is_stock = kind == "stock"
-        self.is_compiled = kind == "compiled"
+        self.is_compiled = kind in BACKENDS
         self.package: Any = stock if self.is_stock else compiled_fsdp
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +67,7 @@ class Api:
         """What to call: the model, or it compiled into whole graphs."""
         if not self.is_compiled:
             return model
-        return torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, **options)
+        return torch.compile(model, backend=BACKENDS[self.kind], **{"fullgraph": True, **options})
 
     def units(self, model: Any, *names: str, **options: Any) -> Any:
         """Shard the submodules of these names, one unit each, and then the model."""

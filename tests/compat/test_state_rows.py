@@ -195,6 +195,7 @@ def load_assign_plain(api: Api) -> Any:
 
 @rows("14.7", status="improved")
 def test_load_assign_of_plain_tensors_says_why(two: Pool) -> None:
+    """Names the parameter and what to call; stock fails with an AttributeError on `_local_tensor`."""
     two.run(each, load_assign_says_why)
 
 

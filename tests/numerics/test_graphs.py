@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from pool import Pool
 
 import compiled_fsdp.backend as backend_module
 from compiled_fsdp.collectives import ALL_GATHER, STARTS
+from compiled_fsdp.regions import find_regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,6 +208,82 @@ def count_evaluation() -> Counter[str]:
     with torch.no_grad():
         call(*batch_of("odd", 0))
         return communications(lambda: call(*batch_of("odd", 1)))
+
+
+# -- what users decide about the schedule
+
+
+def test_explicit_prefetch_lists(two: Pool) -> None:
+    """Where a unit's list begins, what it names is started and nothing else; the outermost's begins with the graph."""
+    two.run(explicit_lists)
+
+
+def explicit_lists() -> None:
+    assert schedule(lambda model: None) == ["0> 1> 2> 0 root> 1 2 root", "2> 1> 2 1"], "two ahead in forward, one in backward"
+
+    def next_only(model: Any) -> None:
+        chain = [model, *model.layers]
+        for unit, following in itertools.pairwise(chain):
+            unit.set_modules_to_forward_prefetch([following])
+        for unit, following in itertools.pairwise([model, model.layers[2], model.layers[1]]):
+            unit.set_modules_to_backward_prefetch([following])
+
+    assert schedule(next_only) == ["0> 1> 0 2> 1 root> 2 root", "2> 1> 2 1"]
+
+    def two_at_the_second(model: Any) -> None:
+        next_only(model)
+        model.layers[1].set_modules_to_forward_prefetch([model.layers[2], model])
+        model.set_modules_to_backward_prefetch([model.layers[2], model.layers[1]])
+
+    assert schedule(two_at_the_second) == ["0> 1> 0 2> root> 1 2 root", "2> 1> 2 1"]
+
+    def not_ahead(model: Any) -> None:
+        model.layers[1].set_modules_to_forward_prefetch([model.layers[2]])
+        model.layers[2].set_modules_to_forward_prefetch([model.layers[2]])
+        model.layers[2].set_modules_to_backward_prefetch([model.layers[2]])
+
+    assert schedule(not_ahead) == ["0> 1> 2> 0 1 2 root> root", "2> 2 1> 1"]
+
+
+def schedule(prepare: Any) -> list[str]:
+    """Starts (`0>`) and waits (`0`) of gathers in both graphs, after a check that a new list makes a new graph."""
+    with captured() as halves:
+        model, call, graphs = make("compiled", Options("odd"))
+        prepare(model)
+        for number in (0, 1):
+            loss_of(call(*batch_of("odd", number))).backward()
+        assert graphs == [1]
+        if model.layers[0]._get_fsdp_state().runtime.prefetch["forward"]:
+            model.layers[0].set_modules_to_forward_prefetch([])
+            loss_of(call(*batch_of("odd", 0))).backward()
+            assert graphs == [2]
+    shown = []
+    for graph in halves[:2]:
+        marks = {}
+        for region in find_regions(graph, "gather"):
+            name = region.tag.unit.partition("#")[0].removeprefix("layers.").replace("OddMLP", "root")
+            marks |= {region.starts[0]: f"{name}>", region.waits[0]: name}
+        shown.append(" ".join(marks[n] for n in graph.nodes if n in marks))
+    return shown
+
+
+def test_max_input_buffers(two: Pool) -> None:
+    """As many reductions under way at once as the user says; without a word, as many as are planned."""
+    two.run(max_input_buffers)
+
+
+def max_input_buffers() -> None:
+    most = {}
+    for number in (0, 1, 3):
+        with captured() as halves:
+            model, call, _ = make("compiled", Options("odd"))
+            if number:
+                model.set_reduce_scatter_max_input_buffers(number)
+            loss_of(call(*batch_of("odd", 0))).backward()
+        regions = find_regions(halves[1], "reduce")
+        change = {r.starts[0]: 1 for r in regions} | {r.waits[0]: -1 for r in regions}
+        most[number] = max(itertools.accumulate(change.get(n, 0) for n in halves[1].nodes))
+    assert most == {0: 1, 1: 1, 3: 3}
 
 
 # -- memory between forward and backward

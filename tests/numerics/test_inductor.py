@@ -9,10 +9,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
+from compat.oracle import each, same
+from compat.test_accumulation_rows import gradient_sync
+from compat.test_layout_rows import other_dims
+from compat.test_lifecycle_rows import int_reshard, reshard_counts
+from compat.test_methods_rows import all_reduce_hook, custom_communication
+from compat.test_precision_rows import nested_policies
+from compat.test_state_rows import set_model, while_unsharded
 from harness import Options, batch_of, check_parity, make
 from models import loss_of
+from numerics import test_mixed as mixed
+from numerics import test_surface as surface
 from pool import Pool
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -39,33 +49,72 @@ def test_odd_sizes_in_bf16(two: Pool) -> None:
     two.run(check_parity, options, ("stock",), ("inductor",), 0.03, 3e-3, timeout=SLOW)
 
 
-def test_what_a_gather_reads_lives_until_it_is_awaited(two: Pool) -> None:
-    two.run(input_is_kept, timeout=SLOW)
+def test_hsdp(four: Pool) -> None:
+    options = Options("odd", steps=2, optimizer="sgd", mesh="hsdp", num_backwards=2)
+    four.run(check_parity, options, ("stock",), ("inductor",), *ROUNDING, timeout=SLOW)
 
 
-def input_is_kept() -> None:
-    """No gradient for the input: backward leaves the first norm out, so what it gathers is copied together into a temporary."""
+# -- what the other tests observe without Inductor
 
-    def block() -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+OBSERVED = {
+    "no sync": (gradient_sync,),
+    "reshard_after_forward=True": (reshard_counts, True),
+    "reshard_after_forward=False": (reshard_counts, False),
+    "state_dict while unsharded": (while_unsharded,),
+    "set_model_state_dict": (set_model,),
+    "all-reduce hook": (all_reduce_hook,),
+    "custom communication": (custom_communication, True),
+}
+OBSERVED_ON_FOUR = {"another dim": other_dims, "int reshard": int_reshard}
+TRAINED = {
+    "checkpointing": (surface.checkpointing, surface.not_reentrant),
+    "selective checkpointing": (surface.checkpointing, surface.selective),
+    "tied over units": (surface.tied, ("head",)),
+    "freezing and unfreezing": (surface.requires_grad_changes,),
+    "growing inputs": (surface.growing_inputs,),
+    "inference, then training": (surface.inference_then_training,),
+    "fp16 with a scaler": (surface.fp16_with_a_scaler,),
+}
+MIXED = (("item in a unit", "compile(shard(m))"), ("disabled unit", "shard(compile(m))"))
 
-    model = nn.Sequential(block(), block())
-    for unit in (model[0], model[1], model):
-        fully_shard(unit, reshard_after_forward=True)
-    call = torch.compile(model, fullgraph=True)
-    _, codes = run_and_get_code(lambda: call(torch.randn(4, 8)).square().mean().backward())
-    num_temporaries = 0
-    for lines in (code.splitlines() for code in codes):
-        for start, line in enumerate(lines):
-            gather = re.search(r"(\w+) = torch.ops.fsdp.all_gather.default\((buf\w+),", line)
-            if gather is None:
-                continue
-            num_temporaries += 1
-            names = [gather[1], *re.findall(rf"(\w+) = {gather[1]}\b", "\n".join(lines))]
-            end = next(i for i, text in enumerate(lines) if any(f"wait_tensor.default({name})" in text for name in names))
-            early = [text for text in lines[start + 1 : end] if re.search(rf"\b{gather[2]}\b", text)]
-            assert not early, f"{gather[2]} is given away before {gather[1]} is awaited: {early}"
-    assert num_temporaries > 0
+
+@pytest.mark.parametrize("case", OBSERVED)
+def test_as_stock(two: Pool, case: str) -> None:
+    two.run(as_stock, *OBSERVED[case], timeout=SLOW)
+
+
+@pytest.mark.parametrize("case", OBSERVED_ON_FOUR)
+def test_as_stock_on_four(four: Pool, case: str) -> None:
+    four.run(as_stock, OBSERVED_ON_FOUR[case], timeout=SLOW)
+
+
+def test_policies_as_stock(two: Pool) -> None:
+    two.run(as_stock_in_bf16, nested_policies, timeout=SLOW)
+
+
+def as_stock(observe: Any, *args: Any) -> None:
+    same(observe, *args, kinds=("inductor",), rtol=1e-5, atol=1e-6)
+
+
+def as_stock_in_bf16(observe: Any) -> None:
+    same(observe, kinds=("inductor",), rtol=0.03, atol=3e-3)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_as_unsharded(two: Pool, case: str) -> None:
+    two.run(by_inductor, *TRAINED[case], timeout=SLOW)
+
+
+def by_inductor(observe: Any, *args: Any) -> None:
+    each(observe, *args, kinds=("inductor",))
+
+
+@pytest.mark.parametrize(("name", "order"), MIXED)
+def test_graphs_and_eager_units(two: Pool, name: str, order: str) -> None:
+    two.run(mixed.check, name, order, {}, 1e-6, "inductor", timeout=SLOW)
+
+
+# -- hooks
 
 
 def test_users_hook_runs_too(two: Pool) -> None:

@@ -119,29 +119,29 @@ ORDERS = (
 )
 
 
-def build(name: str, order: str, **options: Any) -> tuple[nn.Module, Any]:  # noqa: C901
+def build(name: str, order: str, backend: str = BACKEND, **options: Any) -> tuple[nn.Module, Any]:  # noqa: C901
     """The sharded model, and what to call."""
     torch.manual_seed(3)
     model: Any = MODELS[name]()
     if order == "block.compile(), shard":
         for layer in model.layers:
-            layer.compile(backend=BACKEND)
+            layer.compile(backend=backend)
     if order == "m.compile(), shard":
-        model.compile(backend=BACKEND)
+        model.compile(backend=backend)
     if order == "blocks = compile(block), shard":
         for i, layer in enumerate(model.layers):
-            model.layers[i] = torch.compile(layer, backend=BACKEND)
+            model.layers[i] = torch.compile(layer, backend=backend)
     for layer in model.layers:
         fully_shard(layer, **options)
     if order == "shard(compile(m))":
-        return model, fully_shard(torch.compile(model, backend=BACKEND), **options)
+        return model, fully_shard(torch.compile(model, backend=backend), **options)
     fully_shard(model, **options)
     if order == "shard, block.compile()":
         for layer in model.layers:
-            layer.compile(backend=BACKEND)
+            layer.compile(backend=backend)
     if order == "shard, m.compile()":
-        model.compile(backend=BACKEND)
-    return model, torch.compile(model, backend=BACKEND) if order == "compile(shard(m))" else model
+        model.compile(backend=backend)
+    return model, torch.compile(model, backend=backend) if order == "compile(shard(m))" else model
 
 
 def step(call: Any, number: int, rank: int) -> Tensor:
@@ -151,10 +151,10 @@ def step(call: Any, number: int, rank: int) -> Tensor:
     return loss.detach()
 
 
-def check(name: str, order: str, options: dict[str, Any], atol: float) -> None:
+def check(name: str, order: str, options: dict[str, Any], atol: float, backend: str = BACKEND) -> None:
     """Worker function: three steps beside the unsharded model."""
     warnings.simplefilter("ignore")
-    model, call = build(name, order, **options)
+    model, call = build(name, order, backend, **options)
     torch.manual_seed(3)
     reference: Any = MODELS[name]()
     if options:

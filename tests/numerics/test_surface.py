@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compat.oracle import Api, communications, each
+from compat.oracle import Api, communications, each, no_recompiles
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compiled_fsdp import MixedPrecisionPolicy, errors, fully_shard
@@ -147,8 +148,7 @@ def test_activation_checkpointing(two: Pool, around: Any) -> None:
 
 def checkpointing(api: Api, around: Any) -> None:
     model, reference = pair(Net(around))
-    call = api.compile(model) if around is not reentrant else torch.compile(model, backend="compiled_fsdp_eager")
-    call = call if api.is_compiled else model
+    call = api.compile(model, fullgraph=around is not reentrant)
     for step in range(2):
         model.zero_grad()
         seen = communications(lambda step=step: backward(call, batch(step)))
@@ -238,6 +238,101 @@ def partly_frozen(api: Api) -> None:
 
 test_requires_grad_changes = both(requires_grad_changes)
 test_partly_frozen = both(partly_frozen)
+
+
+# -- a larger function that is compiled, parameters that stay
+
+
+def test_whole_step_compiled(two: Pool) -> None:
+    """What happens before each call of a sharded module happens while tracing, and the graph guards on what it depends on."""
+    two.run(whole_step)
+
+
+def whole_step() -> None:
+    model, reference = pair(Net())
+
+    @torch.compile(backend="compiled_fsdp_eager", fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    changes = ((), ((0, True),), ((1, False),), (), ((1, True), (2, False)))
+    for step, changed in enumerate(changes):
+        for m in (model, reference):
+            m.zero_grad()
+            for layer, value in changed:
+                for p in m.layers[layer].parameters():
+                    p.requires_grad = value
+        loss_of(batch(step)).backward()
+        backward(reference, batch(step))
+        check_grads(model, reference)
+    model.zero_grad()
+    assert communications(lambda: loss_of(batch()).backward())["reduce"] == 3
+
+
+def test_whole_step_compiled_checks_first(two: Pool) -> None:
+    two.run(checks_first)
+
+
+def checks_first() -> None:
+    model = Net()
+    if dist.get_rank() == 1:
+        model.layers[2].first = nn.Linear(6, 24, bias=False)
+    model, _ = pair(model)
+    with pytest.raises(RuntimeError, match="the ranks of a shard group have different models"):
+        torch.compile(lambda x: model(x), backend="compiled_fsdp_eager")(batch())
+
+
+def staying(api: Api) -> None:
+    """`set_reshard_after_backward(False)` for several backwards before one step: gathered once, from the optimizer's step on."""
+    model = Net()
+    reference = copy.deepcopy(model)
+    for module in (*model.layers, model):
+        fully_shard(module, reshard_after_forward=False)
+    call = api.compile(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    with no_recompiles():
+        for step in range(2):
+            gathers = []
+            for micro in range(3):
+                model.set_reshard_after_backward(micro == 2)
+                x = batch(3 * step + micro)
+                gathers.append(communications(lambda x=x: backward(call, x))["gather"])
+                backward(reference, x)
+            assert gathers[1:] == [0, 0], gathers
+            check_grads(model, reference)
+            for q in reference.parameters():
+                dist.all_reduce(q.grad)
+                q.grad /= dist.get_world_size()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert gathers[0] == 4
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.set_reshard_after_backward(False)
+    backward(call, batch())
+    model.state_dict()
+    assert communications(lambda: backward(call, batch()))["gather"] == 4, "state_dict reshards"
+    model.reshard()
+    with torch.no_grad():
+        assert torch.allclose(call(batch()), reference(batch()), atol=1e-6)
+
+
+test_staying_unsharded = both(staying)
+
+
+def test_staying_cannot_be_had(two: Pool) -> None:
+    two.run(cannot_stay)
+
+
+def cannot_stay() -> None:
+    model, _ = pair(Net())
+    model.set_reshard_after_backward(False)
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph while"):
+        backward(torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True), batch())
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=r"'Net' changes nothing where the call of the sharded module is compiled as part of"):
+        torch.compile(lambda x: model(x), backend="compiled_fsdp_eager")(batch())
 
 
 # -- modes, inputs

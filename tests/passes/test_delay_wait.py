@@ -44,6 +44,19 @@ class TestDelayWait(GraphTest):
         self.assertDocumented(module, "Before", gm)
         self.assertDocumented(module, "After", delay_wait(gm, Plan(reduces_in_flight=1)))
 
+    def test_the_users_number_comes_before_the_plan(self):
+        found = {n: sequence(delay_wait(reductions(4, reduces_in_flight=n), Plan(reduces_in_flight=1))) for n in (0, 1, 2, 3)}
+        found["nothing planned"] = sequence(delay_wait(reductions(4, reduces_in_flight=2), Plan(reduces_in_flight=0)))
+        self.assertExpectedInline(
+            "\n".join(f"{n} {s}" for n, s in found.items()),
+            """\
+0 cScWMScWMScWMSWM
+1 cScWMScWMScWMSWM
+2 cScScWMScWMSWMWM
+3 cScScScWMSWMWMWM
+nothing planned cScScWMScWMSWMWM""",
+        )
+
     def test_one_in_flight(self):
         """The wait, the division and the mark go before the next start; the last ones to the end."""
         self.assertGraph(

@@ -9,6 +9,7 @@ from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from passes_harness import PLAN, GraphTest, Hand, ops, unit
 from torch.fx import GraphModule
 
+from compiled_fsdp import errors
 from compiled_fsdp.dump import show
 from compiled_fsdp.passes import prefetch_all_gather as module
 from compiled_fsdp.plan import Plan
@@ -19,7 +20,11 @@ aten = torch.ops.aten
 def gathers(num_units: int, **changes: Any) -> GraphModule:
     """Units of one parameter; the flat buffer has another, so that a slice prepares each gather."""
     hand = Hand()
-    specs = [unit(f"u{i}", {"w": (4,)}, **changes)[0] for i in range(num_units)]
+    named = changes.pop("forward_after", {})
+    specs = [
+        unit(name, {"w": (4,)}, forward_after=named.get(name, ()), **changes)[0]
+        for name in (f"u{i}" for i in range(num_units))
+    ]
     flats = [hand.input(f"flat{i}", spec.shard_numel + 1) for i, spec in enumerate(specs)]
     pairs = zip(flats, specs, strict=True)
     return lower(hand.returns(*(hand.compute(hand.unshard(f, s)) for f, s in pairs)), PLAN)
@@ -38,7 +43,7 @@ def with_matmuls(num_units: int, name: str = "x") -> GraphModule:
 
 def sequence(gm: GraphModule) -> str:
     """`S`tarts, `W`aits and computation `c`, in order."""
-    letters = {"all_gather_into_tensor": "S", "wait_tensor": "W", "neg": "c", "mm": "m"}
+    letters = {"all_gather_into_tensor": "S", "wait_tensor": "W", "neg": "c", "mm": "m", "reduce_scatter_tensor": "R"}
     return "".join(letters.get(op, "") for op in ops(gm.graph))
 
 
@@ -149,6 +154,65 @@ none SWcSWcSWc""",
 %neg_default_1: bf16[4] = neg(%view_default_6)
 return [%add_tensor, %neg_default, %neg_default_1]""",
         )
+
+    def test_explicit_lists_come_before_the_plan(self):
+        """A list starts what it names where its unit begins; a unit that has a list starts nothing else there."""
+
+        def found(prefetch: int, **named: tuple[str, ...]) -> str:
+            gm = gathers(4, forward_after=named)
+            once = sequence(prefetch_all_gather(gm, Plan(prefetch=prefetch)))
+            self.assertEqual(sequence(prefetch_all_gather(gm, Plan(prefetch=prefetch))), once, "idempotent")
+            return once
+
+        self.assertExpectedInline(
+            "\n".join(
+                (
+                    f"nothing planned {found(0, u2=('u0',))}",
+                    f"one ahead {found(1, u2=('u0',))}",
+                    f"two ahead {found(2, u2=('u0',))}",
+                    f"two ahead, lists of the next {found(2, u1=('u0',), u2=('u1',), u3=('u2',))}",
+                    f"of two lists the first {found(0, u3=('u2', 'u1'))}",
+                    f"the outermost's {found(0, u1=('',), u3=('',))}",
+                    f"a later unit's {found(0, u0=('u2',))}",
+                )
+            ),
+            """\
+nothing planned SSWcSWcWcSWc
+one ahead SSWcSWcSWcWc
+two ahead SSWcSSWcWcWc
+two ahead, lists of the next SSWcSWcSWcWc
+of two lists the first SWcSSWcSWcWc
+the outermost's SSSWcWcSWcWc
+a later unit's SWcSWcSWcSWc""",
+        )
+
+    def test_explicit_lists_in_backward(self):
+        """A unit that kept its parameters begins where the one before it reduces, or with the graph."""
+
+        def found(**named: tuple[str, ...]) -> str:
+            hand, results = Hand(), []
+            x = hand.input("tangents_1", 2, 2)
+            for i, name in enumerate(("u0", "u1", "u2")):
+                flat = hand.input(f"flat{i}", 2)
+                (spec,) = unit(name, {"w": (2, 2)}, backward_after=named.get(name, ()))
+                w = hand.input(f"w{i}", 2, 2) if i == 1 else hand.unshard(flat, spec)
+                x = hand(aten.mm.default, x, w)
+                results.append(hand.reduce_grad(hand(aten.mm.default, x, x), flat, spec))
+            gm = lower(hand.returns(*results), PLAN)
+            return sequence(prefetch_all_gather(gm, Plan(backward_prefetch=0)))
+
+        self.assertExpectedInline(
+            f"planned {found()}\nat the kept unit {found(u2=('u1',))}\nat the first unit {found(u2=('u0',))}",
+            """\
+planned SWmmRWmmRWSWmmRW
+at the kept unit SWmmSRWmmRWWmmRW
+at the first unit SSWmmRWmmRWWmmRW""",
+        )
+
+    def test_a_list_of_a_unit_that_is_not_in_the_graph(self):
+        errors._said.clear()
+        with self.assertWarnsRegex(UserWarning, r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce"):
+            self.assertUnchanged(prefetch_all_gather, gathers(2, forward_after={"u1": ("u9",)}), Plan(prefetch=0))
 
     def test_near_miss_one_unit(self):
         self.assertUnchanged(prefetch_all_gather, gathers(1), Plan(prefetch=2))

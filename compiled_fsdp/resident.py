@@ -1,0 +1,86 @@
+"""Full parameters that stay from one compiled call to the next: `set_reshard_after_backward(False)` in a graph.
+
+The unit is gathered before the call, once. The graph takes the full parameters as inputs, neither gathers nor frees them, and
+reduces their gradients as ever. They are dropped when the sharded ones change (an optimizer step), after a backward with the
+setting back at True, and by `reshard()`; autograd may hold them for longer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import collectives as comm
+from .errors import warn_once
+from .schema import REDUCE_GRAD
+from .spec import CONSTANTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from .runtime import Runtime
+
+
+class Resident(torch.autograd.Function):
+    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient goes to the buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
+        ctx.save_for_backward(flat)
+        ctx.key = key
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (flat,) = ctx.saved_tensors
+        return None, REDUCE_GRAD(grad, flat, *CONSTANTS[ctx.key]), None
+
+
+def prepare(runtimes: Iterable[Runtime]) -> None:
+    """Before a compiled call: gather what is to stay, and drop what is out of date."""
+    started = []
+    for runtime in runtimes:
+        unit = runtime.unit
+        if unit.is_resident and (runtime.resident_versions != runtime.versions_now() or _is_left_over(runtime)):
+            drop(runtime)
+        if unit.is_resident or unit.settings.reshard_after_backward or not torch.is_grad_enabled():
+            continue
+        if unit.reshard is not False:
+            warn_once(
+                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes nothing in a graph while its parameters "
+                "are dropped after forward: backward gathers them for itself. Set reshard_after_forward=False too to keep them"
+            )
+            continue
+        started.append((runtime, runtime.start_gathers()))
+    for runtime, gathers in started:
+        _finish(runtime, gathers)
+
+
+def _is_left_over(runtime: Runtime) -> bool:
+    """A frozen unit gets no gradient, after which it would have been dropped."""
+    return runtime.unit.settings.reshard_after_backward and not any(p.sharded.requires_grad for p in runtime.unit.params)
+
+
+def _finish(runtime: Runtime, gathers: Any) -> None:
+    with torch.no_grad():
+        for program, gathered, members in gathers:
+            program.finish()
+            specs = [spec for _, spec in members]
+            for place, (param, _) in enumerate(members):
+                param.show_full(comm.copy_out(comm.call, gathered.tensor, specs, place).detach())
+    runtime.resident_versions = runtime.versions_now()
+    runtime.unit.is_resident = True
+    runtime.unit.publish()
+
+
+def drop(runtime: Runtime) -> None:
+    """Forget the full parameters; graphs gather for themselves again."""
+    if not runtime.unit.is_resident:
+        return
+    for param in runtime.unit.params:
+        param.show_full(None)
+    runtime.unit.is_resident = False
+    runtime.unit.publish()
