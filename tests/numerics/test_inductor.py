@@ -7,11 +7,13 @@ in the last bits. With SGD these stay that small (AdamW would turn a zero gradie
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from compat.oracle import each, same
 from compat.test_accumulation_rows import gradient_sync
 from compat.test_layout_rows import other_dims
@@ -24,7 +26,6 @@ from models import loss_of
 from numerics import test_mixed as mixed
 from numerics import test_surface as surface
 from pool import Pool
-from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
@@ -112,6 +113,36 @@ def by_inductor(observe: Any, *args: Any) -> None:
 @pytest.mark.parametrize(("name", "order"), MIXED)
 def test_graphs_and_eager_units(two: Pool, name: str, order: str) -> None:
     two.run(mixed.check, name, order, {}, 1e-6, "inductor", timeout=SLOW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_that_comes_late(two: Pool, dtype: torch.dtype) -> None:
+    """What a communication sends from is not written to before it is awaited: buffers of a cast, or of a part of a unit."""
+    two.run(comes_late, dtype, timeout=SLOW)
+
+
+def comes_late(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    models = [surface.Net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        for module in (*model.layers, model):
+            fully_shard(module, mp_policy=Policy(param_dtype=dtype, reduce_dtype=torch.float32))
+    calls = torch.compile(models[0], fullgraph=True), models[1]
+    for step in range(3):
+        results = []
+        for model, call in zip(models, calls, strict=True):
+            model.zero_grad()
+            for half in ("forward", "backward"):
+                if call is not model and dist.get_rank() == 1:
+                    time.sleep(0.2)  # gloo sends when the other side is ready to receive
+                if half == "forward":
+                    loss = call(surface.batch(step)).float().square().mean()
+                else:
+                    loss.backward()
+            results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
+        for ours, eager in zip(*results, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=3e-2, atol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 # -- hooks
