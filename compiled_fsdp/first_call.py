@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import warn_once
+from .ops import TRACED
 from .torch_private import local_tensor
 from .unit import taken
 
@@ -53,10 +54,53 @@ def check_same_model(units: Sequence[Unit]) -> None:
     texts = []
     for rank, theirs in enumerate(everyone):
         only = [line for line in theirs if line not in common]
-        texts.append(
-            f"  rank {rank}: {len(theirs)} parameters; not the same everywhere: {only[:5] or 'none (another order)'}"
-        )
+        shown = only[:5] or "none: some are missing, or the order differs"
+        texts.append(f"  rank {rank}: {len(theirs)} parameters; not on all ranks: {shown}")
     raise RuntimeError("fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts))
+
+
+def check_devices(units: Iterable[Unit]) -> None:
+    """Parameters may have been moved one by one since they were cut.
+
+    Raises:
+        RuntimeError: some are not where their mesh communicates.
+    """
+    for unit in units:
+        device = unit.mesh_info.device
+        wrong = [p.fqn for p in unit.params if p.sharded.device.type != device.type]
+        if wrong:
+            raise RuntimeError(
+                f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, so they cannot be gathered. "
+                f"Move the whole sharded model with .to({device.type!r})"
+            )
+
+
+def warn_unread(units: Sequence[Unit]) -> None:
+    """After a step: a unit that nobody read is a mistake, or parameters that need not be there."""
+    for unit in units:
+        count = len(list(unit.params))
+        if count and not unit.was_read and unit.key not in TRACED:
+            warn_once(
+                f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing called its forward or read its "
+                f"{count} parameters, so they are not trained. If another method than forward uses them, call "
+                "register_fsdp_forward_method(module, name) for it"
+            )
+
+
+def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> None:
+    """Say in our words what DTensor says when an operation meets a sharded parameter.
+
+    Raises:
+        RuntimeError: it was that.
+    """
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return
+    others = [u.name for u in units if u is not unit]
+    raise RuntimeError(
+        f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor: one of another unit "
+        f"({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not running. Give both modules to "
+        "one call, fully_shard([a, b]), or call unshard() on the other before and reshard() after it"
+    ) from error
 
 
 def check_buffers(module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, weakref.ref[Tensor]]]) -> None:

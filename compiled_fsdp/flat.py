@@ -233,6 +233,7 @@ class FlatParam:
     def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
         """Let the rest of a reduction run once somebody reads the gradients; now, where it must be added or hooks wait for it."""
         self.settle()
+        self.unit.has_gradients = True
         params = [p for p in params if p.sharded.requires_grad]
         if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
             program.finish()
@@ -253,6 +254,7 @@ class FlatParam:
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it."""
         self.settle()
+        self.unit.has_gradients = True
         params = [p for p in params if p.sharded.requires_grad]
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():

@@ -42,6 +42,8 @@ class UnshardHandle(StockUnshardHandle):
 class FSDPModule(StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own `FSDPModule`."""
 
+    _fsdp_watched: list[nn.Parameter]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a plain object of the original class: slicing a sharded `nn.Sequential` does this."""
         plain: Any = object.__new__(originals[cls])
@@ -58,9 +60,13 @@ class FSDPModule(StockFSDPModule):
             _before_trace(self)
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018
-        else:
-            _before_call(self, is_call_compiled(self))
-        return self._fsdp_call(args, kwargs)
+            return self._fsdp_call(args, kwargs)
+        _before_call(self, is_call_compiled(self))
+        try:
+            return self._fsdp_call(args, kwargs)
+        except RuntimeError as error:
+            self._fsdp_own().explain(error)
+            raise
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -339,7 +345,7 @@ def _before_call(module: FSDPModule, is_compiled: bool) -> None:
     module._fsdp_own().before_call(is_compiled=is_compiled)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _before_trace(module: FSDPModule) -> None:
     module._fsdp_own().before_trace(module)  # type: ignore[arg-type]
 

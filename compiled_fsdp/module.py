@@ -153,7 +153,7 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
                 return self._parameters[name]
             if handle.key:
                 if handle.is_resident:
-                    full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)
+                    full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
                 else:
                     full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
                 full = full.detach() if handle.is_frozen else full

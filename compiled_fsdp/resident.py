@@ -29,12 +29,14 @@ class Resident(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
+        """A view of what is there."""
         ctx.save_for_backward(flat)
         ctx.key = key
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the flat buffer."""
         (flat,) = ctx.saved_tensors
         return None, REDUCE_GRAD(grad, flat, *CONSTANTS[ctx.key]), None
 
@@ -50,8 +52,8 @@ def prepare(runtimes: Iterable[Runtime]) -> None:
             continue
         if unit.reshard is not False:
             warn_once(
-                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes nothing in a graph while its parameters "
-                "are dropped after forward: backward gathers them for itself. Set reshard_after_forward=False too to keep them"
+                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes nothing in a graph while its "
+                "parameters are dropped after forward, since backward gathers them. Set reshard_after_forward=False to keep them"
             )
             continue
         started.append((runtime, runtime.start_gathers()))

@@ -410,6 +410,7 @@ class Runtime:
 
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
+        self.unit.was_read = True
         buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)

@@ -115,13 +115,13 @@ class ParamSpec:
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
         """From the arguments of an op or node, the flat buffer left out."""
-        values = list(args)
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in args]
         if len(values) != len(fields(cls)):
             raise ValueError(
                 f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of fsdp::unshard has "
                 f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
             )
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
+        return cls(*values)
 
     def args(self) -> tuple[object, ...]:
         """The values in schema order (a tuple: Dynamo reads it as constants)."""

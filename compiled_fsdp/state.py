@@ -12,7 +12,7 @@ from .calibrate import calibrate_plan
 from .errors import warn_once
 from .extension import WHY_EAGER
 from .fallback import note_eager_unit
-from .first_call import check_buffers, check_same_model
+from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
@@ -33,7 +33,7 @@ class State:
         self.pre_forward = PreForward(self)
         self.post_forward = PostForward(self)
         self.stock = StockState(self.runtime)
-        self.is_checked = False
+        self.is_checked = self.is_use_checked = False
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
@@ -48,6 +48,7 @@ class State:
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
         if any(p.sharded.device.type == "meta" for unit in units for p in unit.params):
             return  # gathering will say so
+        check_devices(units)
         check_same_model(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
@@ -64,12 +65,20 @@ class State:
         tree.recover()
         if self.unit.is_outermost and not self.is_checked:
             self._check()
+        elif self.unit.is_outermost and not self.is_use_checked:
+            units = [runtime.unit for runtime in tree.in_order()]
+            self.is_use_checked = any(unit.has_gradients for unit in units)
+            if self.is_use_checked:
+                warn_unread(units)
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         for runtime in called:
             runtime.unit.follow_requires_grad()
         if is_compiled:
             prepare(called)
 
+    def explain(self, error: RuntimeError) -> None:
+        """Raise a clearer error, where there is one."""
+        explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
 
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""

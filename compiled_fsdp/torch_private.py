@@ -162,7 +162,7 @@ def never_trace_hooks_alone() -> None:
             skip_code(constant)
 
 
-def is_call_compiled(module: torch.nn.Module) -> bool:
+def is_call_compiled(module: Any) -> bool:
     """Whether a call of this module, made now and outside any graph, is what `torch.compile` or `module.compile()` traces."""
     callback = get_eval_frame_callback()
     return module._compiled_call_impl is not None or (callback is not None and callback is not False)

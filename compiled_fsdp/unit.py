@@ -131,7 +131,7 @@ class Unit:
                     self.post_meshes[info] = info.post_forward_mesh(size)
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
-        self.is_resident = False
+        self.is_resident = self.was_read = self.has_gradients = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
 

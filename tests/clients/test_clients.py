@@ -1,4 +1,4 @@
-"""Real users of `fully_shard`, unmodified but for the import: Hugging Face models, PEFT, Lightning Fabric.
+"""Real users of `fully_shard`, unmodified but for the import: Hugging Face models, PEFT, Accelerate, Lightning Fabric, timm.
 
 `make test-clients` installs them and runs this; otherwise these tests are skipped and say so.
 """
@@ -6,18 +6,25 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from compat.oracle import communications
+from compat.oracle import communications, mesh_of
+from torch._dynamo.utils import counters
 
+import compiled_fsdp.backend as backend_module
 from compiled_fsdp import fully_shard
+from compiled_fsdp.collectives import STARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pool import Pool
     from torch import Tensor, nn
@@ -82,6 +89,43 @@ def check_grads(model: nn.Module, reference: nn.Module) -> None:
             assert torch.allclose(p.grad.full_tensor(), mean / dist.get_world_size(), atol=1e-5), name
 
 
+@contextmanager
+def captured() -> Iterator[list[Any]]:
+    """The final forward and backward graphs of ours that `compiled_fsdp_eager` makes inside."""
+    found: list[Any] = []
+    original = backend_module.run_half
+
+    def run_half(gm: Any) -> Any:
+        result = original(gm)
+        found.append(Counter(n.target for n in result.graph.nodes if n.target in STARTS))
+        return result
+
+    backend_module.run_half = run_half
+    try:
+        yield found
+    finally:
+        backend_module.run_half = original
+
+
+def unsharded_graphs(model: Any, run: Callable[[Any], Any]) -> tuple[int, int]:
+    """Graphs and graph breaks of the same model as it is."""
+    torch._dynamo.reset()
+    counters.clear()
+    run(torch.compile(copy.deepcopy(model), backend="aot_eager"))
+    found = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    counters.clear()
+    return found
+
+
+def check_graphs(before: tuple[int, int], halves: list[Any], seen: dict[str, int]) -> None:
+    """No more graphs or breaks than unsharded, and what is communicated in a step is inside the graphs."""
+    after = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    assert after <= before, f"(graphs, breaks): {after} sharded, {before} unsharded"
+    inside = sum(sum(half.values()) for half in halves)
+    assert inside == seen["gather"] + seen["reduce"], (halves, seen)
+
+
 def shard_layers(model: Any, path: str, **options: Any) -> Any:
     for layer in model.get_submodule(path):
         fully_shard(layer, **options)
@@ -100,18 +144,30 @@ def hugging_face(name: str, backend: str | None) -> None:
     torch.manual_seed(0)
     model, path = MODELS[name]()
     reference = copy.deepcopy(model)
+    before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
     shard_layers(model, path)
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    with captured() as halves:
+        seen = train_two_steps(model, call, reference)
+    assert seen["gather"] in (5, 6), (
+        "three units in forward, the two blocks (in a graph also what backward reads of the root) again"
+    )
+    assert seen["reduce"] == 3
+    if backend:
+        check_graphs(before, halves, seen)
+
+
+def train_two_steps(
+    model: Any, call: Any, reference: Any, loss_of: Callable[[Any, int], Tensor] = loss_of
+) -> dict[str, int]:
+    """Beside the unsharded model; what the second step communicates."""
     for step in range(2):
         model.zero_grad()
         reference.zero_grad()
         seen = communications(lambda step=step: loss_of(call, step).backward())
         loss_of(reference, step).backward()
         check_grads(model, reference)
-    assert seen["gather"] in (5, 6), (
-        "three units in forward, the two blocks (in a graph also what backward reads of the root) again"
-    )
-    assert seen["reduce"] == 3
+    return seen
 
 
 @needs("transformers")
@@ -143,15 +199,100 @@ def peft_lora(backend: str | None) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model: Any = get_peft_model(llama()[0], config)
     reference = copy.deepcopy(model)
+    before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
     shard_layers(model, "base_model.model.model.layers")
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-    for step in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        seen = communications(lambda step=step: loss_of(call, step).backward())
-        loss_of(reference, step).backward()
-        check_grads(model, reference)
+    with captured() as halves:
+        seen = train_two_steps(model, call, reference)
     assert seen["reduce"] == 2, "only the units with LoRA weights have anything to reduce"
+    if backend:
+        check_graphs(before, halves, seen)
+
+
+# -- Accelerate
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_accelerate(two: Pool, name: str, checkpoints: bool, backend: str | None) -> None:
+    """Its own preparation; on CPU its `Accelerator` takes DDP instead, so what that calls for FSDP2 is called here."""
+    two.run(accelerated, name, checkpoints, backend)
+
+
+def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
+    """Layers in checkpoint wrappers, then `torch.compile`, then `fully_shard`: of layers, the embedding, lists, and the root."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+
+    torch.manual_seed(0)
+    model, _ = MODELS[name]()
+    reference = copy.deepcopy(model)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        torch_device_mesh=mesh_of(2, names=("dp_shard",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=["dp_shard"]),
+        device=torch.device("cpu"),
+        is_main_process=dist.get_rank() == 0,
+    )
+    plugin.set_auto_wrap_policy(model)
+    if checkpoints:
+        model = fsdp_utils.fsdp2_apply_ac(accelerator, model)
+    before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
+    prepared: Any = torch.compile(model, backend=backend) if backend else model
+    with mock.patch("torch.distributed.fsdp.fully_shard", fully_shard), captured() as halves:
+        prepared = fsdp_utils.fsdp2_prepare_model(accelerator, prepared)
+        seen = train_two_steps(model, prepared, reference)
+    assert seen["reduce"] == (3 if name == "llama_tied" else 4), "two layers, the embedding, the norm with the head"
+    if backend:
+        check_graphs(before, halves, seen)
+    names = fsdp_utils.fsdp2_canonicalize_names(dict(prepared.named_parameters()))
+    assert list(names) == list(dict(reference.named_parameters()))
+
+
+# -- timm
+
+
+@needs("timm")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_timm(two: Pool, name: str, backend: str | None) -> None:
+    two.run(vision, name, backend)
+
+
+def vision(name: str, backend: str | None) -> None:
+    import timm
+
+    torch.manual_seed(0)
+    if name == "vit":
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5
+        )
+        blocks: Any = model.blocks
+    else:
+        model = timm.create_model("resnet10t", num_classes=5)
+        blocks = [model.layer1, model.layer2, model.layer3, model.layer4]
+    reference = copy.deepcopy(model)
+    before = unsharded_graphs(model, lambda call: image_loss(call, 0).backward())
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    with captured() as halves:
+        seen = train_two_steps(model, call, reference, image_loss)
+    assert seen["reduce"] == len(blocks) + 1
+    if backend:
+        check_graphs(before, halves, seen)
+
+
+def image_loss(call: Any, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    loss: Tensor = call(torch.randn(2, 3, 32, 32, generator=generator)).square().mean()
+    return loss
 
 
 @needs("transformers", "lightning")

@@ -7,7 +7,6 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from compat.oracle import (
     Api,

@@ -219,7 +219,9 @@ def test_explicit_prefetch_lists(two: Pool) -> None:
 
 
 def explicit_lists() -> None:
-    assert schedule(lambda model: None) == ["0> 1> 2> 0 root> 1 2 root", "2> 1> 2 1"], "two ahead in forward, one in backward"
+    assert schedule(lambda model: None) == ["0> 1> 2> 0 root> 1 2 root", "2> 1> 2 1"], (
+        "two ahead in forward, one in backward"
+    )
 
     def next_only(model: Any) -> None:
         chain = [model, *model.layers]

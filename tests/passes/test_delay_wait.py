@@ -45,7 +45,9 @@ class TestDelayWait(GraphTest):
         self.assertDocumented(module, "After", delay_wait(gm, Plan(reduces_in_flight=1)))
 
     def test_the_users_number_comes_before_the_plan(self):
-        found = {n: sequence(delay_wait(reductions(4, reduces_in_flight=n), Plan(reduces_in_flight=1))) for n in (0, 1, 2, 3)}
+        found = {
+            n: sequence(delay_wait(reductions(4, reduces_in_flight=n), Plan(reduces_in_flight=1))) for n in (0, 1, 2, 3)
+        }
         found["nothing planned"] = sequence(delay_wait(reductions(4, reduces_in_flight=2), Plan(reduces_in_flight=0)))
         self.assertExpectedInline(
             "\n".join(f"{n} {s}" for n, s in found.items()),

@@ -211,7 +211,9 @@ at the first unit SSWmmRWmmRWWmmRW""",
 
     def test_a_list_of_a_unit_that_is_not_in_the_graph(self):
         errors._said.clear()
-        with self.assertWarnsRegex(UserWarning, r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce"):
+        with self.assertWarnsRegex(
+            UserWarning, r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce"
+        ):
             self.assertUnchanged(prefetch_all_gather, gathers(2, forward_after={"u1": ("u9",)}), Plan(prefetch=0))
 
     def test_near_miss_one_unit(self):
