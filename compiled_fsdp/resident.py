@@ -1,15 +1,17 @@
 """Full parameters that stay from one compiled call to the next: `set_reshard_after_backward(False)` in a graph.
 
 The unit is gathered before the call, once. The graph takes the full parameters as inputs, neither gathers nor frees them, and
-reduces their gradients as ever. They are dropped when the sharded ones change (an optimizer step), after a backward with the
-setting back at True, and by `reshard()`; autograd may hold them for longer.
+reduces their gradients as ever. They are dropped before an optimizer's step, when the sharded ones have changed otherwise, after a
+backward with the setting back at True, and by `reshard()`; autograd may hold them for longer.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import collectives as comm
 from .errors import warn_once
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .runtime import Runtime
+
+
+_there: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Resident(torch.autograd.Function):
@@ -74,6 +79,7 @@ def _finish(runtime: Runtime, gathers: Any) -> None:
             for place, (param, _) in enumerate(members):
                 param.show_full(comm.copy_out(comm.call, gathered.tensor, specs, place).detach())
     runtime.resident_versions = runtime.versions_now()
+    _there.add(runtime)
     runtime.unit.is_resident = True
     runtime.unit.publish()
 
@@ -84,5 +90,14 @@ def drop(runtime: Runtime) -> None:
         return
     for param in runtime.unit.params:
         param.show_full(None)
+    _there.discard(runtime)
     runtime.unit.is_resident = False
     runtime.unit.publish()
+
+
+def _drop_all(*_: object) -> None:
+    for runtime in list(_there):
+        drop(runtime)
+
+
+register_optimizer_step_pre_hook(_drop_all)

@@ -89,6 +89,16 @@ def same(
         check_equal(found, expected, f"{kind} against stock", rtol, atol)
 
 
+def eager_same(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: only ours eager observes what stock does."""
+    same(observe, *args, kinds=("eager",))
+
+
+def close(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
+    same(observe, *args, rtol=1e-5, atol=1e-7)
+
+
 def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS) -> None:
     """Worker function: the observation asserts by itself, for each kind of ours."""
     for kind in kinds:
@@ -226,6 +236,13 @@ def train_step(call: Any, step: int = 0) -> Tensor:
     loss = call(batch(step=step)).square().mean()
     loss.backward()
     return loss.detach()
+
+
+def input_step(call: Any, step: int = 0) -> Any:
+    """As `train_step`; every weight is needed in backward, also the first."""
+    x = batch(step=step, requires_grad=True)
+    call(x).square().mean().backward()
+    return x.grad
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ import torch
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
     each,
+    eager_same,
     grads,
     is_sharded,
     mesh_of,
@@ -25,8 +27,6 @@ from pool import Pool
 from torch import Tensor, nn
 
 import compiled_fsdp
-
-SUM_ORDER = {"rtol": 1e-5, "atol": 1e-7}  # four ranks: gloo's reduce-scatter and all-to-all sum in different orders
 
 
 class Branches(nn.Module):
@@ -101,10 +101,6 @@ def test_all_reduce_flag(four: Pool) -> None:
     four.run(close, all_reduce_flag)
 
 
-def close(observe: Any) -> None:
-    same(observe, **SUM_ORDER)
-
-
 def all_reduce_flag(api: Api) -> Any:
     model = api.units(net(), "0", "2", mesh=mesh_of(2, 2, names=("replicate", "shard")))
     call = api.compile(model)
@@ -145,10 +141,6 @@ def test_reshard_after_backward(two: Pool) -> None:
 @rows("10.6", status="eager")
 def test_reshard_after_backward_registration(two: Pool) -> None:
     two.run(eager_same, reshard_after_backward_registration)
-
-
-def eager_same(observe: Any) -> None:
-    same(observe, kinds=("eager",))
 
 
 def reshard_after_backward(api: Api) -> Any:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
     each,
+    eager_same,
     grads,
     is_sharded,
     mesh_of,
@@ -65,16 +67,6 @@ class Odd(nn.Module):
 
     def reshard(self) -> str:
         return "its own"
-
-
-def eager(observe: Any, *args: Any) -> None:
-    """Worker function: only ours eager observes what stock does."""
-    same(observe, *args, kinds=("eager",))
-
-
-def close(observe: Any) -> None:
-    """Worker function: up to the order in which four ranks' gradients are added."""
-    same(observe, rtol=1e-5, atol=1e-7)
 
 
 def counted_step(call: Any) -> dict[str, int]:
@@ -199,7 +191,7 @@ def meshes_and_sizes(api: Api) -> Any:
 
 @rows("1.15")
 def test_size_of_one_warns(two: Pool) -> None:
-    two.run(eager, size_of_one_warns)
+    two.run(eager_same, size_of_one_warns)
 
 
 def size_of_one_warns(api: Api) -> Any:
@@ -234,7 +226,7 @@ def size_of_one_and_of_all(api: Api) -> Any:
 
 @rows("1.15", "1.16", status="eager")
 def test_registered_after_forward(four: Pool) -> None:
-    four.run(eager, registered_after_forward, (1, 4))
+    four.run(eager_same, registered_after_forward, (1, 4))
 
 
 def registered_after_forward(api: Api, sizes: tuple[int, ...]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
     each,
     grads,
@@ -41,11 +42,6 @@ class Own(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.inner(x) * self.scale + self.shift
-
-
-def close(observe: Any) -> None:
-    """Worker function: up to the order in which four ranks' gradients are added."""
-    same(observe, rtol=1e-5, atol=1e-7)
 
 
 def even(seed: int = 5) -> nn.Sequential:

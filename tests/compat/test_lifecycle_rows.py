@@ -11,9 +11,12 @@ import torch
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
     each,
+    eager_same,
     grads,
+    input_step,
     is_sharded,
     net,
     params,
@@ -27,8 +30,6 @@ from pool import Pool
 from torch import Tensor, nn
 
 from compiled_fsdp import errors
-
-SUM_ORDER = {"rtol": 1e-5, "atol": 1e-7}  # four ranks: gloo's reduce-scatter and all-to-all sum in different orders
 
 Pair = namedtuple("Pair", "x y")
 
@@ -46,21 +47,6 @@ class Sealed:
     """A dataclass that `dataclasses.replace` cannot copy."""
 
     x: Tensor = field(init=False)
-
-
-def eager_same(observe: Any, *args: Any) -> None:
-    same(observe, *args, kinds=("eager",))
-
-
-def close(observe: Any) -> None:
-    same(observe, **SUM_ORDER)
-
-
-def input_step(call: Any, step: int = 0) -> Any:
-    """As `train_step`; every weight is needed in backward, also the first."""
-    x = batch(step=step, requires_grad=True)
-    call(x).square().mean().backward()
-    return x.grad
 
 
 class Probe(nn.Linear):

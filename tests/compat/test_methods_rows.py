@@ -13,9 +13,12 @@ import torch.distributed as dist
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
     each,
+    eager_same,
     grads,
+    input_step,
     is_sharded,
     mesh_of,
     message,
@@ -36,23 +39,6 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-
-SUM_ORDER = {"rtol": 1e-5, "atol": 1e-7}  # four ranks: gloo's reduce-scatter and all-to-all sum in different orders
-
-
-def close(observe: Any) -> None:
-    same(observe, **SUM_ORDER)
-
-
-def eager_same(observe: Any) -> None:
-    same(observe, kinds=("eager",))
-
-
-def input_step(call: Any, step: int = 0) -> Any:
-    """As `train_step`; every weight is needed in backward, also the first."""
-    x = batch(step=step, requires_grad=True)
-    call(x).square().mean().backward()
-    return x.grad
 
 
 class Methods(nn.Module):

@@ -11,7 +11,9 @@ import torch
 from compat.oracle import (
     Api,
     batch,
+    close,
     communications,
+    eager_same,
     grads,
     is_sharded,
     mesh_of,
@@ -26,7 +28,6 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-SUM_ORDER = {"rtol": 1e-5, "atol": 1e-7}  # four ranks: gloo's reduce-scatter and all-to-all sum in different orders
 BF16_ORDER = {"rtol": 2e-2, "atol": 1e-4}  # the same in bfloat16
 
 Pair = namedtuple("Pair", "x y")
@@ -38,14 +39,6 @@ class Batch:
 
     x: Tensor
     name: str = "batch"
-
-
-def eager_same(observe: Any, *args: Any) -> None:
-    same(observe, *args, kinds=("eager",))
-
-
-def close(observe: Any, *args: Any) -> None:
-    same(observe, *args, **SUM_ORDER)
 
 
 def close_in_bf16(observe: Any, *args: Any) -> None:

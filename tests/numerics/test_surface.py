@@ -312,6 +312,13 @@ def staying(api: Api) -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model.set_reshard_after_backward(False)
     backward(call, batch())
+    ours.step()
+    for module in (*model.layers, model):
+        assert not module._get_fsdp_state().unit.is_resident
+        module.reshard()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        q.data = p.full_tensor()
+    backward(call, batch())
     model.state_dict()
     assert communications(lambda: backward(call, batch()))["gather"] == 4, "state_dict reshards"
     model.reshard()
@@ -629,9 +636,8 @@ def test_a_unit_that_nobody_reads(two: Pool) -> None:
 def nobody_reads(api: Api) -> None:
     model = Net()
     model.idle, model.empty = nn.Linear(4, 4), nn.Tanh()
-    for module in (model.idle, model.empty):
+    for module in (model.idle, model.empty, *model.layers, model):
         fully_shard(module)
-    model, _ = pair(model)
     call = api.compile(model)
     errors._said.clear()
     with warnings.catch_warnings(record=True) as caught:
