@@ -257,7 +257,7 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
 # -- timm
 
 
-@needs("timm")
+@needs("timm", "torchvision")  # not installed by `make test-clients`: torchvision must be built for the very torch that is there
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_timm(two: Pool, name: str, backend: str | None) -> None:
