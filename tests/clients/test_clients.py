@@ -212,9 +212,21 @@ def peft_lora(backend: str | None) -> None:
 # -- Accelerate
 
 
+BREAKS = pytest.mark.xfail(
+    strict=True, reason="Dynamo breaks the graph inside Accelerate's checkpoint wrappers; right gradients, other counts"
+)
+
+
 @needs("transformers", "accelerate")
-@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("checkpoints", "backend"),
+    [
+        (False, None),
+        (True, None),
+        (False, "compiled_fsdp_eager"),
+        pytest.param(True, "compiled_fsdp_eager", marks=BREAKS),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_accelerate(two: Pool, name: str, checkpoints: bool, backend: str | None) -> None:
     """Its own preparation; on CPU its `Accelerator` takes DDP instead, so what that calls for FSDP2 is called here."""
@@ -257,7 +269,9 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
 # -- timm
 
 
-@needs("timm", "torchvision")  # not installed by `make test-clients`: torchvision must be built for the very torch that is there
+@needs(
+    "timm", "torchvision"
+)  # not installed by `make test-clients`: torchvision must be built for the very torch that is there
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_timm(two: Pool, name: str, backend: str | None) -> None:
