@@ -56,6 +56,10 @@ class Owner(Protocol):
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
 
 
+# Units that a graph reads, by the name in their ops: what no eager hook sees.
+TRACED: set[str] = set()
+
+
 def own(flat: Tensor, owner: Owner) -> None:
     """Make `owner` the one that ops find by a flat buffer; it is held weakly."""
     flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
@@ -105,6 +109,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
 @_fake("unshard")
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    TRACED.add(spec.unit)
     return flat.new_empty(spec.shape, dtype=spec.dtype)
 
 

@@ -293,7 +293,10 @@ class Unit:
                 key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
                 if key not in self._handles:
                     spec = self._spec(flat, param)
-                    self._handles[key] = spec, Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full), self.is_resident)
+                    self._handles[key] = (
+                        spec,
+                        Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full), self.is_resident),
+                    )
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
 
