@@ -266,6 +266,8 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
     parts = _pieces(run, members)
     shard = parts[0] if len(parts) == 1 else run(aten.cat.default, parts)
     sizes = [piece.numel for piece in gather_messages(specs)]
+    if spec.group_size == 1:
+        return run(aten.view.default, shard, [sum(sizes)])  # a result of `run`, as every bucket
     if len(sizes) == 1:
         return all_gather(run, shard, spec)
     return run(WAIT, run(schema.ALL_GATHER, shard, sizes, spec.group_size, spec.group))

@@ -20,6 +20,8 @@ from . import meta
 from .collectives import WAIT
 from .graph import is_backward, starts
 from .memory import profile
+from .plan import current_plan
+from .planner import predict
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
@@ -174,12 +176,21 @@ class Dump:
             self._write(gm.graph, entry.name)
             if entry.provides.name == "VERIFIED":
                 self._write_memory(gm.graph)
+                self._write_timeline(gm.graph)
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""
         assert self.path is not None
         plain, fused = profile(graph), profile(graph, is_fused=True)
         (self.path / "memory.txt").write_text(f"as it is, {plain}\n\nunder Inductor, {fused}\n")
+
+    def _write_timeline(self, graph: Graph) -> None:
+        """What the finished graph is expected to take, `timeline.txt`, for both executors; nothing without costs."""
+        assert self.path is not None
+        costs = current_plan().costs
+        if costs is not None:
+            plain, fused = predict(graph, costs.fused(False)), predict(graph, costs.fused(True))
+            (self.path / "timeline.txt").write_text(f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write(self, graph: Graph, name: str) -> None:
         assert self.path is not None

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import collectives as comm
-from .graph import is_matmul
+from .graph import is_backward, is_matmul
+from .meta import get_tag
 from .regions import find_regions
 
 if TYPE_CHECKING:
@@ -59,10 +60,37 @@ class Timeline:
     exposed: for each start that is awaited, how long the training thread then stands still.
     """
 
+    title: str = ""
     total: float = 0.0
     reached: dict[Node, float] = field(default_factory=dict)
     carried: dict[Node, tuple[float, float]] = field(default_factory=dict)
     exposed: dict[Node, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Totals, then every collective: when it is on the wire, and what of it the training thread waits for."""
+        on_wire = sum(done - begin for begin, done in self.carried.values())
+        lines = [
+            f"{self.title}: {_ms(self.total)} predicted, of which {_ms(sum(self.exposed.values()))} are exposed communication; "
+            f"{_ms(on_wire)} on the wire"
+        ]
+        for start, (begin, done) in self.carried.items():
+            tag = get_tag(start)
+            unit = tag.unit if tag is not None else ""
+            lines.append(
+                f"  {_ms(begin):>10} - {_ms(done):>10}  {_ms(self.exposed.get(start, 0)):>10} exposed  %{start.name} {unit}"
+            )
+        return "\n".join(lines)
+
+
+def predict(graph: Graph, costs: Costs) -> Timeline:
+    """What a finished graph is expected to take."""
+    line = simulate(program(graph, costs))
+    line.title = "backward" if is_backward(graph) else "forward"
+    return line
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def program(graph: Graph, costs: Costs) -> list[Point]:

@@ -262,6 +262,7 @@ def errors(api: Api) -> Any:
 
 @rows("4c.11", status="improved")
 def test_int_reshard(four: Pool) -> None:
+    """Stock fails in backward, ours in the call."""
     four.run(stock_too, int_reshard)
 
 
@@ -283,6 +284,7 @@ def int_reshard(api: Api) -> None:
 
 @rows("4c.12", status="improved")
 def test_one_rank(two: Pool) -> None:
+    """Stock hands over only the first input, ours all of them."""
     two.run(stock_too, one_rank)
 
 

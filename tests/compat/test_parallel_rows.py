@@ -225,6 +225,7 @@ def gradient_that_is_no_dtensor(api: Api) -> Any:
 
 @rows("4b.10", status="improved")
 def test_int_reshard(four: Pool) -> None:
+    """Stock fails in the first forward, ours in the call."""
     four.run(stock_too, int_reshard)
 
 

@@ -251,14 +251,15 @@ return [%neg_default, %neg_default_1]""",
             bucket_all_gather(gm, PLAN),
             """\
 %flat: f32[10]
-%view_default_2: f32[1,10] = view(%flat, [1, 10])  # u: gather
-%slice_tensor_2: f32[1,8] = slice(%view_default_2, 1, 0, 8)  # u: gather
-%view_default_3: f32[4,2] = view(%slice_tensor_2, [4, 2])  # u: gather
-%neg_default: f32[4,2] = neg(%view_default_3)
-%view_default_4: f32[1,10] = view(%flat, [1, 10])  # u: gather
-%slice_tensor_3: f32[1,2] = slice(%view_default_4, 1, 8, 10)  # u: gather
-%view_default_5: f32[2] = view(%slice_tensor_3, [2])  # u: gather
-%neg_default_1: f32[2] = neg(%view_default_5)
+%view_default_2: f32[10] = view(%flat, [10])  # u: gather
+%view_default_3: f32[1,10] = view(%view_default_2, [1, 10])  # u: gather
+%slice_tensor_2: f32[1,8] = slice(%view_default_3, 1, 0, 8)  # u: gather
+%view_default_4: f32[4,2] = view(%slice_tensor_2, [4, 2])  # u: gather
+%neg_default: f32[4,2] = neg(%view_default_4)
+%view_default_5: f32[1,10] = view(%view_default_2, [1, 10])  # u: gather
+%slice_tensor_3: f32[1,2] = slice(%view_default_5, 1, 8, 10)  # u: gather
+%view_default_6: f32[2] = view(%slice_tensor_3, [2])  # u: gather
+%neg_default_1: f32[2] = neg(%view_default_6)
 return [%neg_default, %neg_default_1]""",
         )
 
