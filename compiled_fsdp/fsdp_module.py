@@ -65,7 +65,7 @@ class FSDPModule(StockFSDPModule):
         try:
             return self._fsdp_call(args, kwargs)
         except RuntimeError as error:
-            self._fsdp_own().explain(error)
+            _explain(self, error)
             raise
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
@@ -338,6 +338,11 @@ class FSDPModule(StockFSDPModule):
 
 
 never_traced_alone(FSDPModule.__call__)
+
+
+@untraced
+def _explain(module: FSDPModule, error: RuntimeError) -> None:
+    module._fsdp_own().explain(error)
 
 
 @untraced

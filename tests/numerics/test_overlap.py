@@ -413,7 +413,7 @@ def order_of_collectives(overlap: bool, kind: str, options: Options) -> list[str
         for step in range(1, 4):
             run.step(step)
         run.call(*batch_of(run.name, 9))
-    reductions = ("_c10d_functional::all_to_all_single", "_c10d_functional::all_reduce")
+    reductions = ("fsdp::all_to_all", "_c10d_functional::all_reduce")
     events = [e for e in profile.events() if e.name in reductions or e.name.startswith("gather ")]
     return [f"{e.name} {e.input_shapes}" for e in sorted(events, key=lambda e: e.time_range.start)]
 
