@@ -276,9 +276,15 @@ def _watched_exchanges() -> Iterator[list[_Watched]]:
     watched: list[_Watched] = []
     original = gloo.Exchange.__init__
 
-    def watch(self: gloo.Exchange, collective: str, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+    def watch(
+        self: gloo.Exchange,
+        collective: str,
+        works: list[dist.Work],
+        buffers: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+    ) -> None:
         watched.append(_Watched(collective, works, buffers))
-        original(self, collective, [watched[-1]], buffers)
+        original(self, collective, [watched[-1]], buffers, group)
 
     gloo.Exchange.__init__ = watch  # type: ignore[method-assign]
     try:

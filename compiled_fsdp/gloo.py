@@ -31,13 +31,17 @@ _pending: set[Exchange] = set()
 
 
 class Exchange(dist._Work):  # type: ignore[name-defined,misc]
-    """The sends and receives of a collective as one `Work`; keeps what they read and write (`buffers[0]`) until they are done."""
+    """The sends and receives of a collective as one `Work`; keeps what they read and write (`buffers[0]`) until they are done.
 
-    def __init__(self, collective: str, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
+    group: outlives them, even if the process group is destroyed before anybody waits.
+    """
+
+    def __init__(self, collective: str, works: list[Any], buffers: tuple[Tensor, ...], group: dist.ProcessGroup) -> None:
         super().__init__()
         self.collective = collective
         self.works = works
         self.buffers = buffers
+        self.group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them."""
@@ -93,7 +97,7 @@ def _exchange(
         works += [group.send([outgoing[peer]], peer, tag) for peer in others]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
-    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)))
+    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)), group)
     _pending.add(work)
     return work
 

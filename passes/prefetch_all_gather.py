@@ -61,6 +61,8 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     for region, anchor in decided:
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
+        while anchor in moved and anchor is not start:  # what prepares the input may stand where the gather is to start
+            anchor = anchor.next
         if all(n.op == "placeholder" or n < anchor for n in region.sources):
             move_before([n for n in moved if anchor < n], anchor)
     return gm

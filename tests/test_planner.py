@@ -151,6 +151,20 @@ class TestSchedule:
         before = marks(gm)
         assert marks(scheduled(gm, costs(matmul=1.0, transfer=1e-9))) == before
 
+    def test_a_piece_of_a_buffer_at_the_beginning(self):
+        """The first node of the graph prepares the gather that should start there."""
+        hand = Hand()
+        x = hand.input("x", WIDTH, WIDTH)
+        flats = []
+        for n in range(3):
+            specs = unit(f"u{n}", {"w": (WIDTH, WIDTH), "unused": (WIDTH, WIDTH)})
+            flats.append((hand.input(f"flat{n}", numel(specs)), specs[0]))
+        for flat, spec in flats:
+            x = hand(MM, hand(MM, x, hand.unshard(flat, spec)), x)
+        gm = scheduled(lower(hand.returns(x), PLAN), costs(matmul=1.0, transfer=2.0))
+        gm.graph.lint()
+        assert marks(gm).startswith("G")
+
     def test_reductions_are_awaited_when_done(self):
         """A reduction takes two matmuls: it is awaited in the middle of the next unit, the last one at the end."""
         gm = scheduled(backward(3), costs(matmul=1.0, transfer=2.0))
