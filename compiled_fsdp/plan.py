@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from .costs import Costs
 
 
-DISTANCES = {"prefetch": 2.0, "backward_prefetch": 1.0, "reduces_in_flight": 1.0}  # where nothing is known of costs
+DISTANCES = {
+    "prefetch": 2.0,
+    "backward_prefetch": 1.0,
+    "reduces_in_flight": 1.0,
+}  # the default, and where nothing is known of costs
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How collectives are scheduled: from costs (`planner.py`), or at distances that are set here.
+    """How collectives are scheduled: at distances that are set here, or from costs (`planner.py`).
 
     Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided from `costs`, and as in
-    `DISTANCES` as long as these are None too.
+    `DISTANCES` as long as these are None too. Distances are the default: on the wire that was measured they were faster so far.
 
     prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it is needed.
     backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
@@ -34,9 +38,9 @@ class Plan:
     costs: what computing and communicating cost, the same on every rank; None: measured in the first forward, see `calibrate`.
     """
 
-    prefetch: float | None = None
-    backward_prefetch: float | None = None
-    reduces_in_flight: float | None = None
+    prefetch: float | None = DISTANCES["prefetch"]
+    backward_prefetch: float | None = DISTANCES["backward_prefetch"]
+    reduces_in_flight: float | None = DISTANCES["reduces_in_flight"]
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None

@@ -76,7 +76,7 @@ def marks(gm: GraphModule) -> str:
 
 
 def scheduled(gm: GraphModule, machine: Costs) -> GraphModule:
-    plan = Plan(costs=machine)
+    plan = Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, costs=machine)
     return delay_wait(prefetch_all_gather(gm, plan), plan)
 
 
