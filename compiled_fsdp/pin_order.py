@@ -24,22 +24,22 @@ from torch._inductor.virtualized import V
 
 from . import meta
 from .collectives import STARTS
-from .schema import ALL_GATHER, REDUCE_LATER
+from .schema import REDUCE_LATER
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-ASYNCHRONOUS = (*STARTS, ALL_GATHER, REDUCE_LATER)
+ASYNCHRONOUS = (*STARTS, REDUCE_LATER)
 
 
 def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """Add the ordering dependencies; the list itself is returned as it came."""
+    for node in nodes:  # tensor parallelism's own gathers too, which are no communication of a unit
+        if getattr(node.node, "op_overload", None) in ASYNCHRONOUS:
+            V.graph.never_reuse_buffers.update(read.name for read in node.read_writes.reads)
     ours = [node for node in nodes if _is_ours(node)]
     if not ours:
         return nodes
-    for node in ours:
-        if getattr(node.node, "op_overload", None) in ASYNCHRONOUS:
-            V.graph.never_reuse_buffers.update(read.name for read in node.read_writes.reads)
     pinned = set(ours)
     anchor: BaseSchedulerNode | None = None
     for node in sorted(nodes, key=_number):

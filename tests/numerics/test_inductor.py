@@ -28,6 +28,7 @@ from numerics import test_surface as surface
 from pool import Pool
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import fully_shard, inductor
@@ -206,3 +207,24 @@ def without_reuse() -> None:
     assert len(sent) >= 4, "the units cast before they gather"
     reused = [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
     assert not reused, f"{reused} are written to while they are sent"
+
+
+def test_buffers_that_others_gather_are_not_reused(two: Pool) -> None:
+    two.run(gather_without_a_unit, timeout=SLOW)
+
+
+def gather_without_a_unit() -> None:
+    """A functional all-gather of the user's own, as tensor parallelism has them: ours carries it out over gloo."""
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_tensor(x @ x, 0, dist.group.WORLD)
+        y = x
+        for _ in range(3):
+            y = y @ x
+        return gathered[:8] + y
+
+    fully_shard(torch.nn.Linear(2, 2))  # installs the passes
+    _, (code,) = run_and_get_code(torch.compile(compute, fullgraph=True), torch.rand(8, 8))
+    sent = re.findall(r"fsdp\.all_gather\.default\((\w+),", code)
+    assert sent
+    assert not [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
