@@ -53,18 +53,11 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
 
-def all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> Tensor:
+def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tuple[Tensor, Exchange]:
     """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where each comes out.
 
-    `_c10d_functional.wait_tensor` awaits it. As with every collective, all ranks of the group must start theirs in the same order.
+    As with every collective, all ranks of the group must start theirs in the same order.
     """
-    out, work = start(shard, sizes, group_size, name)
-    register_work(out, work)
-    return out
-
-
-def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tuple[Tensor, Exchange]:
-    """The same, awaited by the `Exchange`."""
     shard = shard.contiguous()  # tensor parallelism gathers activations too
     out = shard.new_empty(gathered_shape(shard, group_size))
     received = [piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])]
@@ -73,7 +66,7 @@ def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tu
 
 
 def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
-    """Start to send row r of every piece [group_size, n_i] to rank r; see `all_gather`, and `ops.py` for the result."""
+    """Start to send row r of every piece [group_size, n_i] to rank r; see `start`, and `ops.py` for the result."""
     pieces = [piece.contiguous() for piece in rows]
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))

@@ -289,11 +289,7 @@ def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
-    if gloo.is_gloo(group, shard.device):
-        return gloo.all_gather(shard, sizes, group_size, group)
-    out = shard.new_empty(gloo.gathered_shape(shard, group_size))
-    pieces = list(shard.split(list(sizes)))
-    work = group_named(group).allgather_into_tensor_coalesced(list(out.split([group_size * n for n in sizes])), pieces)
+    out, work = comm.start_gather(shard, sizes, group_size, group)
     register_work(out, work)
     return out
 

@@ -136,13 +136,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         import torch._dynamo
         import torch.distributed as dist
 
-        import compiled_fsdp
         from compiled_fsdp import gloo
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        # Timings of a shared machine must not decide what graphs tests see.
-        compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=2, backward_prefetch=1, reduces_in_flight=1))
         pipe.send(("ok", None))
         for number in itertools.count():
             try:

@@ -23,9 +23,9 @@ def same_as_gloos_own() -> None:
         shard = (torch.arange(7) + 100 * dist.get_rank()).to(dtype)
         expected = torch.empty(7 * world, dtype=dtype)
         dist.all_gather_into_tensor(expected, shard)
-        assert torch.equal(wait(gloo.all_gather(shard, [7], world, name)), expected), dtype
+        assert torch.equal(wait(torch.ops.fsdp.all_gather(shard, [7], world, name)), expected), dtype
         pieces = [expected.view(world, 7)[:, columns].flatten() for columns in (slice(0, 4), slice(4, 5), slice(5, 7))]
-        assert torch.equal(wait(gloo.all_gather(shard, [4, 1, 2], world, name)), torch.cat(pieces)), dtype
+        assert torch.equal(wait(torch.ops.fsdp.all_gather(shard, [4, 1, 2], world, name)), torch.cat(pieces)), dtype
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -51,7 +51,7 @@ def test_many_in_flight_are_awaited_in_any_order(two: Pool) -> None:
 def any_order() -> None:
     """Ranks wait in opposite orders, and drop what they sent at once, with a message of the user's own in between."""
     rank, name, before = dist.get_rank(), dist.group.WORLD.group_name, set(gloo._pending)
-    under_way = [gloo.all_gather(torch.full((50_000,), 10.0 * n + rank), [50_000], 2, name) for n in range(5)]
+    under_way = [torch.ops.fsdp.all_gather(torch.full((50_000,), 10.0 * n + rank), [50_000], 2, name) for n in range(5)]
     message = torch.full((3,), float(rank))
     work = dist.isend(message, 1 - rank, tag=0)
     dist.recv(message.clone(), 1 - rank, tag=0)

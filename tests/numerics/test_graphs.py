@@ -77,6 +77,7 @@ def test_one_forward_and_one_backward_graph_and_no_recompiles(two: Pool, model: 
 
 
 def one_graph_each(name: str) -> None:
+    torch._dynamo.utils.counters.clear()  # this process has run other tests
     with captured() as halves:
         model, call, graphs = make("compiled", Options(name))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
