@@ -4,7 +4,7 @@ Inductor's joint hook gets the joint graph before it is split, its post-grad hoo
 added behind whatever the user set, and do nothing on graphs without fsdp ops. Their `uuid` is part of the compile cache's
 key: a warm cache holds code that our passes made, of this version and under this plan.
 
-Private torch used here (tried on 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass` and
+Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass` and
 `_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
 """
 
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomSchedulerPass
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import collectives as comm
 from . import dump, gloo
@@ -31,6 +32,10 @@ from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHAR
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Graph, GraphModule
+
+
+# torch 2.11 takes a `CustomGraphPass` as the scheduler's pass.
+CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 @cache
@@ -116,7 +121,7 @@ class HalfPass(CustomGraphPass):
         return None if dump.folder() else f"compiled_fsdp half {source_hash()} {current_plan()}"
 
 
-class PinPass(CustomSchedulerPass):
+class PinPass(CustomSchedulerPass):  # type: ignore[misc]
     """Inductor's scheduler hook; behind a user's, which there can be only one of."""
 
     def __init__(self, before: Any = None) -> None:

@@ -140,6 +140,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        _share_groups()
         pipe.send(("ok", None))
         for number in itertools.count():
             try:
@@ -151,7 +152,26 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             answer = _answer(module, path, name, payload)
             torch._dynamo.reset()
             gc.collect()
+            gc.freeze()  # or every test pays for looking through all of torch again
             pipe.send(answer)
+
+
+def _share_groups() -> None:
+    """Give meshes of the same ranks the same groups: each has threads that poll, and those of hundreds slow down every test."""
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    groups: dict[tuple[object, ...], Any] = {}
+    make = device_mesh.new_group
+
+    def new_group(ranks: list[int], *, backend: str | None = None, pg_options: object = None, **options: Any) -> Any:
+        key = (*ranks, backend)
+        alive = (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)
+        if pg_options is not None or groups.get(key) not in alive:
+            groups[key] = make(ranks, backend=backend, pg_options=pg_options, **options)
+        return groups[key]
+
+    device_mesh.new_group = new_group
 
 
 def _answer(module: str, path: str, name: str, payload: bytes) -> tuple[str, Any]:
