@@ -15,7 +15,7 @@ from typing_extensions import deprecated
 
 from .collectives import CUSTOM
 from .spec import register
-from .state import State, get_state, states_below
+from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
 from .unit import originals
 
@@ -43,6 +43,7 @@ class FSDPModule(StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own `FSDPModule`."""
 
     _fsdp_watched: list[nn.Parameter]
+    _fsdp_key: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a plain object of the original class: slicing a sharded `nn.Sequential` does this."""
@@ -57,7 +58,7 @@ class FSDPModule(StockFSDPModule):
         while tracing, and the graph guards on what it looked at.
         """
         if torch.compiler.is_dynamo_compiling():
-            _before_trace(self)
+            _before_trace(self._fsdp_key)
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018
             return self._fsdp_call(args, kwargs)
@@ -351,8 +352,9 @@ def _before_call(module: FSDPModule, is_compiled: bool) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _before_trace(module: FSDPModule) -> None:
-    module._fsdp_own().before_trace(module)  # type: ignore[arg-type]
+def _before_trace(key: str) -> None:
+    module: Any = module_by_key(key)
+    module._fsdp_own().before_trace(module)
 
 
 def _check_sharding(state: State, method: str) -> None:

@@ -37,20 +37,26 @@ SPEC = (
     "str[] backward_after"
 )
 
+# Each run of these does something on the host: no CUDA graph may replay them.
+HOST = (torch.Tag.cudagraph_unsafe,)
+
 library = torch.library.Library("fsdp", "DEF")
 library.define(f"unshard(Tensor flat, {SPEC}) -> Tensor")
 library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor")
 library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
 library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
-library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()")
-library.define("retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()")
-library.define("add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()")
-library.define("all_reduce_hook(Tensor grads, str key) -> Tensor")
-library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor")
-library.define("custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor")
-library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()")
+library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()", tags=HOST)
+library.define("retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST)
+library.define("add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST)
+library.define("all_reduce_hook(Tensor grads, str key) -> Tensor", tags=HOST)
+library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor", tags=HOST)
 library.define(
-    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor"
+    "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor", tags=HOST
+)
+library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()", tags=HOST)
+library.define(
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor",
+    tags=HOST,
 )
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")

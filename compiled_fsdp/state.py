@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,10 @@ class State:
         module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
 
 
+_keys = itertools.count()
+_modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+
 def get_state(module: object) -> State | None:
     """The state of the `fully_shard` call that was given this very module, or None."""
     return module.__dict__.get("_fsdp_state") if isinstance(module, nn.Module) else None
@@ -102,7 +107,14 @@ def get_state(module: object) -> State | None:
 def set_state(module: nn.Module, state: State) -> None:
     """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
     module.__dict__["_fsdp_state"] = state
+    module.__dict__["_fsdp_key"] = key = f"module {next(_keys)}"
+    _modules[key] = module
     show_to_schedules(module, state.stock)
+
+
+def module_by_key(key: str) -> nn.Module:
+    """The sharded module whose `_fsdp_key` this is: torch 2.11 takes no module for a constant while it traces."""
+    return _modules[key]
 
 
 def distinct(states: Iterable[State | None]) -> list[State]:

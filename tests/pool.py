@@ -157,7 +157,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
 
 def _share_groups() -> None:
-    """Give meshes of the same ranks the same groups: each has threads that poll, and those of hundreds slow down every test."""
+    """Give meshes of the same ranks the same groups: each has threads that poll, and hundreds slow down every test."""
     import torch.distributed as dist
     from torch.distributed import device_mesh
 

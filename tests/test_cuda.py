@@ -1,0 +1,233 @@
+"""On a GPU, where there is one: NCCL of one rank against the CPU, CUDA graphs, and streams under slow collectives.
+
+Every check runs in a process of its own, since each needs another process group. One GPU holds one NCCL rank, so the tests of
+streams bring a communication of their own (`SlowGather`, `SlowReduce`): it runs on a side stream, far later than it was asked for,
+and hands out buffers full of NaN. What reads too early, or frees too early, computes NaN or something else than a run that
+synchronizes with the device after every collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpt import GPT, GPTConfig
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from compiled_fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from compiled_fsdp.runtime import Runtime
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CONFIG = GPTConfig(num_layers=3, width=64, num_heads=4, hidden=160, max_length=64)
+REPEATS = 100
+STEPS = 4
+
+
+def in_process(fn: Callable[..., None], *args: object) -> None:
+    """Run a check in a new process; its exception is raised here."""
+    mp.spawn(_entry, args=(fn, args), nprocs=1)
+
+
+def _entry(_index: int, fn: Callable[..., None], args: tuple[object, ...]) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    fn(*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make(device: str, apply: Callable[..., Any] | None) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).to(device)
+    if apply is not None:
+        for unit in (*model.layers, model):
+            apply(unit)
+    return model
+
+
+def train(model: GPT, call: Callable[..., Tensor], steps: int = STEPS) -> list[float]:
+    """Losses of a few steps on the same bytes everywhere."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(256, (2, 33), generator=generator).to(device)
+        loss = call(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# -- NCCL
+
+
+@pytest.mark.parametrize("mode", ["eager", "default", "reduce-overhead"])
+def test_nccl_agrees_with_the_cpu(mode: str) -> None:
+    in_process(nccl_and_cpu, mode)
+
+
+def nccl_and_cpu(mode: str) -> None:
+    expected = train(model := make("cpu", None), model)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    model = make("cuda", fully_shard)
+    call = model if mode == "eager" else torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    # Another order of sums in other matmuls, in fp32; three steps of Adam amplify it.
+    torch.testing.assert_close(train(model, call), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_nccl_agrees_with_the_unsharded_model() -> None:
+    in_process(nccl_and_unsharded)
+
+
+def nccl_and_unsharded() -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(True)  # the embedding's gradient adds atomically
+    expected = train(plain := make("cuda", None), plain)
+    sharded = make("cuda", fully_shard)
+    assert train(sharded, sharded) == expected
+
+
+# -- CUDA graphs
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_cuda_graphs_change_nothing(world: int) -> None:
+    in_process(cuda_graphs, world)
+
+
+def cuda_graphs(world: int) -> None:
+    """Gathers of a fake group bring nothing, so both sides train on the same nonsense, of zeros rather than of old memory."""
+    if world == 1:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    losses, replayed = {}, {}
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        model = make("cuda", fully_shard)
+        call = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            losses[mode] = train(model, call, 8)
+        replayed[mode] = sum(event.name == "cudaGraphLaunch" for event in profiler.events())
+    if world == 1:
+        assert losses["reduce-overhead"] == losses["default"]
+    assert replayed["default"] == 0
+    assert replayed["reduce-overhead"] > 0, "no CUDA graph was replayed"
+
+
+# -- streams
+
+
+class LateWork(dist._Work):  # type: ignore[name-defined,misc]
+    def __init__(self, event: torch.cuda.Event, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.event = event
+        self.tensors: tuple[Tensor, ...] = tensors
+
+    def wait(self, timeout: object = None) -> bool:
+        torch.cuda.current_stream().wait_event(self.event)
+        self.tensors = ()
+        return True
+
+
+class Slow:
+    """Two ranks that hold the same: done by a side stream, `cycles` after it was asked for."""
+
+    def __init__(self, cycles: int) -> None:
+        self.cycles = cycles
+        self.stream = torch.cuda.Stream()
+        self.works: list[LateWork] = []
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+    def later(self, do: Callable[[], None], *tensors: Tensor) -> LateWork:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(self.cycles)
+            do()
+            event = torch.cuda.Event()
+            event.record()
+        if not self.cycles:
+            torch.cuda.synchronize()
+        work = LateWork(event, tensors)
+        self.works = [*self.works[-50:], work]  # torch keeps no reference to the Python half of a Work
+        return work
+
+
+class SlowGather(Slow):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> LateWork:
+        half = output_tensor.numel() // 2
+        return self.later(lambda: output_tensor[half:].copy_(output_tensor[:half]) and None, output_tensor, input_tensor)
+
+
+class SlowReduce(Slow):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+    ) -> LateWork:
+        half = input_tensor.numel() // 2
+        return self.later(
+            lambda: torch.add(input_tensor[:half], input_tensor[half:], out=output_tensor) and None,
+            output_tensor,
+            input_tensor,
+        )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_streams_race_with_nothing(compiled: bool) -> None:
+    in_process(streams, compiled)
+
+
+def streams(compiled: bool) -> None:
+    from compiled_fsdp import runtime
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    reshard = runtime.Runtime.reshard
+
+    def poisoned(self: Runtime) -> None:
+        if self.is_unsharded:
+            for param in self.unit.params:
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(param.gathered):
+                    param.gathered.fill_(torch.nan)
+        reshard(self)
+
+    runtime.Runtime.reshard = poisoned  # type: ignore[method-assign]
+    expected = mlp_losses(0, compiled)
+    assert all(value == value for value in expected), expected
+    for repeat in range(REPEATS if not compiled else REPEATS // 10):
+        assert mlp_losses(200_000, compiled) == expected, f"repeat {repeat}"
+
+
+def mlp_losses(cycles: int, compiled: bool) -> list[float]:
+    """Losses of three steps of a model whose collectives take so long."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]).cuda()
+    gather, reduce = SlowGather(cycles), SlowReduce(cycles)
+    for unit in (*model, model):
+        fully_shard(unit)
+    for unit in model:
+        unit.set_custom_all_gather(gather)  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(reduce)  # type: ignore[operator]
+    call: Any = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)).cuda()
+    losses = []
+    for _ in range(3):
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
