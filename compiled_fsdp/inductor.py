@@ -4,8 +4,9 @@ Inductor's joint hook gets the joint graph before it is split, its post-grad hoo
 added behind whatever the user set, and do nothing on graphs without fsdp ops. Their `uuid` is part of the compile cache's
 key: a warm cache holds code that our passes made, of this version and under this plan.
 
-Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s `joint_custom_post_pass`, `post_grad_custom_post_pass` and
-`_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
+Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s `joint_custom_post_pass`,
+`post_grad_custom_post_pass` and `_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops
+run unlowered and say so (`ops.py`).
 """
 
 from __future__ import annotations
