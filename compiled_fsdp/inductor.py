@@ -12,6 +12,7 @@ run unlowered and say so (`ops.py`).
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,8 @@ from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHAR
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Graph, GraphModule
+
+    from .passes.base import Pass
 
 
 # torch 2.11 takes a `CustomGraphPass` as the scheduler's pass.
@@ -72,6 +75,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     """
     from .passes.base import run_pipeline
     from .passes.pipeline import HALF, JOINT
+    from .passes.verify import check
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
@@ -79,7 +83,13 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     plan = current_plan()
     if plan.costs is not None:
         plan = replace(plan, costs=plan.costs.fused(is_fused))
-    return run_pipeline(gm, plan, HALF, writer.after_pass)
+
+    def after_pass(gm: GraphModule, entry: Pass) -> None:
+        writer.after_pass(gm, entry)
+        if os.environ.get("COMPILED_FSDP_VERIFY"):
+            check(gm, plan, entry.name)
+
+    return run_pipeline(gm, plan, HALF, after_pass)
 
 
 def use_gloo(graph: Graph) -> None:

@@ -15,8 +15,9 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch.fx import Node
+    from torch.fx import GraphModule, Node
 
+    from .meaning import Captured
     from .spec import ParamSpec
 
 _KEY = "fsdp"
@@ -53,6 +54,20 @@ def get_tag(node: Node) -> CommTag | None:
     """What a node belongs to; None for the user's computation."""
     tag: CommTag | None = node.meta.get(_KEY)
     return tag
+
+
+def set_captured(gm: GraphModule, captured: Captured | None) -> None:
+    """Keep what a graph was when the pipeline got it; None when the pipeline is done."""
+    if captured is None:
+        gm.meta.pop(_KEY, None)
+    else:
+        gm.meta[_KEY] = captured
+
+
+def get_captured(gm: GraphModule) -> Captured | None:
+    """What the graph was when the pipeline got it; None outside a run of the pipeline."""
+    captured: Captured | None = gm.meta.get(_KEY)
+    return captured
 
 
 def recompute(node: Node) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from compiled_fsdp.meaning import Captured
+from compiled_fsdp.meta import set_captured
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -86,11 +89,17 @@ def run_pipeline(
     passes: Sequence[Pass],
     after_pass: Callable[[GraphModule, Pass], None] | None = None,
 ) -> GraphModule:
-    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests)."""
+    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests).
+
+    What the graph was before the first pass is kept with it meanwhile, for `verify`.
+    """
+    is_half = any(entry.stage is Stage.HALF for entry in passes)
+    set_captured(gm, Captured(gm.graph) if is_half else None)
     for entry in passes:
         gm = entry.function(gm, plan)
         gm.graph.lint()
         if after_pass is not None:
             after_pass(gm, entry)
+    set_captured(gm, None)
     gm.recompile()
     return gm

@@ -10,16 +10,24 @@ Leaves alone: everything.
 from __future__ import annotations
 
 from collections import Counter
-from math import ceil
+from math import ceil, floor, inf, prod
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.collectives import GATHERS, WAIT
+import torch
+
+from compiled_fsdp import collectives as comm
+from compiled_fsdp import schema
+from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
 from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import aliases, find, order, output, starts
-from compiled_fsdp.meta import get_tag, saved_for_backward
-from compiled_fsdp.planner import REDUCTIONS
-from compiled_fsdp.regions import find_regions
-from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.graph import aliases, find, is_backward, order, output, placeholders, starts, sum_root, value
+from compiled_fsdp.meaning import interface
+from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
+from compiled_fsdp.planner import AHEAD, REDUCTIONS
+from compiled_fsdp.regions import Region, find_regions
+from compiled_fsdp.schema import FREE, GATHER_AHEAD, MARK_GRADS, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.spec import ParamSpec
+
+from .leave_in_flight import UNITS_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,11 +41,16 @@ if TYPE_CHECKING:
 
 def verify(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
+    check(gm, plan, "the pipeline")
+    return gm
+
+
+def check(gm: GraphModule, plan: Plan, where: str) -> None:
+    """Raise `GraphInvariantError` for the first rule that the graph breaks, after `where`."""
     for invariant in INVARIANTS:
         for node, detail in invariant(gm, plan):
             rule = (invariant.__doc__ or "").strip()
-            raise GraphInvariantError("the pipeline", rule, detail, node)
-    return gm
+            raise GraphInvariantError(where, rule, detail, node)
 
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
@@ -52,6 +65,9 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
         users = list(node.users)
         if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
+    for wait in find(gm.graph, WAIT):
+        if wait.all_input_nodes[0].target is WAIT:
+            yield wait, f"%{wait.name} awaits %{wait.all_input_nodes[0].name}, which is no collective"
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
@@ -73,28 +89,170 @@ def uniform_buckets(gm: GraphModule, plan: Plan) -> Violations:
                 yield region.nodes[0], f"members of the bucket of {region.tag.unit} differ: {sorted(map(str, ways))}"
 
 
+def as_specified(gm: GraphModule, plan: Plan) -> Violations:
+    """Each communication starts the collectives that its parameters' settings name: op, group, size and dtype."""
+    for kind in ("gather", "reduce"):
+        for region in find_regions(gm.graph, kind):
+            found = [_described(node) for node in region.starts]
+            wanted = _wanted_gather(region) if kind == "gather" else _wanted_reduction(region)
+            if found != wanted:
+                names = [s.fqn for s in region.tag.specs]
+                yield (*region.starts, *region.nodes)[0], f"the {kind} of {names} starts {found}; its settings name {wanted}"
+
+
+def _described(start: Node) -> str:
+    """What a collective does, without its position in the arguments; one that may have started ahead, as it would start here."""
+    target, args = start.target, start.args
+    if target is GATHER_AHEAD:
+        shard, _, _, sizes, *others = args
+        is_whole = len(sizes) == 1  # type: ignore[arg-type]
+        target, args = (comm.ALL_GATHER, (shard, *others)) if is_whole else (schema.ALL_GATHER, (shard, sizes, *others))
+    sent = [value(n) for n in _sent(start)]
+    others = [a for a in args[1:] if isinstance(a, str | int | list | tuple)]
+    return f"{_op(target)}({sum(v.numel() for v in sent)} x {sent[0].dtype}, {', '.join(map(str, others))})"
+
+
+def _sent(start: Node) -> list[Node]:
+    """What a collective sends."""
+    first = start.args[0]
+    return list(first) if isinstance(first, list | tuple) else [first]  # type: ignore[list-item]
+
+
+def _op(target: object) -> str:
+    return str(getattr(target, "_opname", target))
+
+
+def _wanted_gather(region: Region) -> list[str]:
+    spec = region.spec
+    if spec.group_size == 1:
+        return []
+    sent = f"{sum(s.shard_numel for s in region.tag.specs)} x {spec.dtype}"
+    if spec.gather_algorithm:
+        return [f"{_op(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, {spec.gather_algorithm})"]
+    sizes = [message.numel for message in comm.gather_messages(region.tag.specs)]
+    if len(sizes) > 1:
+        return [f"{_op(schema.ALL_GATHER)}({sent}, {sizes}, {spec.group_size}, {spec.group})"]
+    return [f"{_op(comm.ALL_GATHER)}({sent}, {spec.group_size}, {spec.group})"]
+
+
+def _wanted_reduction(region: Region) -> list[str]:
+    spec = region.spec
+    how, size = spec.reduction, spec.group_size
+    numel = sum(s.shard_numel for s in region.tag.specs)
+    rows, wanted = f"{size * numel} x {how.dtype}", []
+    if how.sync == "retain":
+        return []
+    if size > 1 and how.algorithm == "all_to_all":
+        wanted = [f"{_op(ALL_TO_ALL)}({rows}, {size}, {spec.reduce_group})"]
+    elif size > 1 and how.algorithm.startswith(comm.CUSTOM):
+        wanted = [f"{_op(schema.CUSTOM_REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group}, {how.algorithm})"]
+    elif size > 1:
+        wanted = [f"{_op(comm.REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group})"]
+    if how.replicate_size > 1 and how.sync == "reduce":
+        wanted.append(f"{_op(comm.ALL_REDUCE)}({numel} x {how.dtype}, {how.op}, {how.replicate_group})")
+    return wanted
+
+
+def divided(gm: GraphModule, plan: Plan) -> Violations:
+    """Every gradient is divided by what its settings say: before it is reduced, and after, or by the unit that awaits it."""
+    for region in find_regions(gm.graph, "reduce"):
+        how, communicates = region.spec.reduction, (*region.starts, *region.waits)
+        divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
+        after = prod([n.args[1] for n in divisions if not communicates or communicates[0] < n], start=1.0)  # type: ignore[type-var]
+        before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
+        wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(how.sync, (how.pre_divide, how.post_divide))
+        if not communicates:
+            wanted = 1.0, prod(wanted)
+        for later in (n for n in region.nodes if n.target is REDUCE_LATER):
+            after *= ParamSpec.of(later.args[3:]).post_divide
+        if (before, after) != ({wanted[0]}, wanted[1]):
+            names = [s.fqn for s in region.tag.specs]
+            found = (*sorted(before), after)
+            yield (*divisions, *region.nodes)[0], f"gradients of {names} are divided by {found}, not by {wanted}"
+
+
+def _divisor(node: Node, region: Region) -> float:
+    """What a value that a region sends was divided by in it; all that was joined to it, by the same."""
+    product, nodes = 1.0, {node}
+    for current in reversed(region.nodes):
+        if current in nodes:
+            nodes.update(current.all_input_nodes)
+            if current.target is torch.ops.aten.div.Tensor:
+                product *= current.args[1]  # type: ignore[operator]
+    return product
+
+
+def _is_left(region: Region) -> bool:
+    """Whether the unit awaits this reduction, since the graph does not."""
+    return any(node.target is REDUCE_LATER for node in region.nodes)
+
+
+def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
+    """Parameters are cast to the compute dtype before they are gathered, gradients to the reduce dtype and back around it."""
+    for kind in ("gather", "reduce"):
+        for region in find_regions(gm.graph, kind):
+            spec, starts_ = region.spec, region.starts
+            for node in region.nodes:
+                if node.target is not comm.CONVERT:
+                    continue
+                source, target = value(node.all_input_nodes[0]).dtype, node.args[1]
+                is_before = not starts_ or node < starts_[0]
+                if kind == "gather":
+                    is_right = target == spec.dtype and is_before
+                else:
+                    is_right = spec.reduce_dtype in (
+                        (target, source) if not starts_ else (target,) if is_before else (source,)
+                    )
+                if not is_right:
+                    place = "before" if is_before else "after"
+                    wanted = spec.dtype if kind == "gather" else spec.reduce_dtype
+                    yield node, f"%{node.name} casts from {source} to {target} {place} the {kind} of {spec.fqn} in {wanted}"
+
+
 def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
-    """No gathered buffer, nor a view of it, is read after its free."""
+    """No gathered buffer, nor a view of it, is read after its free, or by a collective that is not awaited by then."""
     position = order(gm.graph)
     for free in find(gm.graph, FREE):
         for alias in aliases(free.all_input_nodes[0]):
             for user in alias.users:
-                if position[user] > position[free]:
+                if user.target is not FREE and position[user] > position[free]:
                     yield user, f"%{user.name} reads %{alias.name} after it is freed"
+                elif user.target in comm.STARTS and any(position[w] > position[free] for w in user.users):
+                    yield user, f"%{user.name} is still reading %{alias.name} when it is freed"
+
+
+def freed_once(gm: GraphModule, plan: Plan) -> Violations:
+    """A graph that frees, frees every buffer that it received exactly once, unless it returns it."""
+    frees = Counter(node.all_input_nodes[0] for node in find(gm.graph, FREE))
+    end = output(gm.graph)
+    for wait in find(gm.graph, WAIT) if frees else ():
+        is_buffer = wait.all_input_nodes[0].target in (*GATHERS, GATHER_AHEAD, ALL_TO_ALL) and get_tag(wait) is not None
+        is_returned = any(alias in end.all_input_nodes for alias in aliases(wait))
+        if frees[wait] > 1 or (is_buffer and frees[wait] != (not is_returned)):
+            yield wait, f"%{wait.name} is freed {frees[wait]} times" + (" and returned" if is_returned else "")
 
 
 def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
     """No graph saves storage of a parameter that is to be dropped after forward; what the user returns is the user's."""
     saved = set(saved_for_backward(output(gm.graph)))
-    for wait in find(gm.graph, WAIT):
-        tag = get_tag(wait)
-        if tag is None or tag.kind != "gather" or wait.all_input_nodes[0].target not in GATHERS:
-            continue
-        kept = [s.fqn for s in tag.specs if s.reshard == "keep"]
-        for alias in aliases(wait):
+    for region in find_regions(gm.graph, "gather"):
+        kept = [s.fqn for s in region.tag.specs if s.reshard == "keep"]
+        full = [n for n in region.nodes if any(w is n or w < n for w in region.waits)]
+        for alias in dict.fromkeys(a for node in full for a in aliases(node)):
             if alias in saved and not kept:
-                names = [s.fqn for s in tag.specs]
+                names = [s.fqn for s in region.tag.specs]
                 yield alias, f"%{alias.name} is saved for backward and shares storage with the gathered {names}"
+
+
+def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
+    """Every parameter's gradient is reduced at most once into a flat gradient."""
+    seen: dict[tuple[str, str, Node], Region] = {}
+    for region in find_regions(gm.graph, "reduce"):
+        for spec in region.tag.specs:
+            into = region.result.args[1] if _is_left(region) else sum_root(region.result)
+            before = seen.setdefault((spec.unit, spec.fqn, into), region)  # type: ignore[arg-type]
+            if before is not region:
+                yield region.nodes[0], f"the gradient of {spec.fqn} is reduced here and at %{before.nodes[0].name}"
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
@@ -108,17 +266,70 @@ def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
-    """No more reductions that the graph awaits are under way at once than the plan, or the user for a unit, allows."""
-    first_waits = {r.waits[0]: r for r in find_regions(gm.graph, "reduce") if r.starts and r.waits}
-    first_starts = {r.starts[0] for r in first_waits.values()}
-    distance = plan.distance("reduces_in_flight")
-    asked = [r.spec.reduces_in_flight or (REDUCTIONS if distance is None else distance) for r in first_waits.values()]
-    limit = max(1, *map(ceil, asked)) if asked else 1
-    under_way = 0
-    for node in gm.graph.nodes:
-        under_way += (node in first_starts) - (node in first_waits)
-        if under_way > limit:
-            yield node, f"%{node.name} is the {under_way}th reduction under way; the plan allows {limit}"
+    """No more gathers or reductions are under way at once than the plan, or the user for a unit, allows."""
+    for kind in ("gather", "reduce"):
+        regions = [r for r in find_regions(gm.graph, kind) if r.starts]
+        limit = _limit(gm, plan, kind, regions)
+        first_waits = {r.waits[0]: r for r in regions if r.waits}
+        first_starts = {r.starts[0]: r for r in regions if r.waits}
+        under_way: dict[int, int] = {}
+        for node in gm.graph.nodes:
+            if node in first_starts:
+                under_way[first_starts[node].tag.region] = _sent_bytes(first_starts[node])
+            if node in first_waits:
+                under_way.pop(first_waits[node].tag.region, None)
+            if node in first_starts and len(under_way) > limit:
+                yield (
+                    node,
+                    f"%{node.name} makes {len(under_way)} {kind}s of together {sum(under_way.values())} bytes under way; the "
+                    f"plan allows {limit:g}",
+                )
+
+
+def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> float:
+    """How many may be under way at once; with prefetch lists of the user, any number of gathers."""
+    if kind == "reduce":
+        distance = plan.distance("reduces_in_flight")
+        asked = [r.spec.reduces_in_flight or (REDUCTIONS if distance is None else distance) for r in regions if r.waits]
+        return max(1, *map(ceil, asked)) if asked else 1
+    name, lists = ("backward_prefetch", "backward_after") if is_backward(gm.graph) else ("prefetch", "forward_after")
+    if any(getattr(r.spec, lists) for r in regions):
+        return inf
+    distance = plan.distance(name)
+    return (AHEAD if distance is None else floor(distance)) + 1
+
+
+def _sent_bytes(region: Region) -> int:
+    return sum(value(n).nbytes for n in _sent(region.starts[0]))
+
+
+def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
+    """What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest reduction."""
+    regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
+    left = [r for r in regions if _is_left(r)]
+    room = UNITS_IN_FLIGHT * max(map(_sent_bytes, regions), default=0)
+    if sum(map(_sent_bytes, left)) > room:
+        yield left[0].nodes[-1], f"{len(left)} reductions of together {sum(map(_sent_bytes, left))} bytes; at most {room}"
+
+
+def same_interface(gm: GraphModule, plan: Plan) -> Violations:
+    """The inputs of the graph are those that were captured, and so is the number of its outputs."""
+    captured = get_captured(gm)
+    if captured is None:
+        return
+    now, end = interface(placeholders(gm.graph)), output(gm.graph)
+    if now != captured.inputs:
+        changed = sorted({*now} ^ {*captured.inputs})
+        yield next(iter(gm.graph.nodes)), f"inputs differ from the captured ones: {changed or 'another order'}"
+    if len(end.args[0]) != len(captured.outputs):  # type: ignore[arg-type]
+        yield end, f"{len(end.args[0])} outputs; {len(captured.outputs)} were captured"  # type: ignore[arg-type]
+
+
+def same_meaning(gm: GraphModule, plan: Plan) -> Violations:
+    """The graph returns the values that were captured, with the same effects, of the communications that its settings name."""
+    captured = get_captured(gm)
+    if captured is not None:
+        yield from captured.differences(gm.graph)
 
 
 INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
@@ -126,8 +337,16 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     waited_once,
     gathered_once,
     uniform_buckets,
+    as_specified,
+    divided,
+    cast_by_policy,
     no_use_after_free,
+    freed_once,
     nothing_gathered_saved,
+    reduced_once,
     gradients_marked,
     bounded_in_flight,
+    bounded_left,
+    same_interface,
+    same_meaning,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+os.environ["COMPILED_FSDP_VERIFY"] = "1"  # after every pass, in this process and those that it starts
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 ORDER = """
     version plan torch_private spec layout errors
     gloo schema mesh tensor_parallel collectives meta ops
-    graph regions costs planner
+    graph regions meaning costs planner
     memory
     dump
     passes

@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from compiled_fsdp.passes.base import run_pipeline
+from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.verify import INVARIANTS, verify
 from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
+from compiled_fsdp import collectives as comm
 from compiled_fsdp.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import Builder, find
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.graph import Builder, find, output
+from compiled_fsdp.meta import CommTag, get_tag
 from compiled_fsdp.plan import Plan
 from compiled_fsdp.schema import FREE, MARK_GRADS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.fx import GraphModule
 
 (W,) = unit("u", {"w": (4, 2)})
@@ -173,7 +176,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(hand.compute(view)),
             """\
 after the pipeline: %neg_default reads %view_default after it is freed.
-Invariant: No gathered buffer, nor a view of it, is read after its free.
+Invariant: No gathered buffer, nor a view of it, is read after its free, or by a collective that is not awaited by then.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
    %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')
@@ -238,8 +241,168 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             verify(gm, Plan(reduces_in_flight=1))
         self.assertExpectedInline(
             str(caught.exception).split("\n")[0],
-            """after the pipeline: %reduce_scatter_tensor_default_7 is the 2th reduction under way; the plan allows 1.""",
+            """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",  # noqa: E501
         )
+
+    def broken_detail(self, gm: GraphModule, plan: Plan = PLAN) -> str:
+        """The first line of the error, and the rule."""
+        with self.assertRaises(GraphInvariantError) as caught:
+            verify(gm, plan)
+        return "\n".join(str(caught.exception).split("\n")[:2])
+
+    def test_as_specified(self):
+        """A reduction in another group, then in another dtype: both of the same shape."""
+        for change, said in (
+            ({"group": "shard2"}, "reduce_scatter_tensor(4 x torch.float32, sum, 2, shard2)"),
+            ({"dtype": torch.bfloat16}, "reduce_scatter_tensor(4 x torch.bfloat16, sum, 2, shard)"),
+        ):
+            gm = lower(half(1), PLAN)
+            start = find(gm.graph, comm.REDUCE_SCATTER)[0]
+            source, op, size, group = start.args
+            if "dtype" in change:
+                source = Builder(start, start)(aten.to.dtype, source, change["dtype"])
+            start.args = (source, op, size, change.get("group", group))
+            self.assertEqual(
+                self.broken_detail(gm),
+                f"after the pipeline: the reduce of ['b'] starts ['{said}']; its settings name "
+                "['reduce_scatter_tensor(4 x torch.float32, sum, 2, shard)'].\n"
+                "Invariant: Each communication starts the collectives that its parameters' settings name: op, group, size and "
+                "dtype.",
+            )
+
+    def test_divided(self):
+        gm = lower(half(1), PLAN)
+        find(gm.graph, aten.div.Tensor)[1].args = (find(gm.graph, aten.div.Tensor)[1].args[0], 4.0)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: gradients of ['a'] are divided by (1, 4.0), not by (1.0, 2.0).\n"
+            "Invariant: Every gradient is divided by what its settings say, before and after it is reduced.",
+        )
+
+    def test_cast_by_policy(self):
+        (w,) = unit("u", {"w": (4, 2)}, dtype=torch.bfloat16)
+        hand = Hand()
+        gm = lower(hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), w))), PLAN)
+        (cast,) = find(gm.graph, comm.CONVERT)
+        late = find(gm.graph, WAIT)[0]
+        narrow = Builder(late.next, late, get_tag(late))(comm.CONVERT, late, torch.float16)
+        late.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: %convert_element_type_default_1 casts from torch.bfloat16 to torch.float16 after the gather of w "
+            "in torch.bfloat16.\n"
+            "Invariant: Parameters are cast to the compute dtype before they are gathered, gradients to the reduce dtype and back "
+            "around it.",
+        )
+        self.assertEqual(cast.args[1], torch.bfloat16)
+
+    def test_freed_once(self):
+        for change in ("twice", "never"):
+            gm = run_pipeline(half(2), PLAN, HALF)
+            free = find(gm.graph, FREE)[0]
+            if change == "twice":
+                Builder(free.next, free)(FREE, *free.args)
+            else:
+                gm.graph.erase_node(free)
+            self.assertEqual(
+                self.broken_detail(gm),
+                f"after the pipeline: %wait_tensor_default_8 is freed {2 if change == 'twice' else 0} times.\n"
+                "Invariant: A graph that frees, frees every buffer that it received exactly once, unless it returns it.",
+            )
+
+    def test_freed_while_a_collective_reads_it(self):
+        hand = Hand()
+        buffer = hand(WAIT, hand(ALL_GATHER, hand.input("flat", 4), 2, "shard"))
+        start = hand(ALL_GATHER, buffer, 2, "shard")
+        hand(FREE, buffer)
+        self.assertIn(
+            "%all_gather_into_tensor_default_1 is still reading %wait_tensor_default when it is freed",
+            (self.broken_detail(hand.returns(hand.compute(hand(WAIT, start))))),
+        )
+
+    def test_a_copy_of_a_parameter_is_not_saved_either(self):
+        """Out of a bucket a parameter is copied: no alias of the gathered buffer, and as many bytes."""
+        hand = Hand()
+        a, b = unit("u", {"a": (4, 2), "b": (4, 2)})
+        flat = hand.input("flat", 8)
+        full = hand.unshard(flat, a)
+        gm = run_pipeline(hand.returns(hand.add(full, hand.unshard(flat, b)), full), PLAN, HALF[:2])
+        self.assertIn(
+            "%view_default_3 is saved for backward and shares storage with the gathered ['a', 'b']", (self.broken_detail(gm))
+        )
+
+    def test_reduced_once(self):
+        hand = Hand()
+        flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
+        gm = hand.returns(hand.add(hand.reduce_grad(x, flat, W), hand.reduce_grad(hand.compute(x), flat, W)))
+        self.assertEqual(
+            self.broken_detail(lower(gm, PLAN)),
+            "after the pipeline: the gradient of w is reduced here and at %reshape_default.\n"
+            "Invariant: Every parameter's gradient is reduced at most once into a flat gradient.",
+        )
+
+    def test_same_interface(self):
+        def rename(gm, plan):
+            next(iter(gm.graph.nodes)).name = "other"
+            return gm
+
+        def drop(gm, plan):
+            end = output(gm.graph)
+            end.args = (end.args[0][:1],)
+            return gm
+
+        for change, said in (
+            (rename, "inputs differ from the captured ones: ['other: torch.float32[4]', 'x: torch.float32[4]']"),
+            (drop, "1 outputs; 2 were captured"),
+        ):
+            self.assertEqual(
+                self.after(change),
+                f"after the pipeline: {said}.\n"
+                "Invariant: The inputs of the graph are those that were captured, and so is the number of its outputs.",
+            )
+
+    def after(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str:
+        """What is said when a pass makes this change to a finished graph."""
+        broken = Pass(change, Stage.HALF, (), Property.FREED)
+        with self.assertRaises(GraphInvariantError) as caught:
+            run_pipeline(half(1), PLAN, (*HALF[:-1], broken, HALF[-1]))
+        return "\n".join(str(caught.exception).split("\n")[:2])
+
+    def test_same_meaning(self):
+        """Each with collectives, casts and frees as they should be: another column, another sum, a write, a gather for nothing."""
+
+        def other_column(gm, plan):
+            first, second = find(gm.graph, aten.slice.Tensor)
+            second.args = (*second.args[:2], *first.args[2:])
+            return gm
+
+        def other_sum(gm, plan):
+            add = find(gm.graph, aten.add.Tensor)[0]
+            add.args = (add.args[0], add.args[0])
+            return gm
+
+        def write(gm, plan):
+            end = output(gm.graph)
+            Builder(end, end)(aten.copy_.default, *[n for n in gm.graph.nodes if n.op == "placeholder"])
+            return gm
+
+        def again(gm, plan):
+            start = find(gm.graph, ALL_GATHER)[0]
+            Builder(start, start)(WAIT, Builder(start, start)(ALL_GATHER, *start.args))
+            return gm
+
+        for change, said in (
+            (other_column, "output 0 is not what was captured"),
+            (other_sum, "output 0 is not what was captured"),
+            (write, "%copy__default communicates or writes what was not captured, or once too often"),
+            (again, "%all_gather_into_tensor_default_2 communicates or writes what was not captured, or once too often"),
+        ):
+            self.assertEqual(
+                self.after(change),
+                f"after the pipeline: {said}.\n"
+                "Invariant: The graph returns the values that were captured, with the same effects, of the communications that its "
+                "settings name.",
+            )
 
     def test_every_invariant_is_tested_and_in_the_readme(self):
         names = [invariant.__name__ for invariant in INVARIANTS]
