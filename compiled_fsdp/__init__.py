@@ -6,6 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from . import backend as backend
+from .agreement import DivergenceError as DivergenceError
 from .api import fully_shard as fully_shard
 from .costs import Costs as Costs
 from .costs import Link as Link
@@ -23,6 +24,7 @@ from .plan import current_plan as current_plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
 from .version import __version__ as __version__
+from .warmup import warmup as warmup
 
 if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13
     from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
@@ -30,6 +32,7 @@ if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13
 __all__ = [
     "CPUOffloadPolicy",
     "Costs",
+    "DivergenceError",
     "FSDPModule",
     "FallbackError",
     "GraphInvariantError",
@@ -48,4 +51,5 @@ __all__ = [
     "set_fallback",
     "set_plan",
     "share_comm_ctx",
+    "warmup",
 ]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from .arguments import check_sharding
 from .extension import has_extension
 from .first_call import check_optimizers
 from .fsdp_module import FSDPModule
@@ -96,11 +97,13 @@ def fully_shard(
     gradients are added before they are reduced.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: an argument out of its range, a scalar parameter, a container without `forward`.
         AssertionError: the module was sharded before, or a 2D mesh has no names (as torch raises).
         NotImplementedError: an argument that is not supported yet, or a non-contiguous parameter.
     """
     modules = _check_modules(module)
+    check_sharding(mesh, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     info = resolve_mesh(mesh, dp_mesh_dims)
     _check_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)

@@ -18,6 +18,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from .inductor import install_passes, run_half, run_joint, use_gloo
+from .sequence import add_agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,7 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
+    add_agreement(gm.graph)
     use_gloo(gm.graph)
     gm.recompile()
     runner: Callable[..., Any] = boxed_nop(gm, inputs)

@@ -145,6 +145,10 @@ def folder() -> Path | None:
 def dumped_to(path: str | Path) -> Iterator[Path]:
     """Write dumps of graphs compiled inside to `path`; compile caches are bypassed, so that every pass runs."""
     global _folder
+    if not isinstance(path, str | Path):
+        raise TypeError(f"dumped_to: path is {path!r}; should be the path of a folder")
+    if Path(path).exists() and not Path(path).is_dir():
+        raise NotADirectoryError(f"dumped_to: {path} is a file; should be a folder, or nothing yet")
     before, _folder = _folder, Path(path)
     try:
         yield _folder

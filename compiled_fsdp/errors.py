@@ -23,6 +23,13 @@ class GraphInvariantError(RuntimeError):
         self.where, self.invariant, self.node = where, invariant, node
 
 
+def named(thing: object) -> str:
+    """An object for an error: its class, and a short text of it unless it is long."""
+    text = repr(thing)
+    kind = type(thing).__name__
+    return kind if len(text) > 60 or "\n" in text else f"{kind} {text}"
+
+
 _said: set[str] = set()
 
 

@@ -5,7 +5,6 @@ The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss th
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .agreement import DivergenceError, agree, describe
 from .errors import warn_once
 from .ops import TRACED
 from .torch_private import local_tensor
@@ -31,7 +31,7 @@ def check_same_model(units: Sequence[Unit]) -> None:
     """All ranks of a shard group must have cut the same parameters.
 
     Raises:
-        RuntimeError: they have not; the text lists what differs, on every rank.
+        DivergenceError: they have not; the text lists what differs, on every rank.
     """
     group = units[0].mesh_info.shard_group
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
@@ -42,21 +42,19 @@ def check_same_model(units: Sequence[Unit]) -> None:
         for unit in units
         for param in unit.params
     ]
-    mine = torch.tensor(
-        int(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:15], 16), device=units[0].mesh_info.device
-    )
-    hashes = _gathered(mine.view(1), group)
-    if (hashes == mine).all() and len(set(hashes.tolist())) == 1:
+    everyone = agree(group, "\n".join(["a model of these parameters", *lines]))
+    if everyone is None:
         return
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, lines, group=group)
-    common = set.intersection(*map(set, everyone))
+    known = {rank: text.splitlines()[1:] for rank, text in enumerate(everyone) if text.startswith("a model")}
+    if len(known) < len(everyone):  # some do something else altogether
+        raise DivergenceError(describe(group, everyone))
+    common = set.intersection(*map(set, known.values()))
     texts = []
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in known.items():
         only = [line for line in theirs if line not in common]
         shown = only[:5] or "none: some are missing, or the order differs"
         texts.append(f"  rank {rank}: {len(theirs)} parameters; not on all ranks: {shown}")
-    raise RuntimeError("fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts))
+    raise DivergenceError("fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts))
 
 
 def check_devices(units: Iterable[Unit]) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from typing_extensions import deprecated
 
+from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
@@ -137,6 +138,7 @@ class FSDPModule(StockFSDPModule):
 
         Also sets whether gradients are all-reduced (HSDP). Under `torch.compile` each value is a graph of its own, compiled once.
         """
+        check_bool("set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync, recurse=recurse)
         for state in self._fsdp_below(recurse):
             settings = state.unit.settings
             settings.requires_gradient_sync = settings.requires_all_reduce = requires_gradient_sync
@@ -145,6 +147,7 @@ class FSDPModule(StockFSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, HSDP's backward stops after the reduce-scatter; the next one with True adds and all-reduces."""
+        check_bool("set_requires_all_reduce", requires_all_reduce=requires_all_reduce, recurse=recurse)
         for state in self._fsdp_below(recurse):
             state.unit.settings.requires_all_reduce = requires_all_reduce
             state.unit.settings.is_accumulating |= not requires_all_reduce
@@ -171,10 +174,12 @@ class FSDPModule(StockFSDPModule):
 
         In a graph, for units that do not reshard after forward: they are gathered before the call instead of inside it.
         """
+        check_bool("set_reshard_after_backward", reshard_after_backward=reshard_after_backward, recurse=recurse)
         self._fsdp_set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, the end of a backward keeps the order that prefetching goes by; reductions are awaited all the same."""
+        check_bool("set_is_last_backward", is_last_backward=is_last_backward)
         self._fsdp_own().runtime.tree.is_last_backward = is_last_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -182,6 +187,7 @@ class FSDPModule(StockFSDPModule):
 
         A graph gathers in backward only what gradients depend on, so that False is what it does anyway.
         """
+        check_bool("set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         self._fsdp_set(recurse=False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
@@ -204,7 +210,7 @@ class FSDPModule(StockFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum over ranks by `factor` instead of by their number; on every backend (stock fails on gloo)."""
-        self._fsdp_set(recurse=False, divide_factor=float(factor))
+        self._fsdp_set(recurse=False, divide_factor=check_factor("set_gradient_divide_factor", factor))
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -213,6 +219,7 @@ class FSDPModule(StockFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce by sums and divide afterwards."""
+        check_bool("set_force_sum_reduction_for_comms", enable=enable)
         self._fsdp_set(recurse=False, force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -220,6 +227,9 @@ class FSDPModule(StockFSDPModule):
 
         A unit that is set so breaks the graph and runs eagerly: a graph knows only what it reads.
         """
+        check_bool(
+            "set_reduce_scatter_unused_params", reduce_scatter_unused_params=reduce_scatter_unused_params, recurse=recurse
+        )
         self._fsdp_set(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -241,6 +251,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             AssertionError: `dp_mesh_dims` names only dims that replicate.
         """
+        check_bool("set_separate_reduce_scatter_group", enable=enable, recurse=recurse)
         for state in self._fsdp_below(recurse):
             _check_sharding(state, "set_separate_reduce_scatter_group")
             state.unit.separate_reduce_groups(enable)
@@ -252,6 +263,7 @@ class FSDPModule(StockFSDPModule):
             ValueError: several meshes in the unit, or a `stream` with HSDP.
             NotImplementedError: `stream` without HSDP.
         """
+        check_callable("set_all_reduce_hook", "hook", hook)
         unit = self._fsdp_single_mesh("set_all_reduce_hook", "The hook").unit
         if stream is not None:
             if unit.mesh_info.replicate_size > 1:
@@ -267,6 +279,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: several meshes in the unit.
         """
+        check_callable("set_custom_all_gather", "comm", comm, "allocate")
         self._fsdp_single_mesh("set_custom_all_gather", "The custom comm")
         self._fsdp_set(recurse=False, all_gather=CUSTOM + register(comm))
 
@@ -276,6 +289,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: several meshes in the unit.
         """
+        check_callable("set_custom_reduce_scatter", "comm", comm, "allocate")
         self._fsdp_single_mesh("set_custom_reduce_scatter", "The custom comm")
         self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + register(comm))
 
@@ -289,6 +303,7 @@ class FSDPModule(StockFSDPModule):
             AssertionError: a custom communication is installed.
             NotImplementedError: the backend has an allocator.
         """
+        check_bool("set_allocate_memory_from_process_group_for_comm", enable=enable)
         self._fsdp_no_custom("set_allocate_memory_from_process_group_for_comm")
         self._fsdp_only_without_nccl("set_allocate_memory_from_process_group_for_comm")
 

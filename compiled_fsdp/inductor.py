@@ -30,6 +30,7 @@ from .meta import get_tag
 from .pin_order import pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .sequence import add_agreement
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -125,6 +126,7 @@ class HalfPass(CustomGraphPass):
             tag = get_tag(node)
             if tag is not None and tag.kind == "gather":
                 node.target, node.kwargs = COPY_COLUMNS, {}
+        add_agreement(graph)
         use_gloo(graph)
 
     def uuid(self) -> Any:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from . import agreement, gloo
 from . import collectives as comm
-from . import gloo
 from .errors import warn_once
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
@@ -313,6 +313,17 @@ def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str) -> Tensor:
 @_fake("all_to_all")
 def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str) -> Tensor:
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
+
+
+@_real("agree")
+def _agree(token: Tensor, text: str, groups: Sequence[str]) -> None:
+    """The token is there for compilers: an op that writes to something is neither dropped nor moved past its like."""
+    agreement.before_run(text, groups)
+
+
+@_fake("agree")
+def _agree_fake(token: Tensor, text: str, groups: Sequence[str]) -> None:
+    return None
 
 
 @_real("free")

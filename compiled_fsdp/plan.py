@@ -81,6 +81,8 @@ def current_plan() -> Plan:
 def set_plan(plan: Plan) -> None:
     """Use `plan` for graphs compiled from now on; call it alike on every rank. Compiled graphs keep theirs."""
     global _current
+    if not isinstance(plan, Plan):
+        raise TypeError(f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)")
     _current = plan
 
 
@@ -88,6 +90,9 @@ def set_plan(plan: Plan) -> None:
 def planned(**changes: Any) -> Iterator[Plan]:
     """Change fields of the plan for graphs compiled inside; the backward compiles at the first `.backward()`."""
     before = current_plan()
+    unknown = [name for name in changes if name not in Plan.__slots__]
+    if unknown:
+        raise TypeError(f"planned: {unknown} are no fields of Plan; it has {list(Plan.__slots__)}")
     set_plan(replace(before, **changes))
     try:
         yield current_plan()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from . import agreement
 from . import collectives as comm
 from .deferred import Deferred
 from .deferred import Value as Recorded
@@ -56,6 +57,7 @@ class Runtime:
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
     indices: places of this unit in `tree.order` that backward has not come to.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
+    is_agreed: the other ranks ran this unit eagerly too.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
@@ -78,6 +80,7 @@ class Runtime:
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = False
+        self.is_agreed = False
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -411,6 +414,8 @@ class Runtime:
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         self.unit.was_read = True
+        if not self.is_agreed:
+            self._agree()
         buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
@@ -442,6 +447,13 @@ class Runtime:
             run = Deferred()
             gathers.append((run, gather(run, members), members))
         return gathers
+
+    def _agree(self) -> None:
+        """Before the first gather: the other ranks are about to gather the same, eagerly too."""
+        names = ", ".join(param.fqn for param in self.unit.params)
+        groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
+        agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
+        self.is_agreed = True
 
     def _check_not_meta(self) -> None:
         meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]

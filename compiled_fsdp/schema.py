@@ -16,6 +16,7 @@
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group) -> received` | started, not awaited: row r of each piece goes to rank r |
+| `agree(token, text, groups)` | compares a graph's collectives between the ranks, the first time; see `agreement.py` |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -61,6 +62,7 @@ library.define(
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")
+library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()")
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -79,8 +81,9 @@ GATHER_AHEAD = fsdp.gather_ahead.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default
+AGREE = fsdp.agree.default
 FREE = fsdp.free.default
 
-for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, FREE):
+for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, FREE, AGREE):
     torch.fx.node.has_side_effect(_effect)
 torch.fx.node.has_side_effect(MARK_GRADS)

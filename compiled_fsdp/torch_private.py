@@ -22,6 +22,7 @@ from torch.distributed.utils import _apply_to_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     from torch import Tensor
     from torch.distributed.tensor import Placement
@@ -112,6 +113,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a graph names."""
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives may take; `init_process_group` and `new_group` set it."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def register_work(tensor: Tensor, work: Any) -> None:
