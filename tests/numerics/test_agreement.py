@@ -88,7 +88,6 @@ def other_branch() -> tuple[str, float]:
 def test_another_branch_at_the_first_step(broken: Pool) -> None:
     check_told(
         broken.run(other_branch),
-        "-fsdp" if False else "left",
         "--- rank 0",
         "+++ rank 1",
         "right (right.weight, right.bias)",
@@ -259,7 +258,7 @@ def warm(compiled: bool) -> None:
     random = torch.get_rng_state()
     torch._dynamo.utils.counters.clear()
     warmup(call, torch.randn(5, 4))
-    assert torch.equal(torch.get_rng_state(), random) or torch.get_rng_state().ne(random).any()
+    assert torch.equal(torch.get_rng_state(), random)
     after = {**{n: p.full_tensor() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
@@ -284,8 +283,6 @@ def test_warmup_compiles_both_phases(two: Pool) -> None:
 
 
 def test_warmup_of_what_is_not_sharded() -> None:
-    with pytest.raises(
-        TypeError, match=r"^warmup: Linear\(.*\) has no sharded module. Call fully_shard on it first$|^warmup: Linear "
-    ):
+    with pytest.raises(TypeError, match=r"^warmup: Linear .* has no sharded module. Call fully_shard on it first$"):
         compiled_fsdp.warmup(nn.Linear(2, 2), torch.ones(1, 2))
     assert issubclass(DivergenceError, RuntimeError)
