@@ -25,12 +25,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .torch_private import group_named, group_timeout
+from .torch_private import group_named, group_store, group_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,8 +62,8 @@ class _Group:
     process_group: dist.ProcessGroup
     rank: int
     size: int
-    store: dist.Store
-    watched: dist.Store
+    store: Any
+    watched: Any
     number: int = 0
     runs: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
     agreed: set[str] = field(default_factory=set)
@@ -269,7 +269,7 @@ def _group(name: str) -> _Group | None:
         return known
     if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
         return None
-    store = dist.PrefixStore("compiled_fsdp", process_group.get_group_store())
+    store = group_store(process_group, "compiled_fsdp")
     group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
     _groups[name] = group
     _start_watcher()

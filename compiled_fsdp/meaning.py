@@ -287,11 +287,14 @@ def _walk(
 
 
 def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
-    args = torch.fx.node.map_aggregate(node.args, lambda a: exprs[a] if isinstance(a, torch.fx.Node) else a)
-    kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda a: exprs[a] if isinstance(a, torch.fx.Node) else a)
-    if is_sum(node) and all(a.terms for a in args):  # type: ignore[union-attr]
-        return run.sum_of(term for a in args for term in a.terms)  # type: ignore[union-attr]
-    return run(node.target, *args, **kwargs)  # type: ignore[arg-type,misc]
+    def read(argument: Any) -> Any:
+        return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
+
+    args: Any = torch.fx.node.map_aggregate(node.args, read)
+    kwargs: Any = torch.fx.node.map_aggregate(node.kwargs, read)
+    if is_sum(node) and all(a.terms for a in args):
+        return run.sum_of(term for a in args for term in a.terms)
+    return run(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
 def _returned(graph: Graph, exprs: dict[Node, Expr]) -> list[Any]:

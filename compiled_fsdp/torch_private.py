@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_work
+from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._prims_common import make_contiguous_strides_for
@@ -113,6 +113,11 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a graph names."""
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
+
+
+def group_store(group: dist.ProcessGroup, prefix: str) -> Any:
+    """The group's key-value store below a prefix: get, set, check and clone."""
+    return PrefixStore(prefix, group.get_group_store())
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -1,7 +1,9 @@
 """Bad input to every public function, with the exact text of each error."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import compiled_fsdp
 from compiled_fsdp import Plan, fully_shard
@@ -40,22 +42,11 @@ def with_parameter(parameter: nn.Parameter) -> nn.Module:
     return model
 
 
-def tensor_parallel() -> nn.Module:
-    full = distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    assert isinstance(full, DTensor)
-    return with_parameter(nn.Parameter(full))
-
-
 class NoAllocate:
     def __call__(self) -> None: ...
 
     def __repr__(self) -> str:
         return "NoAllocate()"
-
-
-class Thing:
-    def __repr__(self) -> str:
-        return "Thing()"
 
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
@@ -74,10 +65,6 @@ def dumped(path: Any) -> None:
 
 def warm(model: nn.Module) -> None:
     compiled_fsdp.warmup(model, torch.ones(2, 4))
-
-
-def frozen() -> Any:
-    return fully_shard(linear().requires_grad_(False))
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -164,3 +151,202 @@ CASES: dict[str, Callable[[], object]] = {
     "warmup of a plain module": lambda: warm(nn.ReLU()),
     "warmup of no module": lambda: compiled_fsdp.warmup("model"),
 }
+
+# The exact texts.
+EXPECTED: dict[str, tuple[type[Exception], str]] = {
+    "no module": (TypeError, "fully_shard: expects nn.Module, got NoneType: None"),
+    "a class": (TypeError, "fully_shard: expects nn.Module, got type: <class 'torch.nn.modules.linear.Linear'>"),
+    "a tensor": (TypeError, "fully_shard: expects nn.Module, got Tensor: tensor([1., 1.])"),
+    "an empty list": (IndexError, "fully_shard: got an empty list of modules; a unit needs at least one"),
+    "a list with something else": (TypeError, "fully_shard: expects nn.Module, got str: 'layer'"),
+    "a ModuleList": (
+        ValueError,
+        "fully_shard: ModuleList has no forward, so nothing would gather its parameters. Shard its members, or pass them as a list",
+    ),
+    "a ModuleDict": (
+        ValueError,
+        "fully_shard: ModuleDict has no forward, so nothing would gather its parameters. Shard its members, or pass them as a list",
+    ),
+    "twice": (AssertionError, "fully_shard: FSDPLinear is sharded already; a module can be given to fully_shard once"),
+    "twice in a list": (AssertionError, "fully_shard: Linear is sharded already; a module can be given to fully_shard once"),
+    "a scalar parameter": (
+        ValueError,
+        "fully_shard: parameter weight is a scalar and cannot be cut. Change it to a 1D tensor with numel equal to 1, or name it in ignored_params",
+    ),
+    "a strided parameter": (
+        NotImplementedError,
+        "fully_shard: parameter weight is not contiguous (parameter.shape=torch.Size([2, 4]) parameter.stride()=(1, 2)). Call .contiguous() on it before sharding",
+    ),
+    "a mesh of three dimensions": (
+        ValueError,
+        "fully_shard: mesh has 3 dimensions (DeviceMesh(...)); expects a 1D mesh (shard) or a 2D mesh (replicate, shard). Pass a sub-mesh, for example mesh['dp']",
+    ),
+    "a mesh without names": (
+        AssertionError,
+        "fully_shard: the 2D mesh DeviceMesh(...) has no mesh_dim_names; HSDP needs them. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh",
+    ),
+    "a mesh by name": (
+        TypeError,
+        "fully_shard: mesh is str 'dp'; should be a DeviceMesh, for example init_device_mesh('cpu', (2,))",
+    ),
+    "a group as mesh": (
+        TypeError,
+        "fully_shard: mesh is int 2; should be a DeviceMesh, for example init_device_mesh('cpu', (2,))",
+    ),
+    "reshard by word": (
+        ValueError,
+        "fully_shard: reshard_after_forward='yes'; should be a bool, an int group size, or None",
+    ),
+    "reshard by a half": (
+        ValueError,
+        "fully_shard: reshard_after_forward=0.5; should be a bool, an int group size, or None",
+    ),
+    "reshard by 0": (
+        ValueError,
+        "fully_shard: reshard_after_forward=0; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+    ),
+    "reshard by 3 of 2": (
+        ValueError,
+        "fully_shard: reshard_after_forward=3; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+    ),
+    "reshard by -1": (
+        ValueError,
+        "fully_shard: reshard_after_forward=-1; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+    ),
+    "no such dim": (
+        AssertionError,
+        "fully_shard: shard_placement_fn returned S(2) for weight of shape (4, 4), which has no dim 2",
+    ),
+    "no such dim from the end": (
+        AssertionError,
+        "fully_shard: shard_placement_fn returned S(-3) for weight of shape (4, 4), which has no dim -3",
+    ),
+    "a word for a placement": (
+        ValueError,
+        "fully_shard: shard_placement_fn returned 'rows' for weight, an invalid result; should be None, a Shard, or a ShardPlacementResult",
+    ),
+    "uneven on another dim": (
+        NotImplementedError,
+        "fully_shard: FSDP does not support uneven sharding on dim 1: weight has size 3 there, and the shard mesh has 2 ranks. Return Shard(0), or pad the parameter",
+    ),
+    "a placement instead of a function": (
+        TypeError,
+        "fully_shard: shard_placement_fn is Shard Shard(dim=0), which cannot be called; should be a callable",
+    ),
+    "a dtype as mp_policy": (TypeError, "fully_shard: mp_policy is dtype torch.bfloat16; should be a MixedPrecisionPolicy"),
+    "None as mp_policy": (TypeError, "fully_shard: mp_policy is NoneType None; should be a MixedPrecisionPolicy"),
+    "a bool as offload_policy": (TypeError, "fully_shard: offload_policy is bool True; should be an OffloadPolicy"),
+    "pinned memory": (
+        RuntimeError,
+        "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) asks for pinned memory, which needs an accelerator. Pass CPUOffloadPolicy(pin_memory=False)",
+    ),
+    "one ignored parameter": (TypeError, "fully_shard: ignored_params is Parameter; should be a set of parameters"),
+    "ignored by name": (
+        TypeError,
+        "fully_shard: ignored_params holds str 'weight'; should hold the nn.Parameters themselves, not names",
+    ),
+    "ignored module": (
+        TypeError,
+        "fully_shard: ignored_params holds Linear Linear(in_features=4, out_features=4, bias=True); should hold the nn.Parameters themselves, not names",
+    ),
+    "sync by word": (TypeError, "set_requires_gradient_sync: requires_gradient_sync is str 'no'; should be a bool"),
+    "sync by number": (TypeError, "set_requires_gradient_sync: requires_gradient_sync is int 0; should be a bool"),
+    "recurse by word": (TypeError, "set_requires_gradient_sync: recurse is str 'no'; should be a bool"),
+    "all-reduce by None": (TypeError, "set_requires_all_reduce: requires_all_reduce is NoneType None; should be a bool"),
+    "reshard after forward by int": (
+        ValueError,
+        "set_reshard_after_forward: got 2; reshard_after_forward should be a bool. Pass an int to fully_shard(reshard_after_forward=...)",
+    ),
+    "reshard after backward by word": (
+        TypeError,
+        "set_reshard_after_backward: reshard_after_backward is str 'yes'; should be a bool",
+    ),
+    "last backward by number": (TypeError, "set_is_last_backward: is_last_backward is int 1; should be a bool"),
+    "unshard in backward by word": (TypeError, "set_unshard_in_backward: unshard_in_backward is str 'x'; should be a bool"),
+    "forward prefetch of a plain module": (
+        ValueError,
+        "Expects FSDPModule but got <class 'torch.nn.modules.activation.ReLU'>: ReLU()",
+    ),
+    "backward prefetch of a word": (ValueError, "Expects FSDPModule but got <class 'str'>: layer"),
+    "divide by 0": (ValueError, "set_gradient_divide_factor: factor is 0; should be finite and greater than 0"),
+    "divide by less": (ValueError, "set_gradient_divide_factor: factor is -2.0; should be finite and greater than 0"),
+    "divide by nan": (ValueError, "set_gradient_divide_factor: factor is nan; should be finite and greater than 0"),
+    "divide by a word": (TypeError, "set_gradient_divide_factor: factor is str '2'; should be a number"),
+    "divide by True": (TypeError, "set_gradient_divide_factor: factor is bool True; should be a number"),
+    "force sum by word": (TypeError, "set_force_sum_reduction_for_comms: enable is str 'sum'; should be a bool"),
+    "unused by number": (
+        TypeError,
+        "set_reduce_scatter_unused_params: reduce_scatter_unused_params is int 1; should be a bool",
+    ),
+    "buffers by half": (TypeError, "max_input_buffers must be an int, got float"),
+    "buffers by True": (TypeError, "max_input_buffers must be an int, got bool"),
+    "no buffers": (ValueError, "max_input_buffers must be a positive int, got 0"),
+    "separate group by None": (TypeError, "set_separate_reduce_scatter_group: enable is NoneType None; should be a bool"),
+    "a hook that is none": (TypeError, "set_all_reduce_hook: hook is int 3, which cannot be called; should be a callable"),
+    "a custom gather that is none": (
+        TypeError,
+        "set_custom_all_gather: comm is str 'ring', which cannot be called; should be a callable with allocate()",
+    ),
+    "a custom gather without allocate": (
+        TypeError,
+        "set_custom_all_gather: comm is NoAllocate NoAllocate(), which has no allocate(); should be a callable with allocate()",
+    ),
+    "a custom reduction without allocate": (
+        TypeError,
+        "set_custom_reduce_scatter: comm is NoAllocate NoAllocate(), which has no allocate(); should be a callable with allocate()",
+    ),
+    "memory by word": (TypeError, "set_allocate_memory_from_process_group_for_comm: enable is str 'yes'; should be a bool"),
+    "symmetric memory": (
+        NotImplementedError,
+        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported; nothing was changed. Leave it out",
+    ),
+    "reset inside": (
+        RuntimeError,
+        "reset_iter_state: called on '0', which is inside another sharded module. Call it on the outermost one",
+    ),
+    "deepcopy": (
+        AssertionError,
+        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict",
+    ),
+    "a method that is not there": (
+        ValueError,
+        "<class 'torch.nn.modules.linear.FSDPLinear'> does not have a method generate",
+    ),
+    "shared context of a plain module": (
+        ValueError,
+        "Expects FSDPModule but got <class 'torch.nn.modules.activation.ReLU'>: ReLU()",
+    ),
+    "fallback by word": (ValueError, 'set_fallback: got \'ignore\'; should be "warn" or "error"'),
+    "fallback by None": (ValueError, 'set_fallback: got None; should be "warn" or "error"'),
+    "a plan that is none": (TypeError, "set_plan: plan is {'prefetch': 1}; should be a Plan, for example Plan(prefetch=1)"),
+    "prefetch before": (ValueError, "Plan: prefetch=-1; should be a number of units, at least 0"),
+    "prefetch by word": (ValueError, "Plan: prefetch='all'; should be a number of units, at least 0"),
+    "prefetch by True": (ValueError, "Plan: prefetch=True; should be a number of units, at least 0"),
+    "endless reductions": (ValueError, "Plan: reduces_in_flight=inf; should be a number of units, at least 0"),
+    "backward prefetch by nan": (ValueError, "Plan: backward_prefetch=nan; should be a number of units, at least 0"),
+    "planned with another field": (
+        TypeError,
+        "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', 'backward_prefetch', 'reduces_in_flight']",
+    ),
+    "planned with a bad value": (ValueError, "Plan: prefetch=-2; should be a number of units, at least 0"),
+    "a dump into nothing": (TypeError, "dumped_to: path is None; should be the path of a folder"),
+    "a dump into a file": (NotADirectoryError, "dumped_to: /dev/null is a file; should be a folder, or nothing yet"),
+    "warmup of a plain module": (TypeError, "warmup: ReLU ReLU() has no sharded module. Call fully_shard on it first"),
+    "warmup of no module": (TypeError, "warmup: str 'model' has no sharded module. Call fully_shard on it first"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name: str) -> None:
+    kind, text = EXPECTED[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # the kind is compared below
+        CASES[name]()
+    found = re.sub(
+        r"DeviceMesh\(\(1.*?1\)\)", "DeviceMesh(...)", str(caught.value)
+    )  # torch's text changes with its versions
+    assert (type(caught.value), found) == (kind, text)
+
+
+def test_there_are_enough() -> None:
+    assert set(CASES) == set(EXPECTED)
+    assert len(CASES) >= 60

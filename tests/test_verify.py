@@ -275,7 +275,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         find(gm.graph, aten.div.Tensor)[1].args = (find(gm.graph, aten.div.Tensor)[1].args[0], 4.0)
         self.assertEqual(
             self.broken_detail(gm),
-            "after the pipeline: gradients of ['a'] are divided by (1, 4.0), not by (1.0, 2.0).\n"
+            "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
             "Invariant: Every gradient is divided by what its settings say, before and after it is reduced.",
         )
 
