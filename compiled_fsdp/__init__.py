@@ -6,6 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from . import backend as backend
+from .agreement import CommunicationError as CommunicationError
 from .agreement import DivergenceError as DivergenceError
 from .api import fully_shard as fully_shard
 from .costs import Costs as Costs
@@ -31,6 +32,7 @@ if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CommunicationError",
     "Costs",
     "DivergenceError",
     "FSDPModule",

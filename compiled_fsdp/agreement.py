@@ -48,6 +48,37 @@ class DivergenceError(RuntimeError):
     """Ranks that share a process group are about to communicate differently."""
 
 
+class CommunicationError(RuntimeError):
+    """A collective failed because another rank died, raised or stalls.
+
+    said, peer: the backend's words, and the rank in the group that was waited for, if that is known.
+    """
+
+    def __init__(self, text: str, said: str, peer: int | None) -> None:
+        super().__init__(text)
+        self.said, self.peer = said, peer
+
+
+def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> RuntimeError:
+    """The error for a collective that failed with `error`: what was communicated, and whom it waited for."""
+    process_group = group_named(name)
+    found = failure(name)
+    if found:
+        return DivergenceError(found)
+    ranks = dist.get_process_group_ranks(process_group)
+    if isinstance(error, CommunicationError):
+        peer = error.peer
+    whom = f"rank {ranks[peer]}" if peer is not None else f"ranks {[r for r in ranks if r != dist.get_rank()]}"
+    said = error.said if isinstance(error, CommunicationError) else str(error).splitlines()[0].split("] ", 1)[-1]
+    return CommunicationError(
+        f"compiled_fsdp: {what} over process group {name!r} failed, waiting for {whom}: {said}\n"
+        f"That rank died, raised an error, or stalls for longer than {group_timeout(process_group).total_seconds():.0f} s, the "
+        "timeout of init_process_group: look at its output first",
+        said,
+        peer,
+    )
+
+
 @dataclass
 class _Group:
     """What this process knows of one group.
@@ -56,6 +87,7 @@ class _Group:
     agreed: digests that all ranks had at the same run.
     settled: a run number up to which nobody has to be answered.
     failure: what the watcher found out while the main thread was busy.
+    is_gone: its store does not answer any more.
     """
 
     name: str
@@ -69,13 +101,14 @@ class _Group:
     agreed: set[str] = field(default_factory=set)
     failure: str = ""
     settled: int = 0
+    is_gone: bool = False
 
     def digest_of_run(self, number: int) -> str:
         at = number - (self.number - len(self.runs)) - 1
         return self.runs[at] if 0 <= at < len(self.runs) else ""
 
 
-_groups: dict[str, _Group | None] = {}
+_groups: dict[str, _Group] = {}
 _texts: dict[str, str] = {}
 _watcher: threading.Thread | None = None
 
@@ -208,11 +241,11 @@ def _watch() -> None:
     beat = 0
     while True:
         time.sleep(POLL_S)
-        for group in [g for g in _groups.values() if g is not None]:
+        for group in [g for g in _groups.values() if not g.is_gone]:
             try:
                 _answer(group, beat)
             except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed
-                _groups[group.name] = None
+                group.is_gone = True
         beat += 1
 
 
@@ -271,6 +304,8 @@ def _group(name: str) -> _Group | None:
         return None
     store = group_store(process_group, "compiled_fsdp")
     group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
+    if known is not None:  # a group of that name before: what it left in the store must not be taken for answers
+        group.number = group.settled = known.number
     _groups[name] = group
     _start_watcher()
     return group

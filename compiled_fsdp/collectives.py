@@ -59,10 +59,12 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     return op(*args, **kwargs)
 
 
-def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str) -> tuple[Tensor, Any]:
+def start_gather(
+    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str
+) -> tuple[Tensor, Any]:
     """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
     if gloo.is_gloo(group, shard.device):
-        return gloo.start(shard, sizes, group_size, group)
+        return gloo.start(shard, sizes, group_size, group, what)
     out = shard.new_empty(group_size * shard.numel())
     outputs = list(out.split([group_size * n for n in sizes]))
     return out, group_named(group).allgather_into_tensor_coalesced(outputs, list(shard.split(list(sizes))))

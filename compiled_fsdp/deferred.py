@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import collectives as comm
+from .agreement import lost
 from .schema import HOOK
 
 if TYPE_CHECKING:
@@ -24,9 +25,13 @@ class Value:
 
 
 class Deferred:
-    """Ops to run: call it like `collectives.call`, then `advance`, then `finish`."""
+    """Ops to run: call it like `collectives.call`, then `advance`, then `finish`.
 
-    def __init__(self) -> None:
+    what, group: what is communicated, and over which group, for errors.
+    """
+
+    def __init__(self, what: str, group: str) -> None:
+        self.what, self.group = what, group
         self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Value]] = []
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
@@ -60,7 +65,13 @@ class Deferred:
             if stop_at_wait and op is comm.WAIT:
                 self._steps = steps[i:]
                 return
-            result.tensor = comm.call(op, *_real(args), **kwargs)
+            result.tensor = self._wait(*_real(args)) if op is comm.WAIT else comm.call(op, *_real(args), **kwargs)
+
+    def _wait(self, started: Any) -> Any:
+        try:
+            return comm.call(comm.WAIT, started)
+        except RuntimeError as error:
+            raise lost(self.what, self.group, error) from error
 
 
 def _real(values: Any) -> Any:

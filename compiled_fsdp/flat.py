@@ -196,7 +196,8 @@ class FlatParam:
             self.unit.on_retained()
         params = [p for p in self.params if p.layout.offset in offsets]
         specs = [p.spec for p in params]
-        run = Deferred()
+        group = spec.replicate_group if spec.replicate_size > 1 else spec.reduce_group
+        run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
         reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
         self.deliver_later(run, comm.place_bucket(run, reduced, specs, self.layout.numel), params)
 
@@ -210,7 +211,9 @@ class FlatParam:
                 register_work(gathered, work)
                 return gathered
             work.wait()
-        started: Tensor = schema.ALL_GATHER(shard, list(piece.sizes), piece.group_size, piece.group)
+        started: Tensor = schema.ALL_GATHER(
+            shard, list(piece.sizes), piece.group_size, piece.group, what=self._named(piece)
+        )
         return started
 
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
@@ -317,8 +320,13 @@ class FlatParam:
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
-                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group),
+                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece)),
             )
+
+    def _named(self, piece: Piece) -> str:
+        """The unit and the parameters, for errors."""
+        names = [p.fqn for p in self.params if piece.start <= p.layout.offset < piece.start + piece.numel]
+        return f"{self.unit.name} ({', '.join(names)})"
 
     def drop_ahead(self) -> None:
         """Await gathers that no forward has used, and forget them."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import lost
 from .torch_private import group_named, register_work
 
 if TYPE_CHECKING:
@@ -33,27 +34,41 @@ _pending: set[Exchange] = set()
 class Exchange(dist._Work):  # type: ignore[name-defined,misc]
     """The sends and receives of a collective as one `Work`; keeps what they read and write (`buffers[0]`) until they are done.
 
+    works: each with the rank that it needs.
+    what: what is communicated, for errors.
     group: outlives them, even if the process group is destroyed before anybody waits.
     """
 
-    def __init__(self, collective: str, works: list[Any], buffers: tuple[Tensor, ...], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, collective: str, works: list[tuple[int, Any]], buffers: tuple[Tensor, ...], what: str, group: dist.ProcessGroup
+    ) -> None:
         super().__init__()
         self.collective = collective
         self.works = works
         self.buffers = buffers
+        self.what = what
         self.group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them."""
+        """Wait for all of them.
+
+        Raises:
+            CommunicationError: a rank died, raised or stalls for longer than the group's timeout.
+            DivergenceError: the ranks are found to communicate different things.
+        """
         _pending.discard(self)
         works, self.works = self.works, []
-        for work in works:
-            work.wait()
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                words = self.collective.replace("_", "-") + (f" of {self.what}" if self.what else "")
+                raise lost(words, self.group.group_name, error, peer) from error
         self.buffers = ()
         return True
 
 
-def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tuple[Tensor, Exchange]:
+def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str, what: str = "") -> tuple[Tensor, Exchange]:
     """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where each comes out.
 
     As with every collective, all ranks of the group must start theirs in the same order.
@@ -62,35 +77,42 @@ def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str) -> tu
     out = shard.new_empty(gathered_shape(shard, group_size))
     received = [piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])]
     sent = [[piece] * group_size for piece in shard.view(-1).split(list(sizes))]
-    return out, _exchange("all_gather", out, sent, received, name)
+    return out, _exchange("all_gather", out, sent, received, what, name)
 
 
-def all_to_all(rows: Sequence[Tensor], group_size: int, name: str) -> Tensor:
+def all_to_all(rows: Sequence[Tensor], group_size: int, name: str, what: str = "") -> Tensor:
     """Start to send row r of every piece [group_size, n_i] to rank r; see `start`, and `ops.py` for the result."""
     pieces = [piece.contiguous() for piece in rows]
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))
     received = [list(column.unbind()) for column in out.split(sizes, dim=1)]
-    register_work(out, _exchange("all_to_all", out, [list(piece.unbind()) for piece in pieces], received, name))
+    sent = [list(piece.unbind()) for piece in pieces]
+    register_work(out, _exchange("all_to_all", out, sent, received, what, name))
     return out
 
 
 def _exchange(
-    collective: str, out: Tensor, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], name: str
+    collective: str,
+    out: Tensor,
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
+    what: str,
+    name: str,
 ) -> Exchange:
     """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from it."""
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]
     tags = _tags.setdefault(name, itertools.count())
-    works = []
+    works: list[tuple[int, Any]] = []
     for outgoing, incoming in zip(sent, received, strict=True):
         tag = FIRST_TAG + next(tags) % TAGS
-        works += [group.recv([incoming[peer]], peer, tag) for peer in others]
-        works += [group.send([outgoing[peer]], peer, tag) for peer in others]
+        works += [(peer, group.recv([incoming[peer]], peer, tag)) for peer in others]
+        works += [(peer, group.send([outgoing[peer]], peer, tag)) for peer in others]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
-    work = Exchange(collective, works, (out, *(piece for pieces in sent for piece in pieces)), group)
+    buffers = (out, *(piece for pieces in sent for piece in pieces))
+    work = Exchange(collective, works, buffers, what, group)
     _pending.add(work)
     return work
 

@@ -30,7 +30,7 @@ from .meta import get_tag
 from .pin_order import pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from .sequence import add_agreement
+from .sequence import add_agreement, owner
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -99,6 +99,8 @@ def use_gloo(graph: Graph) -> None:
         shard, group_size, group = node.args
         if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
             node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
+    for node in find(graph, ALL_GATHER, comm.ALL_TO_ALL):
+        node.kwargs = {"what": owner(node)}
 
 
 class JointPass(CustomGraphPass):

@@ -284,26 +284,26 @@ def _copy_columns_fake(columns: Tensor) -> Tensor:
 
 
 @_real("all_gather")
-def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
     """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in rank order.
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
-    out, work = comm.start_gather(shard, sizes, group_size, group)
+    out, work = comm.start_gather(shard, sizes, group_size, group, what)
     register_work(out, work)
     return out
 
 
 @_fake("all_gather")
-def _all_gather_fake(shard: Tensor, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+def _all_gather_fake(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
     return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
 @_real("all_to_all")
-def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str) -> Tensor:
+def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
     """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every piece of rank r."""
     if gloo.is_gloo(group, rows[0].device):
-        return gloo.all_to_all(rows, group_size, group)
+        return gloo.all_to_all(rows, group_size, group, what)
     joined = torch.cat(list(rows), 1)
     out = torch.empty_like(joined)
     register_work(out, group_named(group).alltoall_base(out, joined, [], []))
@@ -311,7 +311,7 @@ def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str) -> Tensor:
 
 
 @_fake("all_to_all")
-def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str) -> Tensor:
+def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
 
 

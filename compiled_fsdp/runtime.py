@@ -270,8 +270,9 @@ class Runtime:
         self, flat: FlatParam, ready: list[tuple[ShardedParam, Tensor]]
     ) -> tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]:
         """What becomes of these gradients."""
-        run = Deferred()
         specs = [param.spec for param, _ in ready]
+        names = ", ".join(param.fqn for param, _ in ready)
+        run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
         if reduced is not None:
@@ -430,7 +431,8 @@ class Runtime:
                 buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
         gathers = []
         for members in buckets.values():
-            run = Deferred()
+            names = ", ".join(param.fqn for _, _, param in members)
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
             run.advance()
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
@@ -444,7 +446,8 @@ class Runtime:
                     self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
         gathers = []
         for members in buckets(self.extensions.values()):
-            run = Deferred()
+            names = ", ".join(extension.param.fqn for extension, _ in members)
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].group_name)
             gathers.append((run, gather(run, members), members))
         return gathers
 

@@ -14,8 +14,8 @@
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, sizes, group_size, group) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
-| `all_to_all(rows, group_size, group) -> received` | started, not awaited: row r of each piece goes to rank r |
+| `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
+| `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |
 | `agree(token, text, groups)` | compares a graph's collectives between the ranks, the first time; see `agreement.py` |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
@@ -60,8 +60,8 @@ library.define(
     tags=HOST,
 )
 library.define("copy_columns(Tensor columns) -> Tensor")
-library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group) -> Tensor")
-library.define("all_to_all(Tensor[] rows, SymInt group_size, str group) -> Tensor")
+library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='') -> Tensor")
+library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='') -> Tensor")
 library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()")
 library.define("free(Tensor buffer) -> ()")
 

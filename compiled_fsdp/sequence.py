@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .costs import group_of
 from .graph import Builder, is_backward, placeholders, starts, value
 from .meta import get_tag
-from .schema import AGREE
+from .schema import AGREE, ALL_GATHER, GATHER_AHEAD
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -22,20 +23,29 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
     groups: dict[str, str] = {}
     lines = []
     for node in starts(graph):
-        name = str(node.args[-2] if isinstance(node.args[-1], str) and ":" in node.args[-1] else node.args[-1])
-        label = groups.setdefault(name, f"group {len(groups)}")
-        sent = value(node.all_input_nodes[0])
-        size = sent.numel() if isinstance(sent.numel(), int) else "?"
-        lines.append(f"{node.target._opname} of {size} x {sent.dtype} over {label}{_owner(node)}")  # type: ignore[union-attr]
+        label = groups.setdefault(group_of(node), f"group {len(groups)}")
+        dtype = value(node.all_input_nodes[0]).dtype
+        lines.append(f"{node.target._opname} of {_sizes(node)} x {dtype} over {label}: {owner(node)}")  # type: ignore[union-attr]
     kind = "backward" if is_backward(graph) else "forward"
     return "\n".join([f"a {kind} graph of {len(lines)} collectives", *lines]), list(groups)
 
 
-def _owner(node: Node) -> str:
+def _sizes(node: Node) -> str:
+    """Elements of each message."""
+    if node.target in (ALL_GATHER, GATHER_AHEAD):
+        sizes: Any = node.args[1 if node.target is ALL_GATHER else 3]
+    else:
+        sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+        sizes = [value(n).numel() for n in sent]
+    return " + ".join(str(n) if isinstance(n, int) else "?" for n in sizes)
+
+
+def owner(node: Node) -> str:
+    """The unit and the parameters that a node of a communication carries."""
     tag = get_tag(node)
     if tag is None:
-        return ""
-    return f": {tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})"
+        return "the model's own"
+    return f"{tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})"
 
 
 def add_agreement(graph: Graph) -> None:

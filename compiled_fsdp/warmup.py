@@ -1,4 +1,7 @@
-"""`warmup`: compile a model's forward and backward on every rank, before the first step and without any trace of it."""
+"""`warmup`: compile a model's forward and backward on every rank, before the first step and without any trace of it.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import random
 import sys
 import tempfile
@@ -340,7 +341,12 @@ def duplicate_wait(graph: Graph, rng: random.Random) -> None:
 
 def swap_collectives(graph: Graph, rng: random.Random) -> None:
     """Exchange what two collectives send."""
-    one, two = rng.sample(starts(graph), 2)
+    pairs = [
+        pair
+        for pair in itertools.combinations(starts(graph), 2)
+        if all(n.op == "placeholder" or n < min(pair) for start in pair for n in start.args[:1])
+    ]
+    one, two = rng.choice(pairs)
     (a, *rest), (b, *others) = one.args, two.args
     one.args, two.args = (b, *rest), (a, *others)
 

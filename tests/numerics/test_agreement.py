@@ -64,7 +64,7 @@ def error_of(run: Callable[[], None]) -> tuple[str, float]:
     try:
         run()
     except RuntimeError as error:
-        texts = [str(error), *(g.failure for g in agreement._groups.values() if g is not None)]
+        texts = [str(error), *(g.failure for g in agreement._groups.values() if g.failure)]
         return next(
             (t for t in texts if "communicate differently" in t or "different models" in t), texts[0]
         ), time.monotonic() - start

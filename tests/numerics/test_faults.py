@@ -1,0 +1,197 @@
+"""A rank that dies, raises, stalls or runs out of memory: the others say whom they waited for and for what, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool, WorkerError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_fsdp import fully_shard, gloo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PATIENCE_S = 3
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """A fresh one for each test: faults break connections."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+class Trip(torch.autograd.Function):
+    """Identity that does something in forward or in backward, on rank 1 and once it is armed."""
+
+    armed: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        _trip("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _trip("backward")
+        return grad
+
+
+def _trip(place: str) -> None:
+    if Trip.armed is not None and Trip.armed[0] == place and dist.get_rank() == 1:
+        Trip.armed[1]()
+
+
+class Between(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Trip.apply(x)
+
+
+def model() -> Any:
+    """Two units with a trip wire between them, over a group of little patience."""
+    torch.manual_seed(0)
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    made = nn.Sequential(nn.Linear(4, 4), Between(), nn.Linear(4, 4))
+    for layer in (made[0], made[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+
+
+def step(call: Any) -> None:
+    call(torch.ones(2, 4)).sum().backward()
+
+
+def stall() -> None:
+    time.sleep(PATIENCE_S + 4)
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no memory for 64 bytes")
+
+
+def tripped(place: str, what: str) -> str:
+    """The second step goes wrong on rank 1; what this rank is told."""
+    made = model()
+    step(made)
+    Trip.armed = place, globals()[what]
+    try:
+        step(made)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_rank_that_stalls(pool: Pool, place: str) -> None:
+    first, _ = pool.run(tripped, place, "stall")
+    what = "all-gather of 2 (2.weight, 2.bias)" if place == "forward" else "(0.weight, 0.bias)"
+    assert first.startswith("CommunicationError: compiled_fsdp: ")
+    assert what in first
+    assert "waiting for rank" in first
+    assert f"stalls for longer than {PATIENCE_S} s" in first
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_rank_that_dies(pool: Pool, place: str) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)rank 1: died"):
+        pool.run(tripped, place, "die", timeout=60.0)
+
+
+def told_of_death(place: str, folder: str) -> None:
+    text = tripped(place, "die")
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_what_the_others_are_told_when_a_rank_dies(pool: Pool, place: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="rank 1: died"):
+        pool.run(told_of_death, place, str(tmp_path), timeout=60.0)
+    assert (tmp_path / "0").read_text().startswith("CommunicationError: compiled_fsdp: ")
+
+
+def gather_fails(compiled: bool) -> str:
+    """Rank 1 finds no memory for a gather; the other waits for it no longer than the group allows."""
+    made = model()
+    made[1] = nn.Tanh()
+    call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
+    step(call)
+    original = gloo.start
+    if dist.get_rank() == 1:
+        gloo.start = lambda *_: out_of_memory()
+    try:
+        step(call)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gloo.start = original
+    return ""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_out_of_memory_in_a_gather(pool: Pool, compiled: bool) -> None:
+    first, second = pool.run(gather_fails, compiled)
+    assert first.startswith("CommunicationError: compiled_fsdp: all-gather of 0 (0.weight, 0.bias)"), first
+    assert "OutOfMemoryError" in second
+
+
+def nan_gradients(compiled: bool) -> str:
+    """NaN on one rank reaches every rank's gradient, and all refuse alike."""
+    made = model()
+    made[1] = nn.Tanh()
+    call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
+    value = float("nan") if dist.get_rank() == 1 else 1.0
+    call(torch.full((2, 4), value)).sum().backward()
+    try:
+        nn.utils.clip_grad_norm_(made.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nan_gradients_are_refused_on_every_rank(two: Pool, compiled: bool) -> None:
+    for text in two.run(nan_gradients, compiled):
+        assert "non-finite" in text
+
+
+def killed_in_save(out: str) -> None:
+    """A good checkpoint; then rank 1 dies while the next is written."""
+    from pathlib import Path
+
+    import checkpoint
+
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters())
+    step(made)
+    optimizer.step()
+    run = {"options": {}, "step": 1, "text": "x", "history": {}}
+    checkpoint.save(Path(out), made, optimizer, run)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        checkpoint.save_shards = lambda *_, **__: die()
+    checkpoint.save(Path(out), made, optimizer, {**run, "step": 2})
+
+
+def test_a_rank_that_dies_while_saving(pool: Pool, tmp_path: Path) -> None:
+    import checkpoint
+
+    with pytest.raises(WorkerError, match="rank 1: died"):
+        pool.run(killed_in_save, str(tmp_path), timeout=60.0)
+    checkpoint.verify(tmp_path)
+    assert checkpoint.read_run(tmp_path)["step"] == 1
