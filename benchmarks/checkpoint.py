@@ -43,8 +43,8 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dic
         paths = sorted(new.iterdir())
         files = {path.name: [path.stat().st_size, _sha256(path)] for path in paths}
         (new / RUN).write_text(json.dumps({**run, "files": files}, indent=1))
-        shutil.rmtree(old, ignore_errors=True)
         if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         new.rename(final)
         shutil.rmtree(old, ignore_errors=True)
@@ -57,7 +57,7 @@ def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
-        load_shards(state, checkpoint_id=out / FOLDER)
+        load_shards(state, checkpoint_id=_whole(out))
     except CheckpointException as error:
         raise UsageError(f"reading the checkpoint {out / FOLDER}: {_first_cause(error)}") from error
     set_state_dict(
@@ -70,7 +70,7 @@ def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def read_run(out: Path) -> dict[str, Any]:
     """Return the contents of `run.json`, or raise saying what is missing or damaged."""
-    path = out / FOLDER / RUN
+    path = _whole(out) / RUN
     if not path.is_file():
         raise UsageError(
             f"reading the checkpoint: {path} does not exist; --resume needs the --out folder of a"
@@ -89,13 +89,19 @@ def read_run(out: Path) -> dict[str, Any]:
 def verify(out: Path) -> None:
     """Raise unless every file of the checkpoint is there, unchanged."""
     for name, (size, digest) in read_run(out)["files"].items():
-        path = out / FOLDER / name
+        path = _whole(out) / name
         if not path.is_file():
             raise _damaged(path, "does not exist")
         if path.stat().st_size != size:
             raise _damaged(path, f"has {path.stat().st_size} bytes, was saved with {size}")
         if _sha256(path) != digest:
             raise _damaged(path, f"has other contents than were saved (SHA-256 {digest[:12]}...)")
+
+
+def _whole(out: Path) -> Path:
+    """The folder of the last whole checkpoint: the old one if the job was killed between the two renames of `save`."""
+    final, old = out / FOLDER, out / f"{FOLDER}.old"
+    return old if old.is_dir() and not final.exists() else final
 
 
 def _damaged(path: Path, what: str) -> UsageError:

@@ -109,7 +109,8 @@ class _Group:
 
 
 _groups: dict[str, _Group] = {}
-_texts: dict[str, str] = {}
+_texts: dict[str, str] = {}  # by digest
+_known: dict[str, str] = {}  # digests by text
 _watcher: threading.Thread | None = None
 
 
@@ -289,8 +290,10 @@ def break_connections(process_group: dist.ProcessGroup) -> None:
 
 
 def _digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    _texts[digest] = text
+    digest = _known.get(text)
+    if digest is None:
+        digest = _known[text] = hashlib.sha256(text.encode()).hexdigest()
+        _texts[digest] = text
     return digest
 
 

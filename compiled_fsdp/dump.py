@@ -60,6 +60,15 @@ def around(node: Node, num_nodes: int = 10) -> str:
 
 
 def _line(node: Node) -> str:
+    return printable(_text_of(node))
+
+
+def printable(text: str) -> str:
+    """Names come from users: control characters in them are shown, not sent to a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _text_of(node: Node) -> str:
     if node.op == "output":
         return f"return {_text(node.args[0])}"
     if node.op == "placeholder":

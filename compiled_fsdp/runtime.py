@@ -447,7 +447,7 @@ class Runtime:
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
-            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].group_name)
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
             gathers.append((run, gather(run, members), members))
         return gathers
 

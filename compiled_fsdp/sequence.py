@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .costs import group_of
+from .dump import printable
 from .graph import Builder, is_backward, placeholders, starts, value
 from .meta import get_tag
 from .schema import AGREE, ALL_GATHER, GATHER_AHEAD
@@ -45,7 +46,7 @@ def owner(node: Node) -> str:
     tag = get_tag(node)
     if tag is None:
         return "the model's own"
-    return f"{tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})"
+    return printable(f"{tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})")
 
 
 def add_agreement(graph: Graph) -> None:

@@ -13,7 +13,7 @@ from passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, getitem, tra
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
-from compiled_fsdp.dump import around, collectives, folder, provenance
+from compiled_fsdp.dump import around, collectives, folder, provenance, show
 from compiled_fsdp.inductor import Chain, HalfPass, JointPass
 from compiled_fsdp.schema import FREE
 
@@ -258,3 +258,13 @@ return [None, %add]
             model = torch.compile(fully_shard(nn.Linear(4, 4)), backend="compiled_fsdp_eager")
             model(torch.ones(2, 4)).sum().backward()
             write.assert_not_called()
+
+
+def test_control_characters_in_names_are_shown() -> None:
+    """A module may be called anything; a dump is read in a terminal."""
+    (w,) = unit("layer\x1b[31m\n#3", {"w": (4, 2)})
+    hand = Hand()
+    gm = lower(hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), w))), PLAN)
+    text = show(gm.graph)
+    assert "\x1b" not in text
+    assert "# layer\\x1b[31m\\n: gather" in text

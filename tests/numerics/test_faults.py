@@ -195,3 +195,6 @@ def test_a_rank_that_dies_while_saving(pool: Pool, tmp_path: Path) -> None:
         pool.run(killed_in_save, str(tmp_path), timeout=60.0)
     checkpoint.verify(tmp_path)
     assert checkpoint.read_run(tmp_path)["step"] == 1
+    (tmp_path / checkpoint.FOLDER).rename(tmp_path / f"{checkpoint.FOLDER}.old")  # killed between the two renames
+    checkpoint.verify(tmp_path)
+    assert checkpoint.read_run(tmp_path)["step"] == 1
