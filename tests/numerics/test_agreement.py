@@ -255,9 +255,10 @@ def warm(compiled: bool) -> None:
     }
     grads = [p.grad.full_tensor().clone() for p in model.parameters()]
     held = [p.grad for p in model.parameters()]
+    example = torch.randn(5, 4)
     random = torch.get_rng_state()
     torch._dynamo.utils.counters.clear()
-    warmup(call, torch.randn(5, 4))
+    warmup(call, example)
     assert torch.equal(torch.get_rng_state(), random)
     after = {**{n: p.full_tensor() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
     assert all(torch.equal(before[n], after[n]) for n in before)
