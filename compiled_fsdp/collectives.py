@@ -59,9 +59,7 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     return op(*args, **kwargs)
 
 
-def start_gather(
-    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str
-) -> tuple[Tensor, Any]:
+def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str) -> tuple[Tensor, Any]:
     """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
     if gloo.is_gloo(group, shard.device):
         return gloo.start(shard, sizes, group_size, group, what)

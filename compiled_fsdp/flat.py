@@ -211,9 +211,7 @@ class FlatParam:
                 register_work(gathered, work)
                 return gathered
             work.wait()
-        started: Tensor = schema.ALL_GATHER(
-            shard, list(piece.sizes), piece.group_size, piece.group, what=self._named(piece)
-        )
+        started: Tensor = schema.ALL_GATHER(shard, list(piece.sizes), piece.group_size, piece.group, what=self._named(piece))
         return started
 
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MARGIN = 0.25
 # At most so many all-gathers have started ahead of the one in use, and so many reductions are under way.
 AHEAD = REDUCTIONS = 3
+# With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest reduction.
+UNITS_IN_FLIGHT = 2
 ROUNDS = 16
 WORTH = 1e-3  # share of a graph's time for which a start is moved
 

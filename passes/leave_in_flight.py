@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import Builder, downstream, erase_all, output, value
+from compiled_fsdp.planner import UNITS_IN_FLIGHT
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import MARK_GRADS, REDUCE_LATER
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.plan import Plan
-
-UNITS_IN_FLIGHT = 2  # in bytes of the largest reduction
 
 
 def leave_in_flight(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -22,12 +22,10 @@ from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, is_backward, order, output, placeholders, starts, sum_root, value
 from compiled_fsdp.meaning import interface
 from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
-from compiled_fsdp.planner import AHEAD, REDUCTIONS
+from compiled_fsdp.planner import AHEAD, REDUCTIONS, UNITS_IN_FLIGHT
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import FREE, GATHER_AHEAD, MARK_GRADS, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
-
-from .leave_in_flight import UNITS_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
