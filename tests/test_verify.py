@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
+from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
-from compiled_fsdp.passes.verify import INVARIANTS, verify
+from compiled_fsdp.passes.verify import INVARIANTS, check, verify
 from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
@@ -21,7 +24,7 @@ from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import Builder, find, output
 from compiled_fsdp.meta import CommTag, get_tag
 from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import FREE, MARK_GRADS
+from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_LATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +45,10 @@ def half(num_units: int = 3) -> GraphModule:
         x = hand.add(hand.add(x, hand.unshard(flat, a)), hand.unshard(flat, b))
         results.append(hand.add(hand.reduce_grad(x, flat, b), hand.reduce_grad(hand.compute(x), flat, a)))
     return hand.returns(x, *results)
+
+
+BEFORE = tuple(itertools.takewhile(lambda entry: entry.name != "verify", HALF))
+LATE = HALF[len(BEFORE) :]
 
 
 class TestVerify(GraphTest):
@@ -244,6 +251,38 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",  # noqa: E501
         )
 
+    def left(self) -> GraphModule:
+        """Three reductions of 16 bytes, each of a unit of its own."""
+        hand = Hand()
+        specs = [unit(name, {"w": (4,)}, overlap=True)[0] for name in "uvw"]
+        flats = [hand.input(f"flat{i}", 2) for i in range(3)]
+        x = hand.input("x", 4)
+        return hand.returns(*(hand.reduce_grad(hand.compute(x), f, s) for f, s in zip(flats, specs, strict=True)))
+
+    def test_bounded_left(self):
+        with mock.patch("compiled_fsdp.passes.leave_in_flight.UNITS_IN_FLIGHT", 3):
+            gm = leave_in_flight(lower(self.left(), PLAN), PLAN)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: 3 reductions of together 48 bytes; at most 32.\n"
+            "Invariant: What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest "
+            "reduction.",
+        )
+
+    def test_meaning_of_what_is_left(self):
+        """The unit completes what was captured; with other offsets it would not."""
+
+        def other(gm, plan):
+            later = find(gm.graph, REDUCE_LATER)[0]
+            later.args = (*later.args[:1], later.args[1], [1], *later.args[3:])
+            return gm
+
+        gm = run_pipeline(self.left(), PLAN, HALF, lambda gm, entry: check(gm, PLAN, entry.name) if entry in LATE else None)
+        self.assertEqual(len(find(gm.graph, REDUCE_LATER)), 2)
+        broken = Pass(other, Stage.HALF, (), Property.FREED)
+        with self.assertRaises(GraphInvariantError):
+            run_pipeline(self.left(), PLAN, (*BEFORE, broken, *LATE))
+
     def broken_detail(self, gm: GraphModule, plan: Plan = PLAN) -> str:
         """The first line of the error, and the rule."""
         with self.assertRaises(GraphInvariantError) as caught:
@@ -365,7 +404,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         """What is said when a pass makes this change to a finished graph."""
         broken = Pass(change, Stage.HALF, (), Property.FREED)
         with self.assertRaises(GraphInvariantError) as caught:
-            run_pipeline(half(1), PLAN, (*HALF[:-1], broken, HALF[-1]))
+            run_pipeline(half(1), PLAN, (*BEFORE, broken, *LATE))
         return "\n".join(str(caught.exception).split("\n")[:2])
 
     def test_same_meaning(self):
