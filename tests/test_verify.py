@@ -315,7 +315,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
-            "Invariant: Every gradient is divided by what its settings say: before it is reduced, and after, or by the unit that awaits it.",
+            "Invariant: Every gradient is divided by what its settings say: before it is reduced, and after, or by the unit that "
+            "awaits it.",
         )
 
     def test_cast_by_policy(self):
