@@ -279,12 +279,13 @@ def _watched_exchanges() -> Iterator[list[_Watched]]:
     def watch(
         self: gloo.Exchange,
         collective: str,
-        works: list[dist.Work],
+        works: list[tuple[int, dist.Work]],
         buffers: tuple[Tensor, ...],
+        what: str,
         group: dist.ProcessGroup,
     ) -> None:
-        watched.append(_Watched(collective, works, buffers))
-        original(self, collective, [watched[-1]], buffers, group)
+        watched.append(_Watched(collective, [work for _, work in works], buffers))
+        original(self, collective, [(dist.get_rank(), watched[-1])], buffers, what, group)
 
     gloo.Exchange.__init__ = watch  # type: ignore[method-assign]
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil, floor, inf, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,8 +112,8 @@ def _described(start: Node) -> str:
 
 def _sent(start: Node) -> list[Node]:
     """What a collective sends."""
-    first = start.args[0]
-    return list(first) if isinstance(first, list | tuple) else [first]  # type: ignore[list-item]
+    first: Any = start.args[0]
+    return list(first) if isinstance(first, list | tuple) else [first]
 
 
 def _op(target: object) -> str:
@@ -156,7 +156,7 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
         divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
-        after = prod([n.args[1] for n in divisions if not communicates or communicates[0] < n], start=1.0)  # type: ignore[type-var]
+        after = prod([_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0)
         before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
         wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(how.sync, (how.pre_divide, how.post_divide))
         if not communicates:
@@ -176,8 +176,14 @@ def _divisor(node: Node, region: Region) -> float:
         if current in nodes:
             nodes.update(current.all_input_nodes)
             if current.target is torch.ops.aten.div.Tensor:
-                product *= current.args[1]  # type: ignore[operator]
+                product *= _number(current)
     return product
+
+
+def _number(division: Node) -> float:
+    """What a division divides by."""
+    divisor: Any = division.args[1]
+    return float(divisor)
 
 
 def _is_left(region: Region) -> bool:
