@@ -28,7 +28,7 @@ from variants import VARIANTS, Job, legend
 from compiled_fsdp import inductor
 
 if TYPE_CHECKING:
-    from screen import Screen
+    from screen import Screen, leave
     from settings import Settings
 
 COMPILED = ("ours", "stock_block_compile", "local_compile")
@@ -116,7 +116,7 @@ def work(name: str, depth: int, output: Path) -> None:
     }
     if dist.get_rank() == 0:
         output.write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    leave()
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from gpt import GPTConfig
 from hosts import gloo_rate, sent_bytes
 from measure import communication, peak_tensor_bytes
-from screen import Screen
+from screen import Screen, leave
 from variants import VARIANTS, Job, Step
 
 NUM_WARMUP = 2
@@ -116,8 +116,7 @@ def work(comparison: Comparison, output: Path) -> None:
             done(f"{side.name} is profiled")
     if dist.get_rank() == 0:
         output.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def summarize(side: Side, with_memory: bool) -> dict[str, Any]:

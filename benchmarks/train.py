@@ -24,7 +24,7 @@ from loop import Budget, Loop, Outcome
 from options import Options, check_machine, num_cores, parse
 from report import PICTURE, RESULTS, draw, table, verdict, write_results
 from rich.console import Console
-from screen import Screen
+from screen import Screen, leave
 from text import Text
 from trainer import Trainer, variants
 from usage import UsageError
@@ -96,7 +96,7 @@ def work(options: Options, text: Text) -> None:
         gc.collect()
     if dist.get_rank() == 0:
         report(options, text, screen, outcomes, horizon)
-    dist.destroy_process_group()
+    leave()
 
 
 def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
