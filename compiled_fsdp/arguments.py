@@ -53,7 +53,8 @@ def check_sharding(mesh: object, placement_fn: object, policy: object, offload: 
     if placement_fn is not None:
         check_callable(call, "shard_placement_fn", placement_fn)
     check_type(call, "mp_policy", policy, MixedPrecisionPolicy, "a MixedPrecisionPolicy")
-    check_type(call, "offload_policy", offload, OffloadPolicy, "an OffloadPolicy")
+    if offload is not None:  # stock takes anything that is no CPUOffloadPolicy for none
+        check_type(call, "offload_policy", offload, OffloadPolicy, "an OffloadPolicy")
     if ignored is not None:
         check_type(call, "ignored_params", ignored, (set, frozenset, list, tuple), "a set of parameters")
         _check_parameters(call, ignored)

@@ -263,8 +263,8 @@ class FSDPModule(StockFSDPModule):
             ValueError: several meshes in the unit, or a `stream` with HSDP.
             NotImplementedError: `stream` without HSDP.
         """
-        check_callable("set_all_reduce_hook", "hook", hook)
         unit = self._fsdp_single_mesh("set_all_reduce_hook", "The hook").unit
+        check_callable("set_all_reduce_hook", "hook", hook)
         if stream is not None:
             if unit.mesh_info.replicate_size > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
@@ -279,8 +279,8 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: several meshes in the unit.
         """
-        check_callable("set_custom_all_gather", "comm", comm, "allocate")
         self._fsdp_single_mesh("set_custom_all_gather", "The custom comm")
+        check_callable("set_custom_all_gather", "comm", comm, "allocate")
         self._fsdp_set(recurse=False, all_gather=CUSTOM + register(comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -289,8 +289,8 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: several meshes in the unit.
         """
-        check_callable("set_custom_reduce_scatter", "comm", comm, "allocate")
         self._fsdp_single_mesh("set_custom_reduce_scatter", "The custom comm")
+        check_callable("set_custom_reduce_scatter", "comm", comm, "allocate")
         self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + register(comm))
 
     def set_post_optim_event(self, event: torch.Event) -> None:

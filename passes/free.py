@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
+from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, STARTS, WAIT
 from compiled_fsdp.graph import Builder, aliases, find, order, output
 from compiled_fsdp.schema import FREE
 
@@ -50,8 +50,9 @@ def _buffers(gm: GraphModule) -> list[Node]:
 
 
 def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:
-    """The last reader of the buffer or a view of it; None if the graph returns one."""
+    """The last reader of the buffer or a view of it, a collective until it is awaited; None if the graph returns one."""
     users = [u for alias in aliases(buffer) for u in (alias, *alias.users)]
+    users += [wait for u in users if u.target in STARTS for wait in u.users]
     if output(buffer.graph) in users:
         return None
     return max(users, key=lambda n: position[n])

@@ -136,7 +136,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         import torch._dynamo
         import torch.distributed as dist
 
-        from compiled_fsdp import gloo
+        from compiled_fsdp import agreement, gloo
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -147,8 +147,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
                 module, path, name, payload = pipe.recv()
             except EOFError:
                 return
-            # A test in which only some ranks fail leaves them at different numbers of messages.
+            # A test in which only some ranks fail leaves them at different numbers of messages, and of runs.
             gloo._tags.update((group, itertools.count(number << 16)) for group in list(gloo._tags))
+            for group in agreement._groups.values():
+                group.number = number << 16
+                group.runs.clear()
             answer = _answer(module, path, name, payload)
             torch._dynamo.reset()
             gc.collect()

@@ -6,6 +6,7 @@ from compiled_fsdp.passes.lower import lower
 from passes_harness import PLAN, GraphTest, Hand, aten, getitem, ops, unit
 from torch.fx import GraphModule
 
+from compiled_fsdp import collectives as comm
 from compiled_fsdp.passes import free as module
 
 (W,) = unit("u", {"w": (4, 2)})
@@ -44,6 +45,18 @@ class TestFree(GraphTest):
 free(%wait_tensor_default)
 %neg_default: f32[4,2] = neg(%add_tensor_1)
 return [%neg_default]""",
+        )
+
+    def test_a_collective_reads_until_it_is_awaited(self):
+        """Tensor parallelism may gather what we have gathered."""
+        hand = Hand()
+        flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
+        started = hand(comm.ALL_GATHER, hand.unshard(flat, W), 2, "tp")
+        y = hand.compute(x)
+        gm = free(lower(hand.returns(y, hand(comm.WAIT, started)), PLAN), PLAN)
+        self.assertEqual(
+            ops(gm.graph)[-5:],
+            ["view", "all_gather_into_tensor", "neg", "wait_tensor", "free"],
         )
 
     def test_views_count_as_use(self):
