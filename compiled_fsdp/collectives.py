@@ -332,6 +332,12 @@ def reduce_bucket(
     return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
 
 
+def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:
+    """One unit's part of what several units reduced together, in storage of its own: it becomes a gradient."""
+    part = run(aten.slice.Tensor, reduced, 0, start, stop)
+    return run(aten.clone.default, part, memory_format=torch.contiguous_format)
+
+
 def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:
     """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in the gaps."""
     total = sum(s.shard_numel for s in specs)

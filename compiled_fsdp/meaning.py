@@ -14,7 +14,7 @@ What this does not see is order, the business of the other invariants in `passes
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice, product
+from itertools import groupby, islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -239,6 +239,9 @@ class Captured:
         reduced = comm.reduce_bucket(run, grads, first.flat, first.dtype)
         if reduced is None:
             return
+        if len({m.flat for m in members}) > 1:
+            self._parts(region, members, reduced, lowered)
+            return
         result = run.sum_of(term for member in members for term in member.result.terms)
         if any(node.target is REDUCE_LATER for node in region.nodes):
             started = run.effects[-1]  # the last collective; a hook, which could follow it, is never left to the unit
@@ -251,6 +254,19 @@ class Captured:
         else:
             placed = comm.place_bucket(run, reduced, specs, first.numel)
         lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, placed)] = result
+
+    def _parts(self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered) -> None:
+        """Flat gradients of several units, out of one reduction."""
+        start = 0
+        pairs = list(zip(members, region.tag.specs, strict=True))
+        for _, group in groupby(pairs, key=lambda pair: pair[0].flat):
+            unit = list(group)
+            specs = [spec for _, spec in unit]
+            stop = start + sum(spec.shard_numel for spec in specs)
+            part = comm.part_of_bucket(self.run, reduced, start, stop)
+            placed = comm.place_bucket(self.run, part, specs, unit[0][0].numel)
+            lowered.stands_for[placed] = self.run.sum_of(term for member, _ in unit for term in member.result.terms)
+            start = stop
 
 
 def interface(nodes: Iterable[Node]) -> list[str]:

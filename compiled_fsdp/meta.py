@@ -41,8 +41,9 @@ class CommTag:
 
     @property
     def unit(self) -> str:
-        """The unit whose parameters these are."""
-        return self.specs[0].unit
+        """The unit whose parameters these are, or the first and the last of those that share the communication."""
+        units = list(dict.fromkeys(spec.unit for spec in self.specs))
+        return units[0] if len(units) == 1 else f"{units[0].split('#')[0]} to {units[-1]}"
 
 
 def set_tag(node: Node, tag: CommTag) -> None:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from .costs import Costs
 
 
+# Units that gather less than this share collectives, where nothing is known of costs: about what a fast link carries in the time
+# that starting a collective takes, and too little to be missed in memory.
+BUCKET_BYTES = 1 << 20
+# From costs, a shared bucket may be on the wire for so many times the latency of its link.
+LATENCIES = 8
+
 DISTANCES = {
     "prefetch": 2.0,
     "backward_prefetch": 1.0,
@@ -31,6 +37,9 @@ class Plan:
     backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
     reduces_in_flight: for how long a reduction is under way before it is awaited; 0 awaits it at once, 0.5 halfway through
         the next unit's backward, 2 when the second reduction after it is about to start.
+    bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while together they are no larger than
+        this (full parameters, in bytes); 0: every unit communicates by itself; None: from costs, as much as keeps the link busy for
+        `LATENCIES` times its latency.
     memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
         or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
         `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
@@ -41,6 +50,7 @@ class Plan:
     prefetch: float | None = DISTANCES["prefetch"]
     backward_prefetch: float | None = DISTANCES["backward_prefetch"]
     reduces_in_flight: float | None = DISTANCES["reduces_in_flight"]
+    bucket_bytes: int | None = BUCKET_BYTES
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
@@ -52,6 +62,9 @@ class Plan:
                 continue
             if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
                 raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None (from costs)")
+        size = self.bucket_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+            raise ValueError(f"Plan: bucket_bytes={size!r}; should be a number of bytes, at least 0, or None (from costs)")
         budget = self.memory_budget
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if budget is not None and not (is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)):
@@ -62,12 +75,21 @@ class Plan:
     @property
     def is_from_costs(self) -> bool:
         """Whether anything is left to be decided from costs."""
-        return any(getattr(self, name) is None for name in DISTANCES)
+        return self.bucket_bytes is None or any(getattr(self, name) is None for name in DISTANCES)
 
     def distance(self, name: str) -> float | None:
         """The distance of this name; None if costs decide."""
         distance: float | None = getattr(self, name)
         return DISTANCES[name] if distance is None and self.costs is None else distance
+
+    def bucket_limit(self, group: str) -> float:
+        """Bytes up to which units share collectives over this group."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        if self.costs is None:
+            return BUCKET_BYTES
+        link = self.costs.link(group)
+        return LATENCIES * link.latency * link.bandwidth
 
 
 _current = Plan()

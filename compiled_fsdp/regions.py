@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from . import meta
 from .collectives import STARTS, WAIT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from torch.fx import Graph, Node
 
     from .spec import ParamSpec
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +69,17 @@ def find_regions(graph: Graph, kind: str) -> list[Region]:
             found.setdefault(tag.region, []).append(node)
             tags[tag.region] = tag
     return [Region(tags[number], tuple(nodes)) for number, nodes in found.items()]
+
+
+def together(units: Iterable[T], size: Callable[[T], float], limit: float) -> list[list[T]]:
+    """Neighbours together while they are no larger than the limit; what is larger stays alone."""
+    found: list[list[T]] = []
+    total = 0.0
+    for unit in units:
+        total += size(unit)
+        if found and total <= limit:
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+            total = size(unit)
+    return found

@@ -1,5 +1,7 @@
 """Gather the parameters of a unit with one all-gather, without a copy on the way in, nor of large parameters on the way out.
 
+Small units that follow each other share one: starting a collective costs more than their bytes.
+
 Before:
 
     %v0 = wait(all_gather(slice(%flat, 0, 0, n0)))
@@ -21,8 +23,10 @@ Large, if both are large (a message each, whose rows come out side by side; see 
 
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the place of the first; a small
-    parameter is copied out where it was gathered before, so that only those in use exist twice.
-Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all.
+    parameter is copied out where it was gathered before, so that only those in use exist twice. Units share it while together
+    they are no larger than `plan.bucket_limit`.
+Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. Each unit for itself, whatever its
+    size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from typing import TYPE_CHECKING
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import Builder, erase_all, value
 from compiled_fsdp.meta import CommTag
-from compiled_fsdp.regions import Region, find_regions
+from compiled_fsdp.regions import Region, find_regions, together
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -42,15 +46,35 @@ if TYPE_CHECKING:
 
 def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    buckets: dict[tuple[object, ...], list[Region]] = {}
-    for region in find_regions(gm.graph, "gather"):
+    regions = find_regions(gm.graph, "gather")
+    has_lists = any(r.spec.forward_after or r.spec.backward_after for r in regions)
+    units: dict[tuple[object, ...], list[Region]] = {}
+    for region in regions:
         spec = region.spec
         is_kept = spec.reshard == "keep"  # a view of a bucket that backward keeps would keep all of it
-        buckets.setdefault((spec.unit, spec.dtype, spec.group, spec.group_size, is_kept), []).append(region)
-    for bucket in buckets.values():
-        if len(bucket) > 1:
-            _merge(bucket)
+        units.setdefault((spec.dtype, spec.group, spec.group_size, is_kept, spec.unit), []).append(region)
+    alike: dict[tuple[object, ...], list[list[Region]]] = {}
+    for (*way, unit), members in units.items():
+        is_alone = has_lists or not all(map(_may_share, members))
+        alike.setdefault((*way, unit if is_alone else ""), []).append(members)
+    for neighbours in alike.values():
+        for bucket in together(neighbours, _nbytes, plan.bucket_limit(neighbours[0][0].spec.group)):
+            merged = [region for members in bucket for region in members]
+            if len(merged) > 1:
+                _merge(merged)
     return gm
+
+
+def _may_share(region: Region) -> bool:
+    """Whether this may travel with other units': nothing of the user's or of the unit's own depends on it."""
+    spec = region.spec
+    is_input = all(source.op == "placeholder" for source in region.sources)
+    return is_input and spec.group_size > 1 and not (spec.gather_algorithm or spec.overlap)
+
+
+def _nbytes(members: list[Region]) -> float:
+    """Of the full parameters."""
+    return sum(r.spec.group_size * r.spec.shard_numel * r.spec.dtype.itemsize for r in members)
 
 
 def _merge(bucket: list[Region]) -> None:

@@ -1,5 +1,7 @@
 """Reduce the gradients of a unit with one collective, whose result is the flat gradient itself.
 
+Small units whose gradients follow each other share one.
+
 Before:
 
     %g0 = constant_pad_nd(div(wait(reduce_scatter(reshape(%d0, [N * n0]))), world))
@@ -16,18 +18,22 @@ After:
 Requires: a lowered graph.
 Ensures: one reduction for each flat gradient and way of reducing, where its last gradient is ready. Where parameters have no
     gradient, zeros fill their place and nothing is communicated for them.
-    What is kept after the shard axis (`sync="scatter"`) is reduced once for each flat buffer too.
-Leaves alone: a sum with a term that is not a reduction, or that is read by something else too.
+    What is kept after the shard axis (`sync="scatter"`) is reduced once for each flat buffer too. Units share a reduction, and copy
+    their flat gradients out of its result, while together they are no larger than `plan.bucket_limit`.
+Leaves alone: a sum with a term that is not a reduction, or that is read by something else too. Each unit for itself, whatever its
+    size: where gradients are kept for a later backward, or the user gave a reduction, a hook, a bound on reductions under way or
+    `overlap_optimizer`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import ADD, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
 from compiled_fsdp.meta import CommTag
-from compiled_fsdp.regions import Region, find_regions
+from compiled_fsdp.regions import Region, find_regions, together
 from compiled_fsdp.schema import MARK_GRADS
 
 if TYPE_CHECKING:
@@ -39,11 +45,13 @@ if TYPE_CHECKING:
 def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
-    roots = {sum_root(result): None for result in regions}
-    for root in roots:
-        leaves = sum_leaves(root)
-        if len(leaves) > 1 and all(leaf in regions and len(leaf.users) == 1 for leaf in leaves):
-            _merge(root, [regions[leaf] for leaf in leaves])
+    for alike in _units(regions).values():
+        limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
+        for neighbours in together(alike, lambda unit: unit.nbytes, limit):
+            if len(neighbours) > 1:
+                _share(neighbours)
+            elif len(neighbours[0].bucket) > 1:
+                _merge(neighbours[0].root, neighbours[0].bucket)
     scattered: dict[Node, list[Region]] = {}
     for region in regions.values():
         if region.spec.sync == "scatter":
@@ -54,6 +62,63 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
             for region in members:
                 erase_all(region.nodes)
     return gm
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A flat gradient, and the reductions that it is the sum of."""
+
+    root: Node
+    bucket: list[Region]
+
+    @property
+    def nbytes(self) -> float:
+        """Of the full gradients, as they are reduced."""
+        return sum(r.spec.group_size * r.spec.shard_numel * r.spec.reduce_dtype.itemsize for r in self.bucket)
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        """The same for units that may share a reduction; of its own for others."""
+        spec, flat = self.bucket[0].spec, value(self.root)
+        ways = {(r.spec.unit, r.spec.group, r.spec.reduction) for r in self.bucket}
+        how = spec.reduction
+        is_plain = how.sync == "reduce" and not (how.is_accumulating or how.hook or how.algorithm.startswith(comm.CUSTOM))
+        is_alone = spec.overlap or spec.reduces_in_flight or spec.group_size == 1
+        readers = {user.target for user in self.root.users}
+        if len(ways) > 1 or not is_plain or is_alone or not readers <= {MARK_GRADS, "output"}:
+            return (self.root,)
+        return (spec.group, spec.reduce_group, spec.dtype, spec.reduction, flat.dtype)
+
+
+def _units(regions: dict[Node, Region]) -> dict[tuple[object, ...], list[Unit]]:
+    """The flat gradients that are sums of reductions alone, by what lets them share one."""
+    found: dict[tuple[object, ...], list[Unit]] = {}
+    for root in {sum_root(result): None for result in regions}:
+        leaves = sum_leaves(root)
+        if all(leaf in regions and (leaf is root or len(leaf.users) == 1) for leaf in leaves):
+            unit = Unit(root, [regions[leaf] for leaf in leaves])
+            found.setdefault(unit.way, []).append(unit)
+    return found
+
+
+def _share(units: list[Unit]) -> None:
+    """One reduction for several flat gradients, where the last gradient is ready."""
+    ordered = [sorted(unit.bucket, key=lambda r: r.spec.offset) for unit in units]
+    members = [region for bucket in ordered for region in bucket]
+    marks = [next(user for user in unit.root.users if user.target is MARK_GRADS) for unit in units]
+    run, reduced = _reduce(members, marks[0].args[1])  # type: ignore[arg-type]
+    start = 0
+    for unit, bucket, mark in zip(units, ordered, marks, strict=True):
+        stop = start + sum(r.spec.shard_numel for r in bucket)
+        part = comm.part_of_bucket(run, reduced, start, stop)
+        placed = comm.place_bucket(run, part, tuple(r.spec for r in bucket), value(unit.root).numel())
+        unit.root.replace_all_uses_with(placed)
+        placed.append(mark)
+        start = stop
+    for unit, bucket in zip(units, ordered, strict=True):
+        erase_unused(unit.root, ADD)
+        for region in bucket:
+            erase_all(region.nodes)
 
 
 def _merge(root: Node, bucket: list[Region]) -> None:

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compiled_fsdp import Plan, set_plan
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 os.environ["COMPILED_FSDP_VERIFY"] = "1"  # after every pass, in this process and those that it starts
 
 

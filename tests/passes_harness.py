@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 aten = torch.ops.aten
-PLAN = Plan(prefetch=1, backward_prefetch=1, reduces_in_flight=1)
+PLAN = Plan(prefetch=1, backward_prefetch=1, reduces_in_flight=1, bucket_bytes=0)
 WORLD = 2
 
 

@@ -1,5 +1,7 @@
 """`bucket_all_gather`: one all-gather a unit, no copy on the way in, one copy a parameter on the way out."""
 
+from dataclasses import replace
+
 import torch
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.lower import lower
@@ -8,6 +10,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.dump import show
 from compiled_fsdp.passes import bucket_all_gather as module
+from compiled_fsdp.regions import find_regions
 from compiled_fsdp.spec import ParamSpec
 
 
@@ -293,3 +296,58 @@ return [%neg_default, %neg_default_1]""",
         once = show(gm.graph)
         self.assertEqual(show(bucket_all_gather(gm, PLAN).graph), once)
         self.assertEqual(ops(gm.graph).count("all_gather_into_tensor"), 1)
+
+    def units(self, *specs: list[ParamSpec], limit: int = 1 << 10) -> GraphModule:
+        """Each unit's parameters computed with in turn."""
+        hand = Hand()
+        flats = [hand.input(f"flat{n}", numel(unit_specs)) for n, unit_specs in enumerate(specs)]
+        pairs = [(flat, s) for flat, unit_specs in zip(flats, specs, strict=True) for s in unit_specs]
+        gm = lower(hand.returns(*(hand.compute(hand.unshard(flat, s)) for flat, s in pairs)), PLAN)
+        return bucket_all_gather(gm, replace(PLAN, bucket_bytes=limit))
+
+    def test_small_units_share(self):
+        gm = self.units(unit("a", {"w": (4, 2)}), unit("b", {"w": (2, 2), "v": (2,)}))
+        self.assertGraph(
+            gm,
+            """\
+%flat0: f32[4]
+%flat1: f32[3]
+%cat_default: f32[7] = cat([%flat0, %flat1])  # a to b: gather
+%all_gather_into_tensor_default_3: f32[14] = all_gather_into_tensor(%cat_default, 2, 'shard')  # a to b: gather
+%wait_tensor_default_3: f32[14] = wait_tensor(%all_gather_into_tensor_default_3)  # a to b: gather
+%view_default_3: f32[2,7] = view(%wait_tensor_default_3, [2, 7])  # a to b: gather
+%slice_tensor_2: f32[2,4] = slice(%view_default_3, 1, 0, 4)  # a to b: gather
+%clone_default: f32[2,4] = clone(%slice_tensor_2, memory_format=torch.contiguous_format)  # a to b: gather
+%view_default_4: f32[4,2] = view(%clone_default, [4, 2])  # a to b: gather
+%neg_default: f32[4,2] = neg(%view_default_4)
+%view_default_5: f32[2,7] = view(%wait_tensor_default_3, [2, 7])  # a to b: gather
+%slice_tensor_3: f32[2,2] = slice(%view_default_5, 1, 4, 6)  # a to b: gather
+%clone_default_1: f32[2,2] = clone(%slice_tensor_3, memory_format=torch.contiguous_format)  # a to b: gather
+%view_default_6: f32[2,2] = view(%clone_default_1, [2, 2])  # a to b: gather
+%neg_default_1: f32[2,2] = neg(%view_default_6)
+%view_default_7: f32[2,7] = view(%wait_tensor_default_3, [2, 7])  # a to b: gather
+%slice_tensor_4: f32[2,1] = slice(%view_default_7, 1, 6, 7)  # a to b: gather
+%clone_default_2: f32[2,1] = clone(%slice_tensor_4, memory_format=torch.contiguous_format)  # a to b: gather
+%view_default_8: f32[2] = view(%clone_default_2, [2])  # a to b: gather
+%neg_default_2: f32[2] = neg(%view_default_8)
+return [%neg_default, %neg_default_1, %neg_default_2]""",
+        )
+
+    def test_units_share_up_to_the_limit(self):
+        """32 bytes each: two fit into 64, and the third begins another."""
+        found = self.units(*(unit(name, {"w": (4, 2)}) for name in "abcde"), limit=64)
+        self.assertEqual([r.tag.unit for r in find_regions(found.graph, "gather")], ["a to b", "c to d", "e"])
+
+    def test_units_that_stay_alone(self):
+        """Another dtype, group, algorithm or kind of keeping; lists of the user; an optimizer that overlaps."""
+        plain = unit("a", {"w": (4, 2)})
+        for changes in (
+            {"dtype": torch.bfloat16},
+            {"group": "other"},
+            {"gather_algorithm": "custom:0"},
+            {"reshard": "keep"},
+            {"forward_after": ("a",)},
+            {"overlap": True},
+        ):
+            gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
+            self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "gather")], ["a", "b"], changes)

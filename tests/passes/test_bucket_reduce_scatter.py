@@ -1,5 +1,7 @@
 """`bucket_reduce_scatter`: one reduction a unit, whose result is the flat gradient."""
 
+from dataclasses import replace
+
 import torch
 from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.lower import lower
@@ -8,6 +10,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.dump import show
 from compiled_fsdp.passes import bucket_reduce_scatter as module
+from compiled_fsdp.regions import find_regions
 from compiled_fsdp.spec import ParamSpec
 
 TWO = unit("u", {"a": (4, 2), "b": (2,)})
@@ -273,3 +276,67 @@ return [%div_tensor_5, %div_tensor_4]""",
         gm = bucket_reduce_scatter(reductions(*unit("u", {"a": (3, 2), "b": (5,), "c": (2,)})), PLAN)
         once = show(gm.graph)
         self.assertEqual(show(bucket_reduce_scatter(gm, PLAN).graph), once)
+
+    def units(self, *specs: list[ParamSpec], limit: int = 1 << 10) -> GraphModule:
+        """A flat gradient for each unit."""
+        hand = Hand()
+        flats = [hand.input(f"flat{n}", numel(unit_specs)) for n, unit_specs in enumerate(specs)]
+        totals = []
+        for flat, unit_specs in zip(flats, specs, strict=True):
+            grads = [hand.compute(hand.input(f"d_{s.unit}_{s.fqn}", *s.shape, dtype=s.dtype)) for s in unit_specs]
+            terms = [hand.reduce_grad(grad, flat, s) for grad, s in zip(grads, unit_specs, strict=True)]
+            total = terms[0]
+            for term in terms[1:]:
+                total = hand.add(total, term)
+            totals.append(total)
+        return bucket_reduce_scatter(lower(hand.returns(*totals), PLAN), replace(PLAN, bucket_bytes=limit))
+
+    def test_small_units_share(self):
+        """Where the last gradient is ready; each flat gradient in storage of its own, marked once it is there."""
+        gm = self.units(unit("a", {"w": (4, 2), "b": (2,)}), unit("b", {"w": (4, 2)}))
+        self.assertGraph(
+            gm,
+            """\
+%flat0: f32[5]
+%flat1: f32[4]
+%d_a_w: f32[4,2]
+%neg_default: f32[4,2] = neg(%d_a_w)
+%d_a_b: f32[2]
+%neg_default_1: f32[2] = neg(%d_a_b)
+%d_b_w: f32[4,2]
+%neg_default_2: f32[4,2] = neg(%d_b_w)
+%reshape_default_6: f32[2,4] = reshape(%neg_default, [2, 4])  # a to b: reduce
+%reshape_default_7: f32[2,1] = reshape(%neg_default_1, [2, 1])  # a to b: reduce
+%reshape_default_8: f32[2,4] = reshape(%neg_default_2, [2, 4])  # a to b: reduce
+%cat_default: f32[2,9] = cat([%reshape_default_6, %reshape_default_7, %reshape_default_8], 1)  # a to b: reduce
+%reshape_default_9: f32[18] = reshape(%cat_default, [18])  # a to b: reduce
+%reduce_scatter_tensor_default_3: f32[9] = reduce_scatter_tensor(%reshape_default_9, 'sum', 2, 'shard')  # a to b: reduce
+%wait_tensor_default_3: f32[9] = wait_tensor(%reduce_scatter_tensor_default_3)  # a to b: reduce
+%div_tensor_3: f32[9] = div(%wait_tensor_default_3, 2.0)  # a to b: reduce
+%slice_tensor: f32[5] = slice(%div_tensor_3, 0, 0, 5)  # a to b: reduce
+%clone_default: f32[5] = clone(%slice_tensor, memory_format=torch.contiguous_format)  # a to b: reduce
+mark_grads_(%clone_default, %flat0, [0, 4])
+%slice_tensor_1: f32[4] = slice(%div_tensor_3, 0, 5, 9)  # a to b: reduce
+%clone_default_1: f32[4] = clone(%slice_tensor_1, memory_format=torch.contiguous_format)  # a to b: reduce
+mark_grads_(%clone_default_1, %flat1, [0])
+return [%clone_default, %clone_default_1]""",
+        )
+
+    def test_units_share_up_to_the_limit(self):
+        found = self.units(*(unit(name, {"w": (4, 2)}) for name in "abcde"), limit=64)
+        self.assertEqual([r.tag.unit for r in find_regions(found.graph, "reduce")], ["a to b", "c to d", "e"])
+
+    def test_units_that_stay_alone(self):
+        plain = unit("a", {"w": (4, 2)})
+        for changes in (
+            {"group": "other"},
+            {"reduce_dtype": torch.bfloat16},
+            {"reduce_algorithm": "custom:0"},
+            {"hook": "hook"},
+            {"is_accumulating": True},
+            {"post_divide": 3.0},
+            {"reduces_in_flight": 2},
+            {"overlap": True},
+        ):
+            gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
+            self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "reduce")], ["a", "b"], changes)

@@ -1,0 +1,70 @@
+"""Small units that share collectives: the same numbers as when each has its own, and fewer collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Options, batch_of, check_parity, make
+from models import loss_of
+from numerics.test_graphs import captured, communications, step
+from numerics.test_inductor import ROUNDING, SLOW
+from pool import Pool
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+
+from compiled_fsdp import planned
+from compiled_fsdp.regions import find_regions
+
+ALL = 1 << 30
+
+
+def shared(options: Options, limit: int, kinds: tuple[str, ...] = ("compiled",), rtol: float = 0.0, atol: float = 0.0) -> None:
+    with planned(bucket_bytes=limit):
+        check_parity(options, kinds=kinds, against=("stock",), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options("gpt"),
+        Options("llama_tied_unit"),
+        Options("unused"),
+        Options("frozen"),
+        Options("moe", reshard=False),
+        Options("gpt", evaluate=True),
+        Options("llama", policies=(Policy(torch.bfloat16, torch.float32), Policy())),
+    ],
+    ids=lambda o: f"{o.model}-{o.reshard}-{o.evaluate}-{len(o.policies)}",
+)
+@pytest.mark.parametrize("limit", [ALL, 300_000])
+def test_same_as_stock(two: Pool, options: Options, limit: int) -> None:
+    two.run(shared, options, limit)
+
+
+@pytest.mark.parametrize("mesh", ["1d", "hsdp"])
+def test_four_ranks(four: Pool, mesh: str) -> None:
+    options = Options("llama", steps=3, optimizer="sgd", mesh=mesh, reshard=2 if mesh == "1d" else True)
+    four.run(shared, options, ALL, ("compiled",), *ROUNDING)  # four ranks' gradients are summed in another order
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(shared, Options("gpt", steps=3, optimizer="sgd"), ALL, ("inductor",), *ROUNDING, timeout=SLOW)
+
+
+def counted(limit: int) -> tuple[int, int, list[float]]:
+    """Gathers and reductions of a step, and losses."""
+    with planned(bucket_bytes=limit), captured() as halves:
+        model, call, _ = make("compiled", Options("gpt"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = [step(model, call, optimizer, "gpt", number) for number in range(3)]
+        seen = communications(lambda: loss_of(call(*batch_of("gpt", 0))).backward())
+    assert len(halves) == 2
+    inside = [len([r for r in find_regions(half, kind) if r.starts]) for kind in ("gather", "reduce") for half in halves]
+    assert (seen["gather"], seen["reduce"]) == (sum(inside[:2]), sum(inside[2:])), "what the graphs say is what happens"
+    return seen["gather"], seen["reduce"], losses
+
+
+def test_fewer_collectives(two: Pool) -> None:
+    alone, some, whole = (two.run(counted, limit)[0] for limit in (0, 300_000, ALL))
+    assert alone[2] == some[2] == whole[2]
+    assert alone[0] > some[0] > whole[0] == 3, "in forward what is kept and what is not, and one in backward"
+    assert alone[1] > some[1] > whole[1] == 1
