@@ -256,7 +256,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "keep": {"reshard_after_forward": False},
     "hsdp": {"mesh": 2},
 }
-PLANS = (Plan(1, 1, 1), Plan(2, 1, 2), Plan(0, 0, 0))
+PLANS = (Plan(1, 1, 1, 0), Plan(2, 1, 2, 0), Plan(0, 0, 0, 0), Plan(1, 1, 1))
 
 
 def subjects() -> list[Subject]:

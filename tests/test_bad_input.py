@@ -142,6 +142,8 @@ CASES: dict[str, Callable[[], object]] = {
     "prefetch before": lambda: Plan(prefetch=-1),
     "prefetch by word": lambda: Plan(prefetch="all"),
     "prefetch by True": lambda: Plan(prefetch=True),
+    "buckets below nothing": lambda: Plan(bucket_bytes=-1),
+    "buckets by fraction": lambda: Plan(bucket_bytes=0.5),
     "a budget below nothing": lambda: Plan(memory_budget=-1),
     "a budget of more than all": lambda: Plan(memory_budget=1.5),
     "a budget by word": lambda: Plan(memory_budget="8 GiB"),
@@ -325,6 +327,14 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "prefetch before": (ValueError, "Plan: prefetch=-1; should be a number of units, at least 0, or None (from costs)"),
     "prefetch by word": (ValueError, "Plan: prefetch='all'; should be a number of units, at least 0, or None (from costs)"),
     "prefetch by True": (ValueError, "Plan: prefetch=True; should be a number of units, at least 0, or None (from costs)"),
+    "buckets below nothing": (
+        ValueError,
+        "Plan: bucket_bytes=-1; should be a number of bytes, at least 0, or None (from costs)",
+    ),
+    "buckets by fraction": (
+        ValueError,
+        "Plan: bucket_bytes=0.5; should be a number of bytes, at least 0, or None (from costs)",
+    ),
     "a budget below nothing": (
         ValueError,
         "Plan: memory_budget=-1; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0",
@@ -348,7 +358,7 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "planned with another field": (
         TypeError,
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', 'backward_prefetch', 'reduces_in_flight', "
-        "'memory_budget', 'kept', 'costs']",
+        "'bucket_bytes', 'memory_budget', 'kept', 'costs']",
     ),
     "planned with a bad value": (
         ValueError,

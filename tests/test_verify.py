@@ -61,7 +61,7 @@ class TestVerify(GraphTest):
         """What the pipeline makes, whatever the plan."""
         for prefetch in range(3):
             for count in range(3):
-                plan = Plan(prefetch=prefetch, reduces_in_flight=count)
+                plan = Plan(prefetch=prefetch, reduces_in_flight=count, bucket_bytes=0)
                 gm = run_pipeline(half(), plan, HALF)
                 self.assertUnchanged(verify, gm, plan)
 
@@ -241,11 +241,11 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         )
 
     def test_bounded_in_flight(self):
-        plan = Plan(reduces_in_flight=2)
+        plan = Plan(reduces_in_flight=2, bucket_bytes=0)
         gm = run_pipeline(half(), plan, HALF)
         verify(gm, plan)
         with self.assertRaises(GraphInvariantError) as caught:
-            verify(gm, Plan(reduces_in_flight=1))
+            verify(gm, Plan(reduces_in_flight=1, bucket_bytes=0))
         self.assertExpectedInline(
             str(caught.exception).split("\n")[0],
             """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",  # noqa: E501

@@ -29,7 +29,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Lin
 for module in (model[0], model[2], model):
     compiled_fsdp.fully_shard(module)
 call = torch.compile(model, fullgraph=True)
-compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=int(sys.argv[1])))
+compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=int(sys.argv[1]), bucket_bytes=0))
 call(torch.ones(4, 8)).sum().backward()
 with torch.profiler.profile() as profiler:
     call(torch.ones(4, 8)).sum().backward()

@@ -23,7 +23,7 @@ def test_measured_once_and_agreed(two: Pool) -> None:
 def measured_once() -> str:
     before = current_plan()
     try:
-        set_plan(Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None))
+        set_plan(Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=0))
         keys = JointPass().uuid(), HalfPass().uuid()
         model = fully_shard(torch.nn.Linear(6, 5))
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
