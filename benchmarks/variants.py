@@ -78,6 +78,24 @@ def build_ours_overlap(job: Job) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
 
 
+def build_ours_costs(job: Job) -> Step:
+    """Scheduled from costs; other variants of the same process keep the default plan."""
+    from compiled_fsdp import Plan, current_plan, planned, set_plan
+
+    step = build_ours(job)
+    plan = Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=None)
+
+    def step_from_costs(index: int) -> Tensor | None:
+        nonlocal plan
+        with planned():
+            set_plan(plan)
+            loss = step(index)
+            plan = current_plan()  # with the costs that the first forward measured
+        return loss
+
+    return step_from_costs
+
+
 def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> Step:
     """FSDP2; `prefetch` tells every unit to gather the next one, forward and backward."""
     model = make_model(job)
@@ -174,6 +192,7 @@ def build_raw_collectives(job: Job) -> Step:
 
 VARIANTS: dict[str, Variant] = {
     "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
+    "ours_costs": Variant(build_ours_costs, "local_compile", "the same, scheduled from costs"),
     "ours_overlap": Variant(build_ours_overlap, "local_compile", "the same, with overlap_optimizer"),
     "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
     "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),

@@ -294,7 +294,8 @@ def _capture(model: Any, captured: list[GraphModule]) -> None:
 
     backend_module.run_half = run_half
     try:
-        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(3, 4)).float().sum().backward()
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False)  # whatever ran before
+        call(torch.ones(3, 4)).float().sum().backward()
     finally:
         backend_module.run_half = original
 
