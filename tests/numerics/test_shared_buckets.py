@@ -17,7 +17,9 @@ from compiled_fsdp.regions import find_regions
 ALL = 1 << 30
 
 
-def shared(options: Options, limit: int, kinds: tuple[str, ...] = ("compiled",), rtol: float = 0.0, atol: float = 0.0) -> None:
+def shared(
+    options: Options, limit: int, kinds: tuple[str, ...] = ("compiled",), rtol: float = 0.0, atol: float = 0.0
+) -> None:
     with planned(bucket_bytes=limit):
         check_parity(options, kinds=kinds, against=("stock",), rtol=rtol, atol=atol)
 
