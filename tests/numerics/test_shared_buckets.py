@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness import Options, batch_of, check_parity, make
@@ -10,8 +12,10 @@ from numerics.test_graphs import captured, communications, step
 from numerics.test_inductor import ROUNDING, SLOW
 from pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from compiled_fsdp import planned
+from compiled_fsdp import fully_shard, planned
+from compiled_fsdp.plan import BUCKET_BYTES
 from compiled_fsdp.regions import find_regions
 
 ALL = 1 << 30
@@ -70,3 +74,47 @@ def test_fewer_collectives(two: Pool) -> None:
     assert alone[2] == some[2] == whole[2]
     assert alone[0] > some[0] > whole[0] == 3, "in forward what is kept and what is not, and one in backward"
     assert alone[1] > some[1] > whole[1] == 1
+
+
+class Block(torch.nn.Module):
+    """A linear layer of 400 KB behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(320), torch.nn.Linear(320, 320)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+def norms_in_fp32(norms: bool) -> tuple[int, int]:
+    """Gathers and reductions of a step of six bf16 blocks; `norms`: with their norms as fp32 units of their own."""
+    low = Policy(torch.bfloat16, torch.float32)
+    found = []
+    for apply, compiled in ((stock_fully_shard, False), (fully_shard, True)):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(*(Block() for _ in range(6)))
+        for block in model:
+            if norms:
+                apply(block.norm, mp_policy=Policy(output_dtype=torch.bfloat16))
+            apply(block, mp_policy=low)
+        apply(model, mp_policy=low)
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        x = torch.randn(4, 320)
+        call(x).float().square().mean().backward()
+        found.append([p.grad.to_local().clone() for p in model.parameters()])
+        model.zero_grad()
+        seen = communications(lambda call=call, x=x: call(x).float().square().mean().backward())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return seen["gather"], seen["reduce"]
+
+
+def with_default_plan(norms: bool) -> tuple[int, int]:
+    with planned(bucket_bytes=BUCKET_BYTES // 4):  # the blocks stay alone, and their norms are together
+        return norms_in_fp32(norms)
+
+
+def test_norms_in_fp32_cost_a_collective_for_the_whole_model(two: Pool) -> None:
+    """And not one for each, as in stock."""
+    without, with_norms = (two.run(with_default_plan, norms)[0] for norms in (False, True))
+    assert with_norms == (without[0] + 2, without[1] + 1), "gathered in forward and in backward, reduced"
