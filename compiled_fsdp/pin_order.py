@@ -9,8 +9,8 @@ Inductor also knows no sends and receives of ours: it writes the next value into
 still on its way to other ranks. So what a collective reads, or what is left in flight, is never reused; it is freed as ever.
 
 Private torch used here (tried on 2.13): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `add_fake_dep`,
-`compute_ancestors`, `V.graph.never_reuse_buffers`. `tests/test_inductor.py` compares the generated code with the plan and would
-notice a change.
+`compute_ancestors`, `V.graph.never_reuse_buffers`. `tests/numerics/test_inductor.py` compares the generated code with the plan
+and would notice a change.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -26,13 +27,16 @@ from models import loss_of
 from numerics import test_mixed as mixed
 from numerics import test_surface as surface
 from pool import Pool
+from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import fully_shard, inductor
-from compiled_fsdp.collectives import STARTS
+from compiled_fsdp import Plan, fully_shard, inductor, planned
+from compiled_fsdp.collectives import GATHERS, STARTS, WAIT
+from compiled_fsdp.costs import Costs, Link
+from compiled_fsdp.graph import find, is_matmul, starts
 from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
 
 ROUNDING = (1e-4, 1e-5)
@@ -228,3 +232,56 @@ def gather_without_a_unit() -> None:
     sent = re.findall(r"fsdp\.all_gather\.default\((\w+),", code)
     assert sent
     assert not [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
+
+
+# -- the order of the plan
+
+MACHINE = Costs(flops=1e9, bandwidth=1e9, overhead=1e-6, links=(("0", Link(1e-4, 2e7)),))
+CALLS = {
+    r"fsdp\.all_gather\.default\(": "G",
+    r"fsdp\.all_to_all\.default\(": "R",
+    r"wait_tensor\.default\(": "w",
+    r"extern_kernels\.(mm|addmm|bmm)\(": "m",
+}
+
+
+@pytest.mark.parametrize("plan", [Plan(2, 1, 1, 0), Plan(None, None, None, 0, costs=MACHINE)], ids=["distances", "costs"])
+def test_the_planned_order_is_in_the_generated_code(two: Pool, plan: Plan) -> None:
+    two.run(planned_order, plan, timeout=SLOW)
+
+
+def planned_order(plan: Plan) -> None:
+    """Collectives, waits and matmuls follow each other in the code as they do in the final graphs."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96)) for _ in range(5)))
+    for block in model:
+        fully_shard(block)
+    graphs: list[str] = []
+    hidden: list[int] = []  # collectives under way during a matmul
+    original = inductor.run_half
+
+    def run_half(gm: Any, **options: Any) -> Any:
+        result = original(gm, **options)
+        letters = [(n, "G" if n.target in GATHERS else "R") for n in starts(result.graph)]
+        letters += [(n, "w") for n in find(result.graph, WAIT)]
+        letters += [(n, "m") for n in result.graph.nodes if is_matmul(n)]
+        graphs.append("".join(letter for _, letter in sorted(letters)))
+        pairs = [(start, next(iter(start.users))) for start in starts(result.graph)]
+        matmuls = [n for n, letter in letters if letter == "m"]
+        hidden.append(sum(any(start < m < wait for m in matmuls) for start, wait in pairs))
+        return result
+
+    inductor.run_half = run_half
+    try:
+        with (
+            planned(**{f.name: getattr(plan, f.name) for f in fields(plan)}),
+            inductor_config.patch(force_disable_caches=True),
+        ):
+            call = torch.compile(fully_shard(model), fullgraph=True)
+            _, codes = run_and_get_code(lambda: call(torch.randn(8, 96)).square().mean().backward())
+    finally:
+        inductor.run_half = original
+    pattern = re.compile("|".join(f"({p})" for p in (p.replace("(mm", "(?:mm") for p in CALLS)))
+    found = ["".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code)) for code in codes]
+    assert found == graphs
+    assert graphs[0].count("m") == 10
+    assert hidden == [4, 8], "all gathers but the first in forward; in backward, gathers and reductions"
