@@ -63,9 +63,10 @@ def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: st
     """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
     if gloo.is_gloo(group, shard.device):
         return gloo.start(shard, sizes, group_size, group, what)
-    out = shard.new_empty(group_size * shard.numel())
-    outputs = list(out.split([group_size * n for n in sizes]))
-    return out, group_named(group).allgather_into_tensor_coalesced(outputs, list(shard.split(list(sizes))))
+    out = shard.new_empty(gloo.gathered_shape(shard, group_size))
+    outputs = list(out.view(-1).split([group_size * n for n in sizes]))
+    pieces = list(shard.contiguous().view(-1).split(list(sizes)))
+    return out, group_named(group).allgather_into_tensor_coalesced(outputs, pieces)
 
 
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:

@@ -43,7 +43,7 @@ HOST = (torch.Tag.cudagraph_unsafe,)
 
 library = torch.library.Library("fsdp", "DEF")
 library.define(f"unshard(Tensor flat, {SPEC}) -> Tensor")
-library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor")
+library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor", tags=HOST)  # run unlowered, it marks
 library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
 library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
 library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()", tags=HOST)
@@ -62,7 +62,7 @@ library.define(
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='') -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='') -> Tensor")
-library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()")
+library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()", tags=HOST)
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp

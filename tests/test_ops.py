@@ -14,6 +14,7 @@ import torch.distributed as dist
 from passes_harness import unit
 from torch._subclasses import FakeTensorMode
 
+from compiled_fsdp import schema
 from compiled_fsdp.ops import own
 from compiled_fsdp.schema import FREE, KEEP_SLICE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 
@@ -118,3 +119,12 @@ class TestOps(unittest.TestCase):
         self.assertEqual(buffer.sum(), 8)
         del buffer
         self.assertIsNone(gone())
+
+
+def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
+    """Ops that call the unit, the user or the store are tagged; those that only compute or communicate are not."""
+    ops = [op for op in vars(schema).values() if isinstance(op, torch._ops.OpOverload)]
+    tagged = {op._opname for op in ops if torch.Tag.cudagraph_unsafe in op.tags}
+    users = {"all_reduce_hook", "custom_all_gather", "custom_reduce_scatter"}
+    units = {"reduce_grad", "mark_grads_", "retain_", "add_retained_", "reduce_later_", "gather_ahead"}
+    assert tagged == users | units | {"agree"}
