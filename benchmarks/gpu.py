@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from variants import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,9 +64,8 @@ def report(found: dict[str, dict[str, Any]]) -> Report:
     rows, notes = [], []
     for name, seen in found.items():
         floor = found[f"local, {name.split(', ')[1]}"]
-        low, middle = seen["seconds"], floor["seconds"]
-        median, between = spread([1e3 * s for s in low], ".1f")
-        to_floor = ratio(statistics.median(low), statistics.median(middle))
+        median, between = spread([1e3 * s for s in seen["seconds"]], ".1f")
+        to_floor = ratio(statistics.median(seen["seconds"]), statistics.median(floor["seconds"]))
         peak = f"{seen['peak'] / 2**30:.2f}"
         rows.append([name, median, between, to_floor, peak, f"{(seen['peak'] - seen['at_rest']) / 2**30:.2f}"])
     for world in dict.fromkeys(name.split(", ")[1] for name in found):
@@ -114,7 +114,7 @@ def build(variant: str, config: LlamaConfig, world: int) -> Callable[[], None]:
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     model = Llama(config)
     if variant == "local":
-        return local(model.bfloat16(), batch, world)
+        return local(model.bfloat16(), batch)
     mesh = init_device_mesh("cuda", (world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     call: Any = model
@@ -144,27 +144,22 @@ def shard(model: Llama, apply: Callable[..., object], mesh: object, policy: Mixe
         apply(unit, mesh=mesh, mp_policy=policy)
 
 
-def local(model: nn.Module, batch: tuple[Tensor, Tensor], world: int) -> Callable[[], None]:
+def local(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
     """Unsharded, without communication; the optimizer steps fp32 parts of 1/world."""
     call = torch.compile(model, fullgraph=True, dynamic=False)
-    parts = [nn.Parameter(part_of(p, world).float()) for p in model.parameters()]
+    parts = [nn.Parameter(part_of(p.detach()).float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(parts, fused=True)
 
     def step() -> None:
         call(*batch).backward()
         for part, parameter in zip(parts, model.parameters(), strict=True):
             assert parameter.grad is not None
-            part.grad = part_of(parameter.grad, world).float()
+            part.grad = part_of(parameter.grad).float()
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
 
     return step
-
-
-def part_of(tensor: Tensor, world: int) -> Tensor:
-    """As much of it as one rank owns."""
-    return tensor.detach().flatten()[: tensor.numel() // world]
 
 
 if __name__ == "__main__":

@@ -203,3 +203,11 @@ class TestPlan:
     def test_budget(self, budget):
         with pytest.raises(ValueError, match="memory_budget="):
             Plan(memory_budget=budget)
+
+
+def test_from_costs_units_share_until_the_link_is_busy():
+    """Eight times what it carries within its latency; by size, or without costs, a fixed number of bytes."""
+    machine = Costs(1.0, 1.0, 0.0, (("shard", Link(1e-3, 1e6)),))
+    assert Plan(bucket_bytes=None, costs=machine).bucket_limit("shard") == pytest.approx(8000)
+    assert Plan(bucket_bytes=None).bucket_limit("shard") == Plan(costs=machine).bucket_limit("shard") == 1 << 20
+    assert Plan(bucket_bytes=None).is_from_costs

@@ -109,12 +109,12 @@ def norms_in_fp32(norms: bool) -> tuple[int, int]:
     return seen["gather"], seen["reduce"]
 
 
-def with_default_plan(norms: bool) -> tuple[int, int]:
+def in_small_buckets(norms: bool) -> tuple[int, int]:
     with planned(bucket_bytes=BUCKET_BYTES // 4):  # the blocks stay alone, and their norms are together
         return norms_in_fp32(norms)
 
 
 def test_norms_in_fp32_cost_a_collective_for_the_whole_model(two: Pool) -> None:
     """And not one for each, as in stock."""
-    without, with_norms = (two.run(with_default_plan, norms)[0] for norms in (False, True))
+    without, with_norms = (two.run(in_small_buckets, norms)[0] for norms in (False, True))
     assert with_norms == (without[0] + 2, without[1] + 1), "gathered in forward and in backward, reduced"
