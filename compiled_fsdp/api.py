@@ -16,7 +16,7 @@ from .fsdp_module import FSDPModule
 from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_placement, resolve_reshard
 from .module import shard_classes, share_params
-from .state import State, distinct, get_state
+from .state import State, adopt_nested, get_state
 from .tensor_parallel import place
 from .torch_private import is_replicated, local_tensor, plain_name, uncompiled
 from .unit import Original, Unit, taken
@@ -116,7 +116,8 @@ def fully_shard(
     state = State(unit)
     shard_classes(modules, _to_mark(managed, ignored_params), unit, state)
     share_params(lent, state)
-    _adopt_nested(modules)
+    if len(modules) == 1:
+        adopt_nested(modules[0])
     install_passes()
     check_optimizers()
     return module
@@ -289,20 +290,6 @@ def _move_to_device(managed: Sequence[nn.Module], params: Sequence[nn.Parameter]
     for tensor in (*params, *buffers):
         if tensor.device != device and tensor.device.type != "meta":
             tensor.data = tensor.to(device)
-
-
-def _adopt_nested(roots: Sequence[nn.Module]) -> None:
-    """This call is the outermost so far: units below are named from here and no longer count as outermost."""
-    if len(roots) > 1:
-        return
-    outer = get_state(roots[0])
-    assert outer is not None
-    paths = {module: plain_name(path) for path, module in roots[0].named_modules()}
-    for state in distinct(get_state(module) for module in paths):
-        if state is not outer:
-            state.unit.adopt(paths, is_nested=True)
-            if state.runtime.tree is not outer.runtime.tree:
-                outer.runtime.tree.absorb(state.runtime.tree)
 
 
 def _state_of(module: nn.Module) -> State | None:

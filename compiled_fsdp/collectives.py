@@ -353,3 +353,27 @@ def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: in
         after = numel - position if spec is specs[-1] else 0
         pieces.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
     return pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
+
+
+def flat_piece(run: Run, grad: Value, order: Sequence[int]) -> Value:
+    """The elements of a parameter's gradient as the parameter lies in memory: flat; `order`: its dims, slowest first."""
+    if list(order) != sorted(order):
+        grad = run(aten.permute.default, grad, list(order))
+    return run(aten.reshape.default, grad, [-1])
+
+
+def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], numel: int) -> Value:
+    """A flat gradient [numel] of pieces at their starts, each of so many elements; zeros in the gaps. A copy, never a view."""
+    padded: list[Value] = []
+    position = 0
+    starts = sorted(pieces)
+    for start in starts:
+        before = start - position
+        position = start + sizes[start]
+        after = numel - position if start == starts[-1] else 0
+        piece = pieces[start]
+        padded.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+    if len(padded) == 1:
+        is_copied = sizes[starts[0]] < numel
+        return padded[0] if is_copied else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
+    return run(aten.cat.default, padded)

@@ -37,6 +37,7 @@ class Handle:
     is_frozen: frozen by now, in a flat buffer that requires a gradient.
     full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
     is_resident: the full parameter is there, see `resident.py`; the owning module has it.
+    view: "", or the key of the part that is read of a flat parameter (`views.View`).
     """
 
     flat: nn.Parameter
@@ -44,6 +45,7 @@ class Handle:
     is_frozen: bool = False
     full: str = ""
     is_resident: bool = False
+    view: str = ""
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
@@ -94,6 +96,12 @@ class ShardedParam:
     def local_grad(self, grad: Tensor) -> Tensor:
         """What of a full gradient is to be reduced."""
         return self.full.local_grad(grad) if self.full else grad
+
+    def begin_forward(self) -> None:
+        """An eager forward of the unit begins; `unsharded` is registered."""
+
+    def end_forward(self) -> None:
+        """It has ended; `unsharded` may still be there."""
 
     def show_handle(self, handle: Handle) -> None:
         """Make `handle` what a traced read finds; compiled code guards on it."""

@@ -47,7 +47,7 @@ CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", Cus
 def source_hash() -> str:
     """Of every file of this project: a new version must not meet an old version's cache."""
     here = Path(__file__).parent
-    folders = {here, here / "passes", here.parent / "passes"}
+    folders = {here, here / "fsdp1", here / "passes", here.parent / "passes"}
     digest = hashlib.sha256()
     for path in sorted(p for folder in folders for p in folder.glob("*.py")):
         digest.update(path.read_bytes())

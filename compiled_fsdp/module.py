@@ -29,6 +29,7 @@ from .state import State, get_state, set_state
 from .tensor_parallel import as_dtensor
 from .torch_private import never_traced_alone, rebind_compiled, uncompiled, untraced
 from .unit import original_class, originals
+from .views import view_of_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         for module, name in param.owners:
             names.setdefault(module, []).append(name)
     for module, owned in names.items():
-        _swap_class(module, tuple(owned), is_root=isinstance(module, FSDPModule))
+        swap_class(module, tuple(owned), is_root=isinstance(module, FSDPModule))
         module.__dict__["_fsdp_owner"] = state
         module.register_state_dict_pre_hook(_reshard_first(state))
         module.register_load_state_dict_pre_hook(_reshard_first(state))
@@ -53,7 +54,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         inner = uncompiled(root)
         for module in dict.fromkeys((inner, root)):
             set_state(module, state)
-            _swap_class(module, tuple(names.get(module, ())), is_root=True)
+            swap_class(module, tuple(names.get(module, ())), is_root=True)
         inner.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
         inner.register_forward_hook(state.post_forward)
         if inner is not root:
@@ -66,7 +67,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
 _classes: dict[tuple[type, bool], type] = {}
 
 
-def _swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> None:
+def swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> None:
     """Give `module` the subclass of its original class that reads parameters as ops; modules of one class share it."""
     original = original_class(module)
     if (original, is_root) not in _classes:
@@ -112,7 +113,7 @@ def share_params(lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borr
         param.owners.append((module, name))
         param.register(param.sharded)
         param.show_handle(param.handle)
-        _swap_class(module, (name,), is_root=isinstance(module, FSDPModule))
+        swap_class(module, (name,), is_root=isinstance(module, FSDPModule))
         if (unit.mp_policy, param.layout.dim) != (borrower.unit.mp_policy, 0) or unit.mesh_info != borrower.unit.mesh_info:
             warn_once(
                 f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, placement and mp_policy hold "
@@ -156,6 +157,7 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
                     full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
                 else:
                     full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
+                full = view_of_flat(full, handle.view) if handle.view else full
                 full = full.detach() if handle.is_frozen else full
                 return as_dtensor(full, handle.full) if handle.full else full
         if name in self._parameters:
@@ -188,7 +190,7 @@ def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
 @untraced
 def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     handles: dict[str, Handle] = module.__dict__.get("_fsdp_handles", {})
-    closed = [name for name, handle in handles.items() if handle.key and isinstance(module._parameters[name], DTensor)]
+    closed = [name for name, handle in handles.items() if handle.key and isinstance(module._parameters.get(name), DTensor)]
     if not closed or any(isinstance(a, DTensor) for a in args):
         return
     state: State = module.__dict__["_fsdp_owner"]

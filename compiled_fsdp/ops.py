@@ -273,6 +273,16 @@ def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: s
     return rows.new_empty(rows.numel() // group_size)
 
 
+@_real("flatten_grad")
+def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
+    return comm.flatten_grads(comm.call, {start: comm.flat_piece(comm.call, grad, order)}, {start: grad.numel()}, numel)
+
+
+@_fake("flatten_grad")
+def _flatten_grad_fake(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
+    return grad.new_empty(numel)
+
+
 @_real("copy_columns")
 def _copy_columns(columns: Tensor) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format)

@@ -137,7 +137,8 @@ class Runtime:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
         following = tree.next_forward.get(self)
-        for target in self.prefetch["forward"] or ([following] if following else []):
+        by_default = [following] if following and self.unit.settings.forward_prefetch else []
+        for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
 
     @untraced
@@ -407,10 +408,12 @@ class Runtime:
         """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""
         for param in self.unit.params:
             param.show_handle(OPEN)
+            param.begin_forward()
 
     def _close(self) -> None:
         for param in self.unit.params:
             param.show_handle(param.handle)
+            param.end_forward()
 
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""

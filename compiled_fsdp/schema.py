@@ -13,6 +13,7 @@
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
+| `flatten_grad(grad, start, numel, order) -> flat_grad` | a parameter's gradient at its place in one of a flat parameter, zeros around |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |
@@ -59,6 +60,7 @@ library.define(
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor",
     tags=HOST,
 )
+library.define("flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor")
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='') -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='') -> Tensor")
@@ -78,6 +80,7 @@ CUSTOM_ALL_GATHER = fsdp.custom_all_gather.default
 CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
 GATHER_AHEAD = fsdp.gather_ahead.default
+FLATTEN_GRAD = fsdp.flatten_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default

@@ -17,7 +17,7 @@ from .first_call import check_buffers, check_devices, check_same_model, explain_
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
-from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone
+from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -106,10 +106,15 @@ def get_state(module: object) -> State | None:
 
 def set_state(module: nn.Module, state: State) -> None:
     """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
+    enter_state(module, state)
+    show_to_schedules(module, state.stock)
+
+
+def enter_state(module: nn.Module, state: State) -> None:
+    """As `set_state`, without showing it to torch as a module that `fully_shard` was given."""
     module.__dict__["_fsdp_state"] = state
     module.__dict__["_fsdp_key"] = key = f"module {next(_keys)}"
     _modules[key] = module
-    show_to_schedules(module, state.stock)
 
 
 def module_by_key(key: str) -> nn.Module:
@@ -125,6 +130,18 @@ def distinct(states: Iterable[State | None]) -> list[State]:
 def states_below(module: nn.Module, *, recurse: bool = True) -> list[State]:
     """The states of a module and, with `recurse`, of all modules inside it."""
     return distinct(get_state(m) for m in (module.modules() if recurse else [module]))
+
+
+def adopt_nested(root: nn.Module) -> None:
+    """This module was sharded last: units below are named from here and no longer count as outermost."""
+    outer = get_state(root)
+    assert outer is not None
+    paths = {module: plain_name(path) for path, module in root.named_modules()}
+    for state in distinct(get_state(module) for module in paths):
+        if state is not outer:
+            state.unit.adopt(paths, is_nested=True)
+            if state.runtime.tree is not outer.runtime.tree:
+                outer.runtime.tree.absorb(state.runtime.tree)
 
 
 class PreForward:

@@ -199,9 +199,12 @@ def is_replicated(module: torch.nn.Module) -> bool:
     return registry is not None and "replicate" in registry
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
 def plain_name(path: str) -> str:
     """A name without what wrappers add to it."""
-    parts = [part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    parts = [part for part in path.split(".") if part not in _WRAPPERS]
     return ".".join(parts)
 
 

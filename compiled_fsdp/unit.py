@@ -71,6 +71,9 @@ class Settings:
     is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was used, so that backwards must
         look for what earlier ones have left.
     max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a graph.
+    forward_prefetch: start the gather of the next unit when this one's forward begins.
+    backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when it ends ("post"), or not ("").
+    limit_all_gathers: at most two gathers ahead of their use.
     """
 
     requires_gradient_sync: bool = True
@@ -86,6 +89,9 @@ class Settings:
     reduce_unused: bool = False
     max_reductions_in_flight: int = 0
     overlap: bool = False
+    forward_prefetch: bool = True
+    backward_prefetch: str = "pre"
+    limit_all_gathers: bool = False
 
     @property
     def sync(self) -> str:
@@ -113,7 +119,7 @@ class Unit:
         self.is_auto_reshard = reshard is None
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
-        self.name = type(modules[0]).__name__
+        self.kind = self.name = type(modules[0]).__name__
         # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
@@ -180,7 +186,7 @@ class Unit:
         A unit inside another drops its parameters after forward unless told otherwise; the outermost keeps them.
         """
         own = [path for module in self.modules if (path := paths.get(module))]
-        self.name = ", ".join(own) or type(self.modules[0]).__name__
+        self.name = ", ".join(own) or self.kind
         for param in self.params:
             above = paths.get(param.root, "")
             param.fqn = f"{above}.{param.path}" if above else param.path

@@ -28,6 +28,7 @@ class Property(Enum):
     """What holds of a graph once a pass has run."""
 
     DEDUPED = "each parameter is unsharded once"
+    JOINED = "the gradients of a flat parameter's views are put together once"
     DECIDED = "what backward gets from forward is decided"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"

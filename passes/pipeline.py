@@ -9,6 +9,7 @@ from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
 from .free import free
 from .gather_ahead import gather_ahead
+from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .prefetch_all_gather import prefetch_all_gather
@@ -18,6 +19,7 @@ from .verify import verify
 PIPELINE = check_order(
     (
         Pass(dedup_unshard, Stage.JOINT, (), Property.DEDUPED),
+        Pass(join_grads, Stage.JOINT, (Property.DEDUPED,), Property.JOINED),
         Pass(reshard, Stage.JOINT, (Property.DEDUPED,), Property.DECIDED),
         Pass(lower, Stage.HALF, (Property.DECIDED,), Property.LOWERED),
         Pass(bucket_all_gather, Stage.HALF, (Property.LOWERED,), Property.GATHERS_BUCKETED),

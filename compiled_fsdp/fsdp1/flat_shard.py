@@ -1,0 +1,173 @@
+"""A flat parameter as the one parameter of its unit, and its flat buffer; see [Note: two split rules] in `views.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
+from compiled_fsdp.views import View, key_of_view, memory_order
+
+from .gradients import accumulate, show_unsharded_grads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compiled_fsdp.deferred import Deferred
+    from compiled_fsdp.deferred import Value as Recorded
+
+    from .stock import FlatParamHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An original parameter: what holds it, and where it lies in the flat parameter. `index`: its number among the originals."""
+
+    module: nn.Module
+    name: str
+    view: View
+    index: int
+
+
+def members_of(flat: Any) -> list[Member]:
+    """All that hold original parameters, shared ones once for each holder."""
+    starts, start = [], 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            starts.append(start)
+        start += numel
+    found = []
+    for i, (name, module, _) in enumerate(flat._param_infos):
+        shape, stride = tuple(flat._shapes[i]), tuple(flat._strides[i])
+        order = memory_order(shape, stride, is_contiguous=flat._contiguities[i])
+        found.append(Member(module, name, View(starts[i], shape, order), i))
+    first = {(member.module, member.name): member for member in found}
+    for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
+        known = first[first_module, first_name]
+        found.append(Member(module, name, known.view, known.index))
+    return found
+
+
+@dataclass(eq=False, slots=True)
+class FlatShard(ShardedParam):
+    """The flat parameter: what is cut, gathered and reduced; the originals are views of it.
+
+    keeper: stock's handle, which owns the flat parameter at rest.
+    is_shown: whether the modules hold views of the unsharded flat parameter, from a forward.
+    hides_after_forward: whether they hold sharded parameters after forward even if the full one is kept (FULL_SHARD's root).
+    """
+
+    keeper: FlatParamHandle = None  # type: ignore[assignment]
+    members: list[Member] = field(default_factory=list)
+    is_shown: bool = False
+    hides_after_forward: bool = True
+    _shown_handles: dict[tuple[int, str, bool], tuple[Handle, Handle]] = field(default_factory=dict)
+
+    def is_frozen(self, member: Member) -> bool:
+        """Whether the user froze this original, in a flat parameter that requires a gradient."""
+        originals = self.keeper.flat_param._params
+        return bool(originals and self.sharded.requires_grad and not originals[member.index].requires_grad)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Let the modules hold sharded parameters; views of the unsharded one are shown when a forward begins."""
+        if param is self.sharded:
+            self.hide()
+
+    def begin_forward(self) -> None:
+        """Show views of the unsharded flat parameter, which autograd records."""
+        assert self.unsharded is not None
+        full = self.unsharded
+        with torch.enable_grad():
+            for member, view in zip(self.members, self._views(full), strict=True):
+                self.keeper._setattr_tensor(member.module, member.name, view.detach() if self.is_frozen(member) else view)
+                if self.keeper._use_orig_params:
+                    member.module._parameters[member.name] = member.module.__dict__[member.name]
+        self.is_shown = True
+
+    def _views(self, full: Tensor) -> list[Tensor]:
+        views = list(self.keeper._get_unflat_views(full))
+        return [views[member.index] for member in self.members]
+
+    def end_forward(self) -> None:
+        """Show the sharded parameters again, for strategies that reshard after forward."""
+        if self.hides_after_forward:
+            self.hide()
+
+    def hide(self) -> None:
+        """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but the flat parameter itself."""
+        if self.is_shown and self.keeper._use_orig_params:
+            self.keeper._use_sharded_views()
+        self.is_shown = False
+
+    def show_handle(self, handle: Handle) -> None:
+        """See `ShardedParam`; each holder is given its view."""
+        for member in self.members:
+            shown = handle if handle is OPEN else self._viewed(handle, key_of_view(member.view), self.is_frozen(member))
+            member.module.__dict__.setdefault("_fsdp_handles", {})[member.name] = shown
+
+    def _viewed(self, handle: Handle, view: str, is_frozen: bool) -> Handle:
+        """The same object for the same settings: compiled code guards on it."""
+        key = (id(handle), view, is_frozen)
+        if key not in self._shown_handles:
+            self._shown_handles[key] = handle, replace(handle, view=view, is_frozen=handle.is_frozen or is_frozen)
+        return self._shown_handles[key][1]
+
+
+@dataclass(eq=False)
+class FlatBuffer(FlatParam):
+    """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the graph's input."""
+
+    @property
+    def shard(self) -> FlatShard:
+        """Its one parameter."""
+        return self.params[0]  # type: ignore[return-value]
+
+    @property
+    def keeper(self) -> FlatParamHandle:
+        """Stock's handle."""
+        return self.shard.keeper
+
+    def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
+        """The whole of it, padding included, as stock has it."""
+        return flat
+
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever the flat parameter or an original is written to or replaced."""
+        flat: Any = self.keeper.flat_param
+        originals = flat._params or ()
+        return self.data.data_ptr(), self.data._version, flat._version, *(p._version for p in originals)
+
+    def refresh(self) -> None:
+        """Follow the flat parameter to where it is now: moved, cast, or replaced."""
+        flat = self.keeper.flat_param
+        if flat.shape != self.data.shape or flat.device.type == "meta":
+            return
+        if flat.data_ptr() == self.data.data_ptr() and flat.dtype == self.data.dtype:
+            return
+        if flat.device == self.data.device:
+            self.data.data = flat.data
+            return
+        self.unit.forget_handles()
+        self.data = nn.Parameter(flat.data, requires_grad=self.data.requires_grad)
+        self.__post_init__()
+
+    def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
+        """At once: gradients are plain tensors, which somebody may hold by now."""
+        program.finish()
+        self.accumulate_grad(flat_grad.tensor, params)
+
+    def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """Add a reduced gradient of the shard to the flat parameter's, of which the originals' are views."""
+        self.unit.has_gradients = True
+        if params and self.keeper.flat_param.requires_grad:
+            accumulate(self.keeper, flat_grad)
+
+    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """See `ops.Owner`; in `no_sync` the originals' gradients are those that are not reduced yet."""
+        super().retain(grads, offsets, where)
+        kept = self.retained.get(("rows", 0))
+        if kept is not None and self.keeper._use_orig_params:
+            show_unsharded_grads(self.keeper, kept.view(-1)[: self.shard.layout.shape[0]])

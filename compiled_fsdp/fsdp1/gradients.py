@@ -1,0 +1,82 @@
+"""How the gradient of a shard becomes that of the flat parameter and of the originals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .stock import FlatParamHandle
+
+
+@torch.no_grad()
+def accumulate(keeper: FlatParamHandle, new: Tensor) -> None:
+    """Add in full precision; keep the sum in the dtype that the policy says.
+
+    With `use_orig_params` each original's `.grad` becomes a view of it.
+    """
+    flat: Any = keeper.flat_param
+    old = flat.grad
+    if old is not None and old.dtype == new.dtype and old.shape == new.shape:
+        total = old.add_(new)
+    else:
+        total = new if old is None or old.shape != new.shape else old.to(new.dtype).add_(new)
+    dtype = low_precision(keeper)
+    set_grad(flat, total if dtype is None else total.to(dtype))
+    if keeper._use_orig_params:
+        for i, original in enumerate(flat._params):
+            if original.requires_grad:
+                flat._is_grad_none_mask[i] = False
+        keeper._use_sharded_grad_views()
+        _step_in_backward(flat)
+
+
+def low_precision(keeper: FlatParamHandle) -> torch.dtype | None:
+    """What `keep_low_precision_grads` leaves gradients in; None for full precision."""
+    if not keeper._keep_low_precision_grads or keeper._force_full_precision:
+        return None
+    return keeper._fwd_bwd_param_dtype if keeper.uses_sharded_strategy else keeper._reduce_dtype
+
+
+def set_grad(param: Tensor, grad: Tensor) -> None:
+    """Assign a gradient of any dtype; torch wants the parameter's own."""
+    if grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    param.grad = torch.empty_like(param)
+    param.grad.data = grad
+
+
+def _step_in_backward(flat: Any) -> None:
+    """Optimizers that torch's `_apply_optimizer_in_backward` gave to originals step right after the reduction."""
+    for original in flat._params:
+        optimizers = getattr(original, "_in_backward_optimizers", ())
+        if original.grad is None or not optimizers:
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        flat.grad = None
+
+
+@torch.no_grad()
+def show_unsharded_grads(keeper: FlatParamHandle, full: Tensor) -> None:
+    """Let `.grad` of the originals be views of a gradient that is not reduced yet, whatever their own shapes are."""
+    views = keeper._get_unflat_views(full)
+    for original, view in zip(keeper.flat_param._params, views, strict=True):  # type: ignore[arg-type]
+        if not original.requires_grad:
+            continue
+        if original.shape == view.shape and original.dtype == view.dtype:
+            original.grad = view
+            continue
+        if original.grad is None:
+            original.grad = torch.empty_like(original)
+        original.grad.data = view
+
+
+@torch.no_grad()
+def hide_unsharded_grads(keeper: FlatParamHandle) -> None:
+    """Back to what is reduced, before anybody checks shapes."""
+    keeper._use_sharded_grad_views()

@@ -1,0 +1,137 @@
+"""The unit of one FSDP1 instance: its flat parameter, and its settings as those of any unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
+
+from compiled_fsdp.collectives import CUSTOM
+from compiled_fsdp.layout import flat_layout
+from compiled_fsdp.spec import register
+from compiled_fsdp.unit import Unit, taken
+
+from .comm_hook import AllReduceHook, ReduceScatterHook
+from .flat_shard import FlatBuffer, FlatShard, members_of
+from .gradients import hide_unsharded_grads
+from .groups import groups_of
+from .stock import LOW_PRECISION_HOOKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from compiled_fsdp.flat import FlatParam, ShardedParam
+    from compiled_fsdp.spec import ParamSpec
+
+RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+PREFETCH = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: ""}
+
+
+class FlatUnit(Unit):
+    """An instance's flat parameter, or none; strategy, precision and prefetching as settings of a unit."""
+
+    def __init__(self, wrapper: Any, originals: Iterable[nn.Parameter]) -> None:
+        is_resharded = wrapper.sharding_strategy in RESHARDED
+        super().__init__((wrapper,), (), groups_of(wrapper), MixedPrecisionPolicy(), None if is_resharded else False)
+        self.wrapper = wrapper
+        self.kind = type(wrapper.module).__name__
+        self.keeper = wrapper._handle
+        self.settings.forward_prefetch = wrapper.forward_prefetch
+        self.settings.backward_prefetch = PREFETCH[wrapper.backward_prefetch]
+        self.settings.limit_all_gathers = wrapper.limit_all_gathers
+        if self.keeper is not None:
+            self.flats = [self._buffer(is_resharded)]
+            if not self.keeper._use_orig_params:
+                for original in originals:
+                    taken[original] = self, self.shard
+        self.adopt({wrapper: ""}, is_nested=False)
+
+    @property
+    def shard(self) -> FlatShard:
+        """The flat parameter, where there is one."""
+        return self.flats[0].params[0]  # type: ignore[return-value]
+
+    def _buffer(self, is_resharded: bool) -> FlatBuffer:
+        flat: Any = self.keeper.flat_param
+        info = self.mesh_info
+        layout = flat_layout([flat._unpadded_unsharded_size], info.shard_size)
+        members = members_of(flat)
+        owners = list({(m.module, m.name): None for m in members})
+        shard = FlatShard(owners, self.wrapper, "_flat_param", flat, layout.shards[0], keeper=self.keeper, members=members)
+        shard.hides_after_forward = is_resharded
+        data = nn.Parameter(flat.data, requires_grad=flat.requires_grad)
+        return FlatBuffer(self, info, layout, [shard], data)
+
+    def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
+        """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the square root of the ranks."""
+        state, keeper = self.wrapper, self.keeper
+        is_full = keeper._force_full_precision
+        compute = keeper._orig_param_dtype if is_full else keeper._fwd_bwd_param_dtype
+        hook = state._comm_hook
+        reduce_dtype = compute if is_full or hook in LOW_PRECISION_HOOKS else keeper._reduce_dtype
+        self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
+        spec = super()._spec(flat, param)
+        spec = replace(
+            spec,
+            reduce_op="sum",
+            pre_divide=float(state._gradient_predivide_factor),
+            post_divide=float(state._gradient_postdivide_factor),
+        )
+        return spec if hook is None else self._hooked(spec)
+
+    def _hooked(self, spec: ParamSpec) -> ParamSpec:
+        """The user's hook reduces, and divides as it likes."""
+        hook, state = self.wrapper._comm_hook, self.wrapper._comm_hook_state
+        plain = replace(spec, pre_divide=1.0, post_divide=1.0)
+        if spec.group_size > 1:
+            return replace(plain, reduce_algorithm=CUSTOM + register(ReduceScatterHook.of(hook, state)))
+        return replace(plain, replicate_size=1, replicate_group="", hook=register(AllReduceHook.of(hook, state)))
+
+    def sync_gradients(self, value: bool) -> None:
+        """Whether backward reduces. Strategies that keep parameters after forward keep them after a backward that does not."""
+        settings = self.settings
+        settings.requires_gradient_sync = settings.requires_all_reduce = value
+        settings.is_accumulating |= not value
+        settings.reshard_after_backward = value or self.wrapper.sharding_strategy in RESHARDED
+        self.publish()
+
+    def adopt_replaced(self) -> None:
+        """Stock's handle writes back what users put in the place of an original."""
+
+    def take_over(self) -> None:
+        """Follow what the user did to the flat parameter: moved, cast, frozen."""
+        for flat in self.flats:
+            flat.refresh()
+        self.publish()
+
+    def before_forward(self) -> None:
+        """What stock does before a root's forward: settle gradients that the user dropped or replaced, and parameters likewise."""
+        if self.keeper is None:
+            return
+        self.shard.hide()
+        if self.keeper._use_orig_params:
+            if ("rows", 0) in self.flats[0].retained:
+                hide_unsharded_grads(self.keeper)
+            self.keeper._reset_flat_param_grad_info_if_needed()
+            if not self.keeper._skip_writeback_check:
+                self.keeper._writeback_orig_params()
+        self.flats[0].refresh()
+
+    def follow_requires_grad(self) -> None:
+        """Take over what the user froze or unfroze since the last call, and which precision the mode asks for."""
+        if self.keeper is None:
+            return
+        (flat,) = self.flats
+        wanted = self.keeper.flat_param.requires_grad
+        if wanted != flat.data.requires_grad:
+            flat.set_requires_grad(wanted)
+        self.publish()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet."""
+        super().drop_gradients()
+        if self.keeper is not None and self.keeper._use_orig_params:
+            hide_unsharded_grads(self.keeper)

@@ -1,0 +1,257 @@
+"""`FullyShardedDataParallel`: stock FSDP1's wrapper on this project's runtime and compiler.
+
+[Note: what is stock's]
+The wrapper subclasses stock's class, so that `isinstance`, torch's own checkpointing and trainers know it, and takes over what
+concerns parameters at rest: argument checks, process groups, the layout of flat parameters, state dicts, optimizer state, names.
+Forward and backward are this project's: an instance is a unit, run by the same eager runtime as `fully_shard`'s and traced to
+the same ops, so that `torch.compile(FullyShardedDataParallel(model))` is one graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from compiled_fsdp.first_call import check_optimizers
+from compiled_fsdp.inductor import install_passes
+from compiled_fsdp.module import swap_class
+from compiled_fsdp.state import State, adopt_nested, enter_state, module_by_key
+from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.tree import in_backward, map_tensors
+
+from . import stock
+from .stock import StockFSDP, TrainingState
+from .unit import FlatUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FullyShardedDataParallel(StockFSDP):
+    """Shard `module`'s parameters over ranks; the arguments, names and errors of torch's own class.
+
+    Under `torch.compile` the whole wrapped model is one graph in each direction; without it the same units run eagerly.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=2
+            )
+        stock.init_ignored(self, module, ignored_modules, ignored_states)
+        stock.init_device_handle(self, module, self._ignored_params, device_id)
+        stock.annotate_modules(module, self._ignored_modules, True)  # Dynamo asks: both ways can be traced
+        self._device_mesh = device_mesh
+        stock.init_process_groups(self, process_group, sharding_strategy, auto_wrap_policy, device_mesh)
+        if auto_wrap_policy is not None:
+            kwargs = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored_params,
+                "device_mesh": device_mesh,
+            }
+            if sharding_strategy in stock.HYBRID_SHARDING_STRATEGIES and device_mesh is None:
+                kwargs["process_group"] = (self.process_group, self._inter_node_pg)
+            stock.auto_wrap(
+                module, auto_wrap_policy, self._ignored_modules, self._ignored_params, kwargs, FullyShardedDataParallel
+            )
+        stock.init_core_state(
+            self, sharding_strategy, mixed_precision, cpu_offload, limit_all_gathers, use_orig_params, 1, 1
+        )
+        stock.init_runtime_state(self)
+        stock.init_prefetching(self, backward_prefetch, forward_prefetch)
+        stock.init_buffer_state(self, module)
+        stock.init_extension(self, device_mesh)
+        originals = list(module.parameters())
+        stock.init_param_handle(self, module, device_id, param_init_fn, sync_module_states)
+        self._fsdp_wrapped_module = module
+        if not use_orig_params:
+            stock.check_all_flattened(self, self._ignored_params)
+            stock.register_flat_param(self, self)
+        stock.init_state_dict_state(self)
+        self.register_state_dict_pre_hook(_rest_first)
+        self.register_load_state_dict_pre_hook(_rest_first)
+        stock.register_state_dict_hooks(self)
+        self._zero_scalar = None
+        left = {id(parameter) for parameter in module.parameters()}
+        _attach(self, [parameter for parameter in originals if id(parameter) not in left])
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper does not have are the wrapped module's."""
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    # -- forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; as `FSDPModule`, this frame stays outside any graph and `_fsdp_call` begins one."""
+        if torch.compiler.is_dynamo_compiling():
+            _before_trace(self._fsdp_key)
+            return self._fsdp_call(args, kwargs)
+        _before_call(self, is_call_compiled(self))
+        return self._fsdp_call(args, kwargs)
+
+    def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather, run the wrapped module, free."""
+        if self._fsdp_moves_to is not None:
+            args, kwargs = map_tensors(lambda tensor: tensor.to(self._fsdp_moves_to), (args, kwargs))
+        if self._fsdp_casts_to is not None:
+            args, kwargs = cast_floating((args, kwargs), self._fsdp_casts_to)
+        if torch.compiler.is_dynamo_compiling():
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        args, kwargs = self._fsdp_enter(args, kwargs)
+        return self._fsdp_leave(self._fsdp_wrapped_module(*args, **kwargs))
+
+    @untraced
+    def _fsdp_enter(self, args: Any, kwargs: Any) -> Any:
+        state: State = self._fsdp_state
+        if not in_backward():
+            self.training_state = TrainingState.FORWARD_BACKWARD
+            self._exec_order_data.record_pre_forward(self._handle, self.training)
+        state.note_eager()
+        return state.runtime.pre_forward(self, (args, kwargs))
+
+    @untraced
+    def _fsdp_leave(self, output: Any) -> Any:
+        output = self._fsdp_state.runtime.post_forward(self, output)
+        if not in_backward():
+            self._exec_order_data.record_post_forward(self._handle)
+            self.training_state = TrainingState.IDLE
+        return output
+
+    # -- settings
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them; the first backward outside reduces the sum."""
+        with super().no_sync():
+            units = [instance._fsdp_state.unit for instance in self.fsdp_modules(self)]
+            before = [(unit, unit.settings.requires_gradient_sync) for unit in units]
+            for unit in units:
+                unit.sync_gradients(False)
+            try:
+                yield
+            finally:
+                for unit, value in before:
+                    unit.sync_gradients(value)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce with `hook(state, gradient, shard)`, or `hook(state, gradient)` under NO_SHARD, instead of a mean."""
+        super().register_comm_hook(state, hook)
+        for instance in self.fsdp_modules(self):
+            instance._fsdp_state.unit.publish()
+
+
+never_traced_alone(FullyShardedDataParallel.__call__)
+never_traced_alone(FullyShardedDataParallel.forward)
+
+
+def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]) -> None:
+    """Make the instance a unit of the core."""
+    unit = FlatUnit(wrapper, originals)
+    state = State(unit)
+    wrapper.__dict__.update(_fsdp_casts_to=None, _fsdp_moves_to=None)
+    names: dict[nn.Module, list[str]] = {}
+    for param in unit.params:
+        for module, name in param.owners:
+            names.setdefault(module, []).append(name)
+    for module, owned in names.items():
+        swap_class(module, tuple(owned), is_root=False)
+        module.__dict__["_fsdp_owner"] = state
+    enter_state(wrapper, state)
+    adopt_nested(wrapper)
+    install_passes()
+    check_optimizers()
+
+
+def _rest_first(module: Any, *_: object) -> None:
+    """Before state is saved or loaded: the modules hold sharded parameters."""
+    module._fsdp_state.runtime.reshard()
+
+
+@untraced
+def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
+    """Outside any graph, before an instance is called: what stock does before forward, and what the core does."""
+    stock.lazy_init(wrapper, wrapper)
+    state: State = wrapper._fsdp_state
+    if wrapper._is_root and not in_backward():
+        state.runtime.tree.recover()
+        for instance in wrapper.fsdp_modules(wrapper):
+            instance.training_state = TrainingState.IDLE
+            instance._fsdp_state.unit.before_forward()
+            _settle_inputs(instance)
+        _settle_buffers(wrapper)
+    state.before_call(is_compiled=is_compiled)
+
+
+def _settle_inputs(instance: Any) -> None:
+    """Whether forward is to cast or move its inputs, as plain attributes: compiled code guards on them."""
+    policy, keeper = instance.mixed_precision, instance._handle
+    is_full = keeper is not None and keeper._force_full_precision
+    casts = policy.cast_forward_inputs and keeper is not None
+    if instance._is_root:
+        casts |= policy.cast_root_forward_inputs and (instance.training or not instance._use_full_prec_in_eval)
+    is_elsewhere = instance._is_root and instance.compute_device.type != "cpu"
+    instance.__dict__["_fsdp_casts_to"] = policy.param_dtype if casts and not is_full else None
+    instance.__dict__["_fsdp_moves_to"] = instance.compute_device if is_elsewhere else None
+
+
+def _settle_buffers(root: Any) -> None:
+    """Buffers in full precision where evaluation asks for it, and back in their low one afterwards."""
+    keepers = [instance._handle for instance in root.fsdp_modules(root) if instance._handle]
+    is_full = root._handle._force_full_precision if root._handle else any(k._force_full_precision for k in keepers)
+    if is_full:
+        originals = list(root._buffer_name_to_orig_dtype.values())
+        stock.cast_buffers(list(dict(root.named_buffers()).values()), originals, root.compute_device)
+        root._needs_buffer_dtype_restore_check = True
+    elif getattr(root, "_needs_buffer_dtype_restore_check", False):
+        buffers, dtypes = stock.buffers_for_computation(root, root)
+        stock.cast_buffers(buffers, dtypes, root.compute_device)
+        root._needs_buffer_dtype_restore_check = False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _before_trace(key: str) -> None:
+    _before_call(module_by_key(key), False)  # type: ignore[arg-type]
