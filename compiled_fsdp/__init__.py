@@ -1,11 +1,29 @@
 """Fully sharded data parallelism as a compiler: `torch.compile(fully_shard(model))` is one graph."""
 
 import torch.distributed.fsdp
+from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
+from torch.distributed.fsdp import CPUOffload as CPUOffload
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import FlatParameter as FlatParameter
+from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
+from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
+from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
+from torch.distributed.fsdp import MixedPrecision as MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
+from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
+from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
+from torch.distributed.fsdp import StateDictConfig as StateDictConfig
+from torch.distributed.fsdp import StateDictSettings as StateDictSettings
+from torch.distributed.fsdp import StateDictType as StateDictType
 
 from . import backend as backend
+from . import sharded_grad_scaler as sharded_grad_scaler
+from . import wrap as wrap
 from .agreement import CommunicationError as CommunicationError
 from .agreement import DivergenceError as DivergenceError
 from .api import fully_shard as fully_shard
@@ -15,6 +33,7 @@ from .dump import dumped_to as dumped_to
 from .errors import GraphInvariantError as GraphInvariantError
 from .fallback import FallbackError as FallbackError
 from .fallback import set_fallback as set_fallback
+from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp_module import FSDPModule as FSDPModule
 from .fsdp_module import UnshardHandle as UnshardHandle
 from .fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
@@ -31,17 +50,33 @@ if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13
     from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CommunicationError",
     "Costs",
     "DivergenceError",
     "FSDPModule",
     "FallbackError",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "GraphInvariantError",
     "Link",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "Plan",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "__version__",
     "current_plan",

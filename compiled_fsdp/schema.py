@@ -13,7 +13,7 @@
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
-| `flatten_grad(grad, start, numel, order) -> flat_grad` | a parameter's gradient at its place in one of a flat parameter, zeros around |
+| `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |

@@ -34,7 +34,9 @@ class ReduceScatterHook(_Hook):
         """Memory for the input and the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
         """Reduce into the output."""
         self.hook(self.state, input_tensor, output_tensor)
 

@@ -26,7 +26,7 @@ class Groups(MeshInfo):
 
     shard: dist.ProcessGroup | None = None
     replicate: dist.ProcessGroup | None = None
-    compute_device: torch.device = torch.device("cpu")
+    compute_device: torch.device | None = None
 
     @property
     def is_sharding(self) -> bool:
@@ -78,7 +78,7 @@ class Groups(MeshInfo):
     @property
     def device(self) -> torch.device:
         """See `MeshInfo`."""
-        return self.compute_device
+        return self.compute_device or torch.device("cpu")
 
 
 def groups_of(wrapper: Any) -> Groups:

@@ -1,8 +1,8 @@
 """What our wrapper takes from stock FSDP1: how a flat parameter is made, kept, saved and loaded. Tried on torch 2.11 and 2.13.
 
-Stock's `FlatParamHandle` lays out the flat parameter (alignment, padding, shards, names), shows the original parameters as views of
-it, and writes back what users put in their place. Stock's functions for state dicts and optimizer state work on that, at rest. Nothing
-of stock's runtime is used: what gathers, computes and reduces in forward and backward is this project's.
+Stock's `FlatParamHandle` lays out the flat parameter (alignment, padding, shards, names), shows the original parameters as
+views of it, and writes back what users put in their place. Stock's functions for state dicts and optimizer state work on that, at
+rest. Nothing of stock's runtime is used: what gathers, computes and reduces in forward and backward is this project's.
 """
 
 # mypy: disable-error-code="attr-defined"
@@ -35,4 +35,30 @@ from torch.distributed.fsdp._state_dict_utils import _register_all_state_dict_ho
 from torch.distributed.fsdp._unshard_param_utils import _register_flat_param as register_flat_param
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as auto_wrap
 
-__all__ = ["StockFSDP"]
+__all__ = [
+    "FlatParamHandle",
+    "FlatParameter",
+    "HYBRID_SHARDING_STRATEGIES",
+    "HandleTrainingState",
+    "LOW_PRECISION_HOOKS",
+    "StockFSDP",
+    "TrainingState",
+    "annotate_modules",
+    "auto_wrap",
+    "buffers_for_computation",
+    "cast_buffers",
+    "check_all_flattened",
+    "init_buffer_state",
+    "init_core_state",
+    "init_device_handle",
+    "init_extension",
+    "init_ignored",
+    "init_param_handle",
+    "init_prefetching",
+    "init_process_groups",
+    "init_runtime_state",
+    "init_state_dict_state",
+    "lazy_init",
+    "register_flat_param",
+    "register_state_dict_hooks",
+]
