@@ -103,6 +103,9 @@ class ShardedParam:
     def end_forward(self) -> None:
         """It has ended; `unsharded` may still be there."""
 
+    def end_backward(self) -> None:
+        """The unit's backward has ended; `unsharded` may still be there."""
+
     def show_handle(self, handle: Handle) -> None:
         """Make `handle` what a traced read finds; compiled code guards on it."""
         for module, name in self.owners:

@@ -220,7 +220,8 @@ class Runtime:
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
                 self._unshard_for_backward()
-                self._prefetch_backward()
+                if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
+                    self._prefetch_backward()
         else:
             self._unshard_for_backward()
         return grad
@@ -247,6 +248,10 @@ class Runtime:
         self._close()
         if self.unit.settings.reshard_after_backward:
             self.reshard()
+        for param in self.unit.params:
+            param.end_backward()
+        if self.unit.settings.backward_prefetch == "post" and not is_end:
+            self._prefetch_backward()
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
             programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
             if programs:

@@ -96,6 +96,10 @@ class FlatShard(ShardedParam):
         if self.hides_after_forward:
             self.hide()
 
+    def end_backward(self) -> None:
+        """Show the sharded parameters."""
+        self.hide()
+
     def hide(self) -> None:
         """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but the flat parameter itself."""
         if self.is_shown and self.keeper._use_orig_params:

@@ -36,11 +36,11 @@ from torch.distributed.fsdp._unshard_param_utils import _register_flat_param as 
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as auto_wrap
 
 __all__ = [
+    "HYBRID_SHARDING_STRATEGIES",
+    "LOW_PRECISION_HOOKS",
     "FlatParamHandle",
     "FlatParameter",
-    "HYBRID_SHARDING_STRATEGIES",
     "HandleTrainingState",
-    "LOW_PRECISION_HOOKS",
     "StockFSDP",
     "TrainingState",
     "annotate_modules",

@@ -1,19 +1,39 @@
-"""`docs/fsdp2.md`: every row of the specification and what pins it, from the marks in the tests.
+"""`docs/fsdp2.md` and `docs/fsdp1.md`: every row of the specifications and what pins it, from the marks in the tests.
 
-    python tests/compat/table.py        # writes the file; `test_table.py` fails if it is out of date
+    python tests/compat/table.py        # writes the files; `test_table.py` fails if one is out of date
 
 A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved; "differs" where such a test is
-expected to fail. Rows without a test are "not on this hardware" (tag C), or stand with a reason in `fsdp2_absent.tsv`.
+expected to fail. Rows without a test are "not on this hardware" (tag C), or stand with a reason in `*_absent.tsv`.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent.parent / "docs" / "fsdp2.md"
+
+
+@dataclass(frozen=True)
+class Front:
+    """A front end: its tests' folder, the prefix of its lists there, its document's name, and what it is compared with."""
+
+    folder: Path
+    prefix: str
+    name: str
+    stock: str
+
+    @property
+    def document(self) -> Path:
+        """What is made."""
+        return HERE.parent.parent / "docs" / f"{self.name}.md"
+
+
+FSDP2 = Front(HERE, "fsdp2_", "fsdp2", "torch.distributed.fsdp.fully_shard")
+FSDP1 = Front(HERE / "fsdp1", "", "fsdp1", "torch.distributed.fsdp.FullyShardedDataParallel")
+FRONTS = (FSDP2, FSDP1)
 MEANINGS = {
     "both": "as stock, eager and compiled",
     "eager": "as stock in eager mode; means nothing inside a graph",
@@ -24,22 +44,22 @@ MEANINGS = {
 }
 
 
-def specification() -> list[tuple[str, str, str, str]]:
+def specification(front: Front) -> list[tuple[str, str, str, str]]:
     """(id, chapter, condition, tags) of every row."""
-    lines = (HERE / "fsdp2_rows.tsv").read_text().splitlines()
+    lines = (front.folder / f"{front.prefix}rows.tsv").read_text().splitlines()
     return [tuple(line.split("\t")) for line in lines]  # type: ignore[misc]
 
 
-def absent() -> dict[str, str]:
+def absent(front: Front) -> dict[str, str]:
     """Rows without a test, and why."""
-    lines = (HERE / "fsdp2_absent.tsv").read_text().splitlines()
+    lines = (front.folder / f"{front.prefix}absent.tsv").read_text().splitlines()
     return dict(line.split("\t") for line in lines)  # type: ignore[misc]
 
 
-def marks() -> dict[str, list[tuple[str, str]]]:
+def marks(front: Front) -> dict[str, list[tuple[str, str]]]:
     """Row -> (status, test) of every mark; where ours is improved, with the test's first line, which says how."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for path in sorted(HERE.glob("test_*.py")):
+    for path in sorted(front.folder.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef):
                 continue
@@ -55,11 +75,11 @@ def marks() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def statuses() -> dict[str, tuple[str, list[str], str]]:
+def statuses(front: Front) -> dict[str, tuple[str, list[str], str]]:
     """Row -> (status, tests, remark)."""
-    marked, reasons = marks(), absent()
+    marked, reasons = marks(front), absent(front)
     result = {}
-    for row, _, _, tags in specification():
+    for row, _, _, tags in specification(front):
         entries = marked.get(row, [])
         given = [status for status, _ in entries]
         status = next((s for s in ("differs", "improved", "both", "eager", "compiled") if s in given), "")
@@ -69,15 +89,15 @@ def statuses() -> dict[str, tuple[str, list[str], str]]:
     return result
 
 
-def text() -> str:
+def text(front: Front) -> str:
     """The document."""
-    found = statuses()
+    found = statuses(front)
     counts = Counter(status for status, _, _ in found.values())
     lines = [
-        "# Compatibility with `torch.distributed.fsdp.fully_shard`",
+        f"# Compatibility with `{front.stock}`",
         "",
-        "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one observable behaviour of stock FSDP2 "
-        "(torch 2.13). Its tests run stock and ours side by side and compare what they return bit for bit (at four ranks within a "
+        "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one observable behaviour of stock "
+        f"{front.name.upper()} (torch 2.13). Its tests run stock and ours side by side and compare what they return bit for bit (at four ranks within a "
         "tolerance, where gloo adds in another order).",
         "",
         "| status | rows | means |",
@@ -85,7 +105,7 @@ def text() -> str:
         *(f"| {status} | {counts[status]} | {meaning} |" for status, meaning in MEANINGS.items()),
     ]
     chapter = ""
-    for row, heading, condition, _ in specification():
+    for row, heading, condition, _ in specification(front):
         if heading != chapter:
             chapter = heading
             lines += ["", f"## {chapter}", "", "| row | condition | status | tests |", "|---|---|---|---|"]
@@ -96,4 +116,5 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(text())
+    for front in FRONTS:
+        front.document.write_text(text(front))

@@ -1,0 +1,157 @@
+"""Run the same observation on stock FSDP1 and on ours; as `compat.oracle` for `fully_shard`, whose helpers these are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from compat.oracle import BACKENDS, check_equal, plain, rows
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import compiled_fsdp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["rows"]
+
+ALL_KINDS = ("eager", "compiled")
+STRATEGIES = tuple(stock.ShardingStrategy)[:3]  # of one group
+
+
+class Api:
+    """Stock FSDP1 or ours; kinds as in `compat.oracle.Api`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.is_stock = kind == "stock"
+        self.is_compiled = kind in BACKENDS
+        package: Any = stock if self.is_stock else compiled_fsdp
+        self.FSDP: Any = package.FullyShardedDataParallel
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        """An instance on the CPU, without the warnings that every NO_SHARD one gives."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.FSDP(module, **{"device_id": "cpu", **options})
+
+    def blocks(self, module: nn.Module | None = None, **options: Any) -> Any:
+        """The model of these tests, one instance a block, and one around."""
+        return self.wrap(module or net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+    def compile(self, model: Any) -> Any:
+        """What to call: the model, or it compiled into whole graphs."""
+        return torch.compile(model, backend=BACKENDS[self.kind], fullgraph=True) if self.is_compiled else model
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards begin inside rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = nn.Linear(width, width + 2)
+        self.b = nn.Linear(width + 2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def net(width: int = 5, seed: int = 7) -> nn.Sequential:
+    """A layer, two blocks, a layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, width), Block(width), Block(width), nn.Linear(width, 2))
+
+
+def batch(step: int = 0, rows_: int = 4) -> Tensor:
+    """Different on every rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(rows_, 3, generator=generator)
+
+
+def loss_of(call: Any, step: int = 0) -> Tensor:
+    """Of one batch."""
+    return call(batch(step)).float().square().mean()
+
+
+def train_step(call: Any, step: int = 0) -> Tensor:
+    """Forward and backward of one batch; the loss."""
+    loss = loss_of(call, step)
+    loss.backward()
+    return loss.detach()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with state."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def params(model: nn.Module) -> dict[str, Any]:
+    """Every parameter."""
+    return dict(model.named_parameters())
+
+
+def grads(model: nn.Module) -> dict[str, Any]:
+    """Every parameter's gradient."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def full(api: Api, model: Any, **options: Any) -> dict[str, Any]:
+    """Every parameter, whole."""
+    with api.FSDP.summon_full_params(model, **options):
+        return plain(params(model))
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """What `run` returns, or the type and the text of what it raises."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return plain(run())
+        except Exception as error:  # noqa: BLE001
+            return [type(error).__name__, str(error).splitlines()[:1]]
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """The categories and beginnings of the warnings given inside, apart from what torch says of itself."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as entries:
+        warnings.simplefilter("always")
+        yield found
+    own = [e for e in entries if not str(e.message).startswith(("compiled_fsdp:", "Dynamo", "torch.jit"))]
+    found += [f"{e.category.__name__}: {str(e.message)[:50]}" for e in own]
+
+
+def same(
+    observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = ALL_KINDS, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Worker function: every kind of ours observes what stock does."""
+    torch.manual_seed(0)
+    expected = plain(observe(Api("stock"), *args))
+    for kind in kinds:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        check_equal(plain(observe(Api(kind), *args)), expected, f"{kind} against stock", rtol, atol)
+
+
+def eager_same(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: as `same` where nothing is compiled."""
+    same(observe, *args, kinds=("eager",))
+
+
+def close(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
+    same(observe, *args, rtol=1e-5, atol=1e-7)
+
+
+def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = ALL_KINDS) -> None:
+    """Worker function: the observation asserts by itself, for each kind of ours."""
+    for kind in kinds:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        observe(Api(kind), *args)

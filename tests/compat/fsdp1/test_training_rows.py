@@ -1,0 +1,161 @@
+"""Chapters 2, 6, 8 and 9: strategies, training steps, `no_sync`, mixed precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compat.fsdp1.oracle import (
+    STRATEGIES,
+    Api,
+    adam,
+    batch,
+    close,
+    each,
+    eager_same,
+    full,
+    grads,
+    loss_of,
+    net,
+    outcome,
+    params,
+    plain,
+    rows,
+    same,
+    train_step,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+BF16 = torch.bfloat16
+PRECISIONS = (
+    None,
+    MixedPrecision(param_dtype=BF16),
+    MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32),
+    MixedPrecision(reduce_dtype=BF16),
+    MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True),
+)
+
+
+def three_steps(api: Api, **options: Any) -> Any:
+    """Losses, gradients and whole parameters."""
+    model = api.blocks(**options)
+    call, optimizer = api.compile(model), adam(model)
+    found = []
+    for step in range(3):
+        found.append([train_step(call, step), plain(grads(model))])
+        if options.get("mixed_precision") is not PRECISIONS[4]:  # no optimizer takes gradients of another dtype
+            optimizer.step()
+        optimizer.zero_grad()
+    return found, full(api, model)
+
+
+@rows("2.1", "2.2", "2.3", "2.4", "2.13", "1.19", "6.28", "9.2", "9.4", "9.5", "9.6", "9.15")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_grid(two: Pool, use_orig_params: bool) -> None:
+    two.run(grid, use_orig_params)
+
+
+def grid(use_orig_params: bool) -> None:
+    for strategy in STRATEGIES:
+        for precision in PRECISIONS:
+            options = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": use_orig_params}
+            same(lambda api, options=options: three_steps(api, **options))
+
+
+@rows("2.5", "2.6", "2.13", "12.18")
+def test_hybrid(four: Pool) -> None:
+    four.run(hybrid)
+
+
+def hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        for use_orig_params in (True, False):
+            options = {"sharding_strategy": strategy, "device_mesh": mesh, "use_orig_params": use_orig_params}
+            same(lambda api, options=options: three_steps(api, **options), rtol=1e-5, atol=1e-6)
+    close(lambda api: three_steps(api, use_orig_params=True))
+
+
+@rows("2.2")
+def test_against_one_process(two: Pool) -> None:
+    two.run(against_one_process)
+
+
+def against_one_process() -> None:
+    """The unsharded model on both ranks' batches. A mean of two halves, exactly; the loss in another order of additions."""
+    model = net()
+    optimizer = adam(model)
+    for step in range(3):
+        total = torch.zeros(())
+        for rank in range(2):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            loss = model(torch.randn(4, 3, generator=generator)).square().mean()
+            total = total + loss / 2
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [p.detach() for p in model.parameters()]
+    for kind in ("eager", "compiled"):
+        torch._dynamo.reset()
+        _, found = three_steps(Api(kind), use_orig_params=True)
+        for a, b in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@rows("6.18", "8.1", "8.2", "8.4", "8.5")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_accumulation(two: Pool, use_orig_params: bool) -> None:
+    two.run(accumulation, use_orig_params)
+
+
+def accumulation(use_orig_params: bool) -> None:
+    for strategy in STRATEGIES[:2]:
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        same(lambda api, options=options: accumulate(api, **options))
+
+
+def accumulate(api: Api, **options: Any) -> Any:
+    model = api.blocks(**options)
+    call = api.compile(model)
+    found: list[Any] = [train_step(call, 0), train_step(call, 1), plain(grads(model))]
+    for p in model.parameters():
+        p.grad = None
+    with model.no_sync():
+        found.append(train_step(call, 2))
+        if options["use_orig_params"]:
+            found.append(plain(grads(model)))
+        found.append(train_step(call, 3))
+        if options["use_orig_params"]:
+            found.append(plain(grads(model)))
+    found += [train_step(call, 4), plain(grads(model))]
+    found.append(outcome(lambda: model[1].no_sync().__enter__()))
+    return found
+
+
+@rows("6.12", "6.11", "5.15", "5.17", "5.18")
+def test_what_is_registered_when(two: Pool) -> None:
+    two.run(eager_same, what_is_registered)
+
+
+def what_is_registered(api: Api) -> Any:
+    found = []
+    for strategy in STRATEGIES:
+        model = api.blocks(sharding_strategy=strategy, use_orig_params=True)
+        before = dict(model.named_parameters())
+        found.append([tuple(p.shape) for p in before.values()])
+        seen: list[Any] = []
+        model[1].a.register_forward_pre_hook(lambda m, _, seen=seen: seen.append((m.weight.shape, m.weight.grad_fn is None)))
+        loss = loss_of(model)
+        found += [seen, [tuple(p.shape) for p in model[1].module._parameters], [tuple(p.shape) for p in model.parameters()]]
+        loss.backward()
+        after = dict(model.named_parameters())
+        found += [[tuple(p.shape) for p in after.values()], grads(model), all(after[n] is before[n] for n in before)]
+    return found
