@@ -6,30 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from compat.fsdp1.oracle import (
     STRATEGIES,
     Api,
     adam,
-    batch,
     close,
-    each,
     eager_same,
     full,
     grads,
     loss_of,
     net,
     outcome,
-    params,
     plain,
     rows,
     same,
     train_step,
 )
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
     from pool import Pool
