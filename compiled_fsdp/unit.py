@@ -280,6 +280,11 @@ class Unit:
             backward_after=self._after("backward"),
         )
 
+    @property
+    def mode(self) -> object:
+        """What else the op arguments follow from."""
+        return None
+
     def publish(self) -> None:
         """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them.
 
@@ -287,7 +292,7 @@ class Unit:
         """
         lists = self._after("forward"), self._after("backward")
         groups = tuple(self.reduce_groups.values())
-        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident)
+        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident, self.mode)
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad

@@ -9,7 +9,7 @@ rest. Nothing of stock's runtime is used: what gathers, computes and reduces in 
 
 from __future__ import annotations
 
-from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
+from torch.distributed.algorithms._comm_hooks import default_hooks as default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState as HandleTrainingState
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
@@ -37,7 +37,6 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap as auto_wrap
 
 __all__ = [
     "HYBRID_SHARDING_STRATEGIES",
-    "LOW_PRECISION_HOOKS",
     "FlatParamHandle",
     "FlatParameter",
     "HandleTrainingState",
@@ -48,6 +47,7 @@ __all__ = [
     "buffers_for_computation",
     "cast_buffers",
     "check_all_flattened",
+    "default_hooks",
     "init_buffer_state",
     "init_core_state",
     "init_device_handle",

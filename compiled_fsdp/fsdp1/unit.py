@@ -17,7 +17,7 @@ from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatBuffer, FlatShard, members_of
 from .gradients import hide_unsharded_grads
 from .groups import groups_of
-from .stock import LOW_PRECISION_HOOKS
+from .stock import default_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from compiled_fsdp.spec import ParamSpec
 
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+LOW_PRECISION = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
 PREFETCH = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: ""}
 
 
 class FlatUnit(Unit):
     """An instance's flat parameter, or none; strategy, precision and prefetching as settings of a unit."""
+
+    keeper: Any = None
 
     def __init__(self, wrapper: Any, originals: Iterable[nn.Parameter]) -> None:
         is_resharded = wrapper.sharding_strategy in RESHARDED
@@ -38,6 +41,7 @@ class FlatUnit(Unit):
         self.wrapper = wrapper
         self.kind = type(wrapper.module).__name__
         self.keeper = wrapper._handle
+        self.published_mode: object = None
         self.settings.forward_prefetch = wrapper.forward_prefetch
         self.settings.backward_prefetch = PREFETCH[wrapper.backward_prefetch]
         self.settings.limit_all_gathers = wrapper.limit_all_gathers
@@ -70,7 +74,7 @@ class FlatUnit(Unit):
         is_full = keeper._force_full_precision
         compute = keeper._orig_param_dtype if is_full else keeper._fwd_bwd_param_dtype
         hook = state._comm_hook
-        reduce_dtype = compute if is_full or hook in LOW_PRECISION_HOOKS else keeper._reduce_dtype
+        reduce_dtype = compute if is_full else keeper._reduce_dtype
         self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         spec = super()._spec(flat, param)
         spec = replace(
@@ -81,9 +85,22 @@ class FlatUnit(Unit):
         )
         return spec if hook is None else self._hooked(spec)
 
+    @property
+    def mode(self) -> object:
+        """See `Unit`; the dtypes of evaluation, the user's hook, and which originals are frozen."""
+        if self.keeper is None:
+            return None
+        hook = self.wrapper._comm_hook
+        originals = self.keeper.flat_param._params or ()
+        is_full, frozen = self.keeper._force_full_precision, tuple(not p.requires_grad for p in originals)
+        return is_full, hook and id(hook), id(self.wrapper._comm_hook_state), frozen, self.keeper._fwd_bwd_param_dtype
+
     def _hooked(self, spec: ParamSpec) -> ParamSpec:
-        """The user's hook reduces, and divides as it likes."""
+        """The user's hook reduces, and divides as it likes; torch's low-precision ones are a dtype."""
         hook, state = self.wrapper._comm_hook, self.wrapper._comm_hook_state
+        if hook in LOW_PRECISION:
+            pre, post = state.gradient_predivide_factor, state.gradient_postdivide_factor
+            return replace(spec, reduce_dtype=LOW_PRECISION[hook], pre_divide=float(pre), post_divide=float(post))
         plain = replace(spec, pre_divide=1.0, post_divide=1.0)
         if spec.group_size > 1:
             return replace(plain, reduce_algorithm=CUSTOM + register(ReduceScatterHook.of(hook, state)))
@@ -106,6 +123,11 @@ class FlatUnit(Unit):
             flat.refresh()
         self.publish()
 
+    def hide(self) -> None:
+        """Let the modules hold sharded parameters, even if the full one is kept."""
+        if self.keeper is not None:
+            self.shard.hide()
+
     def before_forward(self) -> None:
         """What stock does before a root's forward: settle gradients that the user dropped or replaced, and parameters likewise."""
         if self.keeper is None:
@@ -127,7 +149,9 @@ class FlatUnit(Unit):
         wanted = self.keeper.flat_param.requires_grad
         if wanted != flat.data.requires_grad:
             flat.set_requires_grad(wanted)
-        self.publish()
+        if self.published_mode != (wanted, self.mode):
+            self.published_mode = wanted, self.mode
+            self.publish()
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""

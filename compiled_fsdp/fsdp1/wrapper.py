@@ -25,7 +25,8 @@ from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_t
 from compiled_fsdp.tree import in_backward, map_tensors
 
 from . import stock
-from .stock import StockFSDP, TrainingState
+from .at_rest import AtRest, Keeper, rest
+from .stock import TrainingState
 from .unit import FlatUnit
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel(StockFSDP):
+class FullyShardedDataParallel(AtRest):
     """Shard `module`'s parameters over ranks; the arguments, names and errors of torch's own class.
 
     Under `torch.compile` the whole wrapped model is one graph in each direction; without it the same units run eagerly.
@@ -99,6 +100,8 @@ class FullyShardedDataParallel(StockFSDP):
         stock.init_extension(self, device_mesh)
         originals = list(module.parameters())
         stock.init_param_handle(self, module, device_id, param_init_fn, sync_module_states)
+        if self._handle is not None:
+            self._handle.__class__ = Keeper
         self._fsdp_wrapped_module = module
         if not use_orig_params:
             stock.check_all_flattened(self, self._ignored_params)
@@ -208,7 +211,7 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
 
 def _rest_first(module: Any, *_: object) -> None:
     """Before state is saved or loaded: the modules hold sharded parameters."""
-    module._fsdp_state.runtime.reshard()
+    rest(module)
 
 
 @untraced
