@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
 

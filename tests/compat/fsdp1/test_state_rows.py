@@ -253,7 +253,7 @@ def optimizer_state(api: Api) -> Any:
                 found.append(shown(mine))
                 loaded.load_state_dict(mine)
                 fsdp.optim_state_dict_to_load(other, loaded, fsdp.optim_state_dict(model, optimizer), load_directly=True)
-                found.append(outcome(lambda o=other, l=loaded: fsdp.optim_state_dict_to_load(o, l, {"param_groups": []}))[0])
+                found.append(outcome(lambda o=other, x=loaded: fsdp.optim_state_dict_to_load(o, x, {"param_groups": []}))[0])
         with typed(api, model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)):
             found.append(shown(fsdp.optim_state_dict(model, optimizer)))
         found += [train_step(other, 5), full(api, other)]
@@ -400,8 +400,8 @@ def cross_over() -> None:
         return compiled_fsdp.fully_shard(model, mesh=mesh)
 
     makers: dict[str, Any] = {"fsdp2": fsdp2}
-    for kind in ("stock", "eager"):
-        makers[kind] = lambda seed, api=Api(kind): api.blocks(net(seed=seed), device_mesh=mesh, use_orig_params=True)
+    for api in (Api("stock"), Api("eager")):
+        makers[api.kind] = lambda seed, api=api: api.blocks(net(seed=seed), device_mesh=mesh, use_orig_params=True)
     for writer, make in makers.items():
         model = make(7)
         optimizer = adam(model)
