@@ -99,6 +99,8 @@ class Tree:
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
                 if runtime.unit.settings.reshard_after_backward:
                     runtime.reshard()
+            for runtime in dict.fromkeys((*reached, *used)):
+                runtime.unit.on_end_of_backward()
         self.used.clear()
         self.last_forward = None
         if self.is_last_backward:

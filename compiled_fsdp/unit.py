@@ -126,6 +126,8 @@ class Unit:
         self.on_retained: Callable[[], None] = _nothing
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
+        # Called at the end of a backward that has reached the unit.
+        self.on_end_of_backward: Callable[[], None] = _nothing
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
         # Units whose explicit prefetch lists name this one.

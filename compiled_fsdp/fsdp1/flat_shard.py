@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
 from compiled_fsdp.views import View, key_of_view, memory_order
 
 from .gradients import accumulate, show_unsharded_grads
+from .stock import log_post_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.deferred import Value as Recorded
 
     from .stock import FlatParamHandle
+
+
+logger = logging.getLogger("torch.distributed.fsdp._runtime_utils")  # stock's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,10 @@ class FlatShard(ShardedParam):
             self.hide()
 
     def end_backward(self) -> None:
-        """Show the sharded parameters."""
+        """Show the sharded parameters; say that gradients are there, at the debug level that asks for it."""
         self.hide()
+        if self.unsharded is not None and self.unsharded.grad is not None:
+            log_post_backward(self.root, self.keeper, logger)
 
     def hide(self) -> None:
         """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but the flat parameter itself."""

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as default_ho
 from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState as HandleTrainingState
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+from torch.distributed.fsdp._common_utils import _log_post_backward_hook as log_post_backward
 from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo as annotate_modules
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
 from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
@@ -59,6 +60,7 @@ __all__ = [
     "init_runtime_state",
     "init_state_dict_state",
     "lazy_init",
+    "log_post_backward",
     "register_flat_param",
     "register_state_dict_hooks",
 ]

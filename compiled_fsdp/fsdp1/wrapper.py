@@ -10,7 +10,9 @@ the same ops, so that `torch.compile(FullyShardedDataParallel(model))` is one gr
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +67,7 @@ class FullyShardedDataParallel(AtRest):
             warnings.warn(
                 f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=2
             )
+        _check_offload(cpu_offload, device_id)
         stock.init_ignored(self, module, ignored_modules, ignored_states)
         stock.init_device_handle(self, module, self._ignored_params, device_id)
         stock.annotate_modules(module, self._ignored_modules, True)  # Dynamo asks: both ways can be traced
@@ -191,10 +194,17 @@ never_traced_alone(FullyShardedDataParallel.__call__)
 never_traced_alone(FullyShardedDataParallel.forward)
 
 
+def _end_of_backward(wrapper: Any) -> None:
+    """The root's order of execution begins anew."""
+    if wrapper._is_root:
+        wrapper._exec_order_data.next_iter()
+
+
 def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]) -> None:
     """Make the instance a unit of the core."""
     unit = FlatUnit(wrapper, originals)
     state = State(unit)
+    unit.on_end_of_backward = partial(_end_of_backward, weakref.proxy(wrapper))
     wrapper.__dict__.update(_fsdp_casts_to=None, _fsdp_moves_to=None)
     names: dict[nn.Module, list[str]] = {}
     for param in unit.params:
@@ -207,6 +217,16 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
     adopt_nested(wrapper)
     install_passes()
     check_optimizers()
+
+
+def _check_offload(offload: CPUOffload | None, device_id: object) -> None:
+    """On the CPU stock's own error comes, at the first forward: there is no pinned memory."""
+    is_cpu = not torch.accelerator.is_available() or (device_id is not None and str(device_id) == "cpu")
+    if offload is not None and offload.offload_params and not is_cpu:
+        raise NotImplementedError(
+            f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, or use "
+            "torch.distributed.fsdp.FullyShardedDataParallel for this model"
+        )
 
 
 def _rest_first(module: Any, *_: object) -> None:

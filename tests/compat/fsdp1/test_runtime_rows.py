@@ -1,0 +1,457 @@
+"""Chapters 6, 9, 10, 14, 15 and 16: the runtime's rules, precision, debug levels, environment variables, the gradient scaler."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compat.fsdp1.oracle import (
+    Api,
+    Block,
+    batch,
+    eager_same,
+    full,
+    grads,
+    loss_of,
+    net,
+    outcome,
+    plain,
+    rows,
+    same,
+    train_step,
+    warned,
+)
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pool import Pool
+
+BF16 = torch.bfloat16
+
+
+@rows("6.1", "6.3", "6.4", "6.5", "6.31")
+def test_lazy_init(two: Pool) -> None:
+    two.run(eager_same, lazy_init)
+
+
+def lazy_init(api: Api) -> Any:
+    found: list[Any] = []
+    firsts: dict[str, Any] = {
+        "forward": lambda m: m(batch()).shape,
+        "no_sync": lambda m: m.no_sync().__enter__(),
+        "clip": lambda m: m.clip_grad_norm_(1.0),
+        "summon": lambda m: len(full(api, m)),
+        "state": lambda m: len(m.state_dict()),
+        "check": lambda m: m.check_is_root(),
+        "modules": lambda m: len(api.FSDP.fsdp_modules(m, root_only=True)),
+        "plain modules": lambda m: len(api.FSDP.fsdp_modules(m)),
+    }
+    for name, first in firsts.items():
+        model = api.blocks()
+        with warned():
+            found.append([name, model._is_root, outcome(lambda m=model, f=first: f(m)), model._is_root, model[1]._is_root])
+    model = api.blocks()
+    model[1](torch.randn(2, 5))
+    found.append(outcome(lambda: model(batch()))[0])
+    mixed = net()
+    mixed[1] = api.wrap(mixed[1], use_orig_params=True)
+    found.append(outcome(lambda: api.wrap(mixed)(batch())))
+    moved = api.wrap(net()).to("meta")
+    found.append(outcome(lambda: moved(batch()))[0])
+    model = api.blocks()
+    model[0].register_forward_pre_hook(lambda *_: model.no_sync().__enter__())
+    found.append(outcome(lambda: model(batch())))
+    return found
+
+
+@rows("6.2", "10.4")
+def test_cpu_offload(two: Pool) -> None:
+    two.run(eager_same, cpu_offload)
+
+
+def cpu_offload(api: Api) -> Any:
+    model = api.wrap(net(), cpu_offload=CPUOffload(offload_params=True))
+    return outcome(lambda: model(batch()))[0]
+
+
+class Recorder:
+    """Which gathers and reductions this rank asks for, by their sizes."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+def communications(model: Any, run: Any) -> Any:
+    """Gathers and reductions in order: what stock and ours call differs, so events are noted by what each is of."""
+    sizes = {
+        m._flat_param._sharded_size.numel(): name for name, m in model.named_modules() if hasattr(m, "_handle") and m._handle
+    }
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        run()
+    order = []
+    for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
+        if event.name in ("c10d::_allgather_base_", "fsdp::all_gather"):
+            shapes = [s for s in event.input_shapes if s]
+            numel = min(torch.Size(s).numel() for s in shapes)
+            order.append(sizes.get(numel, numel))
+    return order
+
+
+class Sized(nn.Module):
+    """Three layers of different sizes, as units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6), nn.Linear(6, 10), nn.Linear(10, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def sized(api: Api, **options: Any) -> Any:
+    model = Sized()
+    for i in range(4):
+        model.layers[i] = api.wrap(model.layers[i], **options)
+    return api.wrap(model, **options)
+
+
+@rows("6.21", "6.24", "6.8", "6.14")
+def test_order_of_gathers(two: Pool) -> None:
+    two.run(order_rows)
+
+
+def order_rows() -> None:
+    for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+        for forward in (False, True):
+            same(
+                lambda api, p=prefetch, f=forward: order_of_gathers(api, backward_prefetch=p, forward_prefetch=f),
+                kinds=("eager",),
+            )
+
+
+def order_of_gathers(api: Api, **options: Any) -> Any:
+    model = sized(api, **options)
+    train_step(model)
+    model.zero_grad()
+    gathers = communications(model, lambda: train_step(model, 1))
+    return gathers
+
+
+@rows("6.7", "9.9", "9.10", "9.12", "9.13", "9.8")
+def test_casts(two: Pool) -> None:
+    two.run(same, casts)
+
+
+class Seen(nn.Module):
+    """Notes dtypes of its inputs and its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.inner = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("count", torch.ones(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, *, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        dtypes = (x.dtype, more["y"].dtype, more["n"].dtype, self.scale.dtype, self.count.dtype)
+        y = self.layer(x.to(self.layer.weight.dtype))
+        return self.inner(y.to(self.inner[0].weight.dtype)), dtypes
+
+
+def casts(api: Api) -> Any:
+    found: list[Any] = []
+    for root in (True, False):
+        for own in (True, False):
+            policy = MixedPrecision(BF16, buffer_dtype=torch.float16, cast_forward_inputs=own, cast_root_forward_inputs=root)
+            model = Seen()
+            model.inner = api.wrap(model.inner, use_orig_params=True, mixed_precision=policy)
+            model = api.wrap(model, use_orig_params=True, mixed_precision=policy)
+            more = {"y": torch.ones(2), "n": torch.ones(2, dtype=torch.long)}
+            out, dtypes = api.compile(model)(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), more=more)
+            out.float().sum().backward()
+            found += [out.detach(), dtypes, grads(model), [b.dtype for b in model.buffers()]]
+    empty = api.wrap(nn.Tanh(), mixed_precision=MixedPrecision(BF16))
+    found.append(empty(torch.ones(2)).dtype)
+    outer = api.wrap(nn.Sequential(api.wrap(nn.Tanh(), mixed_precision=MixedPrecision(BF16, cast_forward_inputs=True))))
+    return found, outer(torch.ones(2)).dtype
+
+
+@rows("9.11")
+def test_root_that_casts_as_any(two: Pool) -> None:
+    two.run(same, root_that_casts)
+
+
+def root_that_casts(api: Api) -> Any:
+    policy = MixedPrecision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
+    model = api.wrap(nn.Linear(3, 2), mixed_precision=policy, use_orig_params=True)
+    return api.compile(model)(torch.ones(2, 3)).dtype
+
+
+@contextmanager
+def environment(name: str) -> Iterator[None]:
+    """A variable that is set while models are made."""
+    import os
+
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@rows("9.14", "15.3")
+def test_full_precision_in_eval(two: Pool) -> None:
+    two.run(same, full_precision_in_eval)
+
+
+def full_precision_in_eval(api: Api) -> Any:
+    with environment("FSDP_USE_FULL_PREC_IN_EVAL"):
+        model = api.wrap(Seen(), use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16))
+    call, found = api.compile(model), []
+    more = {"y": torch.ones(2), "n": torch.ones(2, dtype=torch.long)}
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    for training in (True, False, True):
+        model.train(training)
+        out, dtypes = call(x, more=more)
+        found += [out.detach(), dtypes]
+        if training:
+            out.float().sum().backward()
+            found.append(plain(grads(model)))
+    return found
+
+
+@rows("15.1", "15.2")
+def test_environment(two: Pool) -> None:
+    two.run(same, environment_rows)
+
+
+class Strict(nn.Linear):
+    """Watches what is assigned to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and getattr(self, "is_closed", False):
+            raise AssertionError("assigned")
+        super().__setattr__(name, value)
+
+
+def environment_rows(api: Api) -> Any:
+    found = []
+    strict = Strict(3, 2)
+    strict.is_closed = True
+    with environment("FSDP_USE_UNSAFE_SETATTR"):
+        model = api.wrap(strict, use_orig_params=True)
+    found.append(train_step(api.compile(model)))
+    with environment("FSDP_SKIP_WRITEBACK_CHECK"):
+        model = api.wrap(net(), use_orig_params=True)
+    before = train_step(api.compile(model))
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    return found, before, train_step(api.compile(model))
+
+
+@rows("6.17")
+def test_second_order(two: Pool) -> None:
+    two.run(eager_same, second_order)
+
+
+def second_order(api: Api) -> Any:
+    model = api.wrap(net(), use_orig_params=True)
+    return outcome(lambda: loss_of(model).backward(create_graph=True))[0]
+
+
+@rows("6.26", status="eager")
+def test_submodule_alone(two: Pool) -> None:
+    two.run(eager_same, submodule_alone)
+
+
+def submodule_alone(api: Api) -> Any:
+    model = api.wrap(net(), use_orig_params=True)
+    return outcome(lambda: model.module[0](batch()))[0]
+
+
+class Checkpointed(nn.Module):
+    """A wrapped block, recomputed in backward."""
+
+    def __init__(self, block: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.reentrant = nn.Linear(3, 5), block, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+
+
+@rows("6.27")
+def test_checkpointing(two: Pool) -> None:
+    two.run(checkpointing_rows)
+
+
+def checkpointing_rows() -> None:
+    same(lambda api: checkpointing(api, reentrant=False))
+    same(lambda api: checkpointing(api, reentrant=True), kinds=("eager",))
+
+
+def checkpointing(api: Api, *, reentrant: bool) -> Any:
+    found = []
+    for use_orig_params in (True, False):
+        torch.manual_seed(3)
+        model = Checkpointed(Block(5), reentrant=reentrant)
+        model.block = api.wrap(model.block, use_orig_params=use_orig_params)
+        model = api.wrap(model, use_orig_params=use_orig_params)
+        call = api.compile(model)
+        found += [train_step(call), train_step(call, 1), plain(grads(model))]
+    return found
+
+
+@rows("6.29")
+def test_optimizer_in_backward(two: Pool) -> None:
+    two.run(same, optimizer_in_backward)
+
+
+def optimizer_in_backward(api: Api) -> Any:
+    flat, model = net(), net()
+    for m in (flat, model):
+        _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1})
+    flat_model = api.wrap(flat)
+    _apply_optimizer_in_backward(torch.optim.SGD, flat_model.parameters(), {"lr": 0.1})
+    sharded = api.blocks(model, use_orig_params=True)
+    losses = [train_step(api.compile(sharded), step) for step in range(2)]
+    return outcome(lambda: flat_model(batch()))[0], losses, full(api, sharded), grads(sharded)
+
+
+@contextmanager
+def level(value: dist.DebugLevel) -> Iterator[None]:
+    """Torch's debug level."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(value)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+class Either(nn.Module):
+    """Two blocks in either order."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.a, self.b = nn.Linear(3, 5), api.wrap(Block(5)), api.wrap(Block(5))
+
+    def forward(self, x: torch.Tensor, is_swapped: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        return self.a(self.b(x)) if is_swapped else self.b(self.a(x))
+
+
+@rows("14.1", "14.2", "14.3", status="eager")
+def test_order_checks(two: Pool) -> None:
+    two.run(eager_same, order_checks)
+
+
+def order_checks(api: Api) -> Any:
+    found: list[Any] = []
+    with level(dist.DebugLevel.DETAIL):
+        model = api.wrap(Either(api))
+        found.append(outcome(lambda: model(batch(), dist.get_rank() == 1))[0])
+        model = api.wrap(Either(api))
+        with warned() as given:
+            for swapped in (False, True, True):
+                model(batch(), swapped).sum().backward()
+        found.append([text for text in given if "order" in text])
+        model = api.wrap(Either(api)).eval()
+        with warned() as given:
+            for swapped in (False, True):
+                model(batch(), swapped)
+        found.append(given)
+    model = api.wrap(Either(api))
+    with warned() as given:
+        for swapped in (False, True):
+            model(batch(), swapped).sum().backward()
+    return found, given
+
+
+@rows("14.4")
+def test_level_info(two: Pool) -> None:
+    two.run(eager_same, level_info)
+
+
+def level_info(api: Api) -> Any:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "post-backward" in record.getMessage():
+                lines.append(record.getMessage())
+
+    logger = logging.getLogger("torch.distributed.fsdp._runtime_utils")
+    logger.addHandler(handler := Keep())
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with level(dist.DebugLevel.INFO):
+            model = api.wrap(net(), use_orig_params=True)
+            train_step(model)
+            for p in model.parameters():
+                p.data = p.data.clone()
+            with warned() as given:
+                train_step(model, 1)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return lines, sorted(set(given))
+
+
+@rows("16.2", "16.3", "16.4", "16.5", "16.7", "16.8", "16.9", "16.10")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_scaler(two: Pool, use_orig_params: bool) -> None:
+    two.run(scaler_rows, use_orig_params)
+
+
+def scaler_rows(use_orig_params: bool) -> None:
+    same(lambda api: scaler(api, use_orig_params))
+
+
+def scaler(api: Api, use_orig_params: bool) -> Any:
+    model = api.wrap(net(), use_orig_params=use_orig_params)
+    call, optimizer = api.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = ShardedGradScaler(device="cpu", init_scale=16.0, growth_interval=2)
+    found: list[Any] = []
+    for step in range(5):
+        loss = loss_of(call, step)
+        if step == 2 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scale.scale(loss).backward()
+        scale.unscale_(optimizer)
+        found.append(outcome(lambda: scale.unscale_(optimizer))[0])
+        found.append(plain(grads(model)) if step != 2 else None)
+        scale.step(optimizer)
+        scale.update()
+        optimizer.zero_grad()
+        found += [scale.get_scale(), full(api, model)]
+    found += [
+        outcome(lambda: scale.scale("x")),
+        plain(scale.scale([torch.ones(1), torch.ones(2)])),
+        outcome(scale.update)[0],
+    ]
+    scale.update(4.0)
+    found.append(scale.get_scale())
+    found += [
+        outcome(lambda: scale.update(torch.ones(2)))[0],
+        outcome(lambda: scale.update(torch.ones((), requires_grad=True)))[0],
+    ]
+    off = ShardedGradScaler(device="cpu", enabled=False)
+    found += [off.scale(torch.ones(2)), outcome(lambda: off.unscale_(optimizer)), outcome(off.update)]
+    with warned() as given:
+        found.append(ShardedGradScaler().is_enabled())
+    return found, given
