@@ -102,9 +102,16 @@ class FlatShard(ShardedParam):
             self.hide()
 
     def end_backward(self) -> None:
-        """Show the sharded parameters; say that gradients are there, at the debug level that asks for it."""
+        """Show the sharded parameters; say that gradients are there, at the debug level that asks for it.
+
+        Raises:
+            RuntimeError: the gradient is differentiable.
+        """
         self.hide()
-        if self.unsharded is not None and self.unsharded.grad is not None:
+        grad = self.unsharded.grad if self.unsharded is not None else None
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError("FSDP does not support gradients of gradients")
+        if grad is not None:
             log_post_backward(self.root, self.keeper, logger)
 
     def hide(self) -> None:

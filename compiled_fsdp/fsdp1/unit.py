@@ -129,10 +129,13 @@ class FlatUnit(Unit):
         if self.keeper is not None:
             self.shard.hide()
 
-    def before_forward(self) -> None:
-        """What stock does before a root's forward: settle gradients that the user dropped or replaced, and parameters likewise."""
+    def before_forward(self) -> bool:
+        """What stock does before a root's forward: settle gradients that the user dropped or replaced, and parameters likewise.
+
+        Whether what is gathered now has another dtype than the mode (training or evaluation) asks for.
+        """
         if self.keeper is None:
-            return
+            return False
         self.shard.hide()
         if self.keeper._use_orig_params:
             if ("rows", 0) in self.flats[0].retained:
@@ -141,6 +144,9 @@ class FlatUnit(Unit):
             if not self.keeper._skip_writeback_check:
                 self.keeper._writeback_orig_params()
         self.flats[0].refresh()
+        before = self.shard.spec.dtype
+        self.follow_requires_grad()
+        return self.shard.spec.dtype != before
 
     def follow_requires_grad(self) -> None:
         """Take over what the user froze or unfroze since the last call, and which precision the mode asks for."""

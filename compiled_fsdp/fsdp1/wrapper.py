@@ -243,7 +243,8 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
         state.runtime.tree.recover()
         for instance in wrapper.fsdp_modules(wrapper):
             instance.training_state = TrainingState.IDLE
-            instance._fsdp_state.unit.before_forward()
+            if instance._fsdp_state.unit.before_forward():
+                instance._fsdp_state.runtime.reshard()
             _settle_inputs(instance)
         _settle_buffers(wrapper)
     state.before_call(is_compiled=is_compiled)

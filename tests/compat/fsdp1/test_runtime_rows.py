@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from compat.fsdp1.oracle import (
 )
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
+from compiled_fsdp.runtime import Runtime
 from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
@@ -85,27 +88,21 @@ def cpu_offload(api: Api) -> Any:
     return outcome(lambda: model(batch()))[0]
 
 
-class Recorder:
-    """Which gathers and reductions this rank asks for, by their sizes."""
+@contextmanager
+def gathers(api: Api) -> Iterator[list[str]]:
+    """The parameters of each gather that this rank starts inside, in order."""
+    seen: list[str] = []
+    owner, name = (FlatParamHandle, "_all_gather_flat_param") if api.is_stock else (Runtime, "start_gathers")
+    original = getattr(owner, name)
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def note(self: Any, *args: Any) -> Any:
+        flat = self.flat_param if api.is_stock else self.unit.wrapper._flat_param
+        if flat is not None:
+            seen.append(f"{tuple(flat._unpadded_unsharded_size)}")
+        return original(self, *args)
 
-
-def communications(model: Any, run: Any) -> Any:
-    """Gathers and reductions in order: what stock and ours call differs, so events are noted by what each is of."""
-    sizes = {
-        m._flat_param._sharded_size.numel(): name for name, m in model.named_modules() if hasattr(m, "_handle") and m._handle
-    }
-    with torch.profiler.profile(record_shapes=True) as profiler:
-        run()
-    order = []
-    for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
-        if event.name in ("c10d::_allgather_base_", "fsdp::all_gather"):
-            shapes = [s for s in event.input_shapes if s]
-            numel = min(torch.Size(s).numel() for s in shapes)
-            order.append(sizes.get(numel, numel))
-    return order
+    with mock.patch.object(owner, name, note):
+        yield seen
 
 
 class Sized(nn.Module):
@@ -145,8 +142,9 @@ def order_of_gathers(api: Api, **options: Any) -> Any:
     model = sized(api, **options)
     train_step(model)
     model.zero_grad()
-    gathers = communications(model, lambda: train_step(model, 1))
-    return gathers
+    with gathers(api) as seen:
+        train_step(model, 1)
+    return seen
 
 
 @rows("6.7", "9.9", "9.10", "9.12", "9.13", "9.8")
@@ -167,7 +165,7 @@ class Seen(nn.Module):
     def forward(self, x: torch.Tensor, *, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         dtypes = (x.dtype, more["y"].dtype, more["n"].dtype, self.scale.dtype, self.count.dtype)
         y = self.layer(x.to(self.layer.weight.dtype))
-        return self.inner(y.to(self.inner[0].weight.dtype)), dtypes
+        return self.inner(y), dtypes
 
 
 def casts(api: Api) -> Any:
@@ -440,8 +438,8 @@ def scaler(api: Api, use_orig_params: bool) -> Any:
         optimizer.zero_grad()
         found += [scale.get_scale(), full(api, model)]
     found += [
-        outcome(lambda: scale.scale("x")),
-        plain(scale.scale([torch.ones(1), torch.ones(2)])),
+        outcome(lambda: list(scale.scale("x"))),
+        plain(list(scale.scale([torch.ones(1), torch.ones(2)]))),
         outcome(scale.update)[0],
     ]
     scale.update(4.0)
