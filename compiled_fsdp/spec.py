@@ -82,6 +82,7 @@ class ParamSpec:
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
         start of the all-gather to the plan.
+    forward_ahead, backward_ahead: how many units ahead of its use the all-gather may start at most; negative: as the plan says.
     """
 
     offset: int
@@ -111,6 +112,8 @@ class ParamSpec:
     reduces_in_flight: int = 0
     forward_after: tuple[str, ...] = ()
     backward_after: tuple[str, ...] = ()
+    forward_ahead: float = -1.0
+    backward_ahead: float = -1.0
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

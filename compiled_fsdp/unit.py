@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .ablation import fake_group, is_ablated
 from .extension import has_extension
 from .flat import APART, FlatParam, Handle, ShardedParam
 from .layout import flat_layout
@@ -73,7 +74,8 @@ class Settings:
     max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a graph.
     forward_prefetch: start the gather of the next unit when this one's forward begins.
     backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when it ends ("post"), or not ("").
-    limit_all_gathers: at most two gathers ahead of their use.
+    forward_ahead, backward_ahead: how many units ahead a gather may start in a graph; negative: as the plan says.
+    fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results mean nothing then.
     """
 
     requires_gradient_sync: bool = True
@@ -91,7 +93,10 @@ class Settings:
     overlap: bool = False
     forward_prefetch: bool = True
     backward_prefetch: str = "pre"
-    limit_all_gathers: bool = False
+    forward_ahead: float = -1.0
+    backward_ahead: float = -1.0
+    fake_all_gather: bool = False
+    fake_reduce: bool = False
 
     @property
     def sync(self) -> str:
@@ -115,7 +120,9 @@ class Unit:
         self.modules = tuple(modules)
         self.mesh_info = mesh_info
         self.mp_policy = mp_policy
-        self.settings = Settings()
+        self.settings = Settings(
+            fake_all_gather=is_ablated("FSDP_USE_FAKE_ALL_GATHER"), fake_reduce=is_ablated("FSDP_USE_FAKE_REDUCE")
+        )
         self.is_auto_reshard = reshard is None
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
@@ -250,6 +257,9 @@ class Unit:
         is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
         if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
             how = replace(how, op="avg", post_divide=1.0)
+        gather_group, reduce_group = self._groups(info)
+        if settings.fake_reduce and how.replicate_size > 1:
+            how = replace(how, replicate_group=fake_group(how.replicate_group))
         post = self.post_meshes.get(info)
         kind = "slice" if post else "gather" if self.reshard else "keep"
         return ParamSpec(
@@ -258,9 +268,9 @@ class Unit:
             dim=param.layout.dim,
             dtype=dtype,
             group_size=info.shard_size,
-            group=info.shard_group.group_name,
+            group=gather_group,
             gather_algorithm=settings.all_gather,
-            reduce_group=self.reduce_groups.get(info, info.shard_group.group_name),
+            reduce_group=reduce_group,
             reshard=kind,
             post_size=post.size(1) if post else 1,
             post_group=post.get_group(1).group_name if post else "",
@@ -280,7 +290,15 @@ class Unit:
             reduces_in_flight=settings.max_reductions_in_flight,
             forward_after=self._after("forward"),
             backward_after=self._after("backward"),
+            forward_ahead=settings.forward_ahead,
+            backward_ahead=settings.backward_ahead,
         )
+
+    def _groups(self, info: MeshInfo) -> tuple[str, str]:
+        """The names of the groups that gather and that reduce over the shard axis."""
+        own = info.shard_group.group_name
+        gathers = fake_group(own) if self.settings.fake_all_gather else own
+        return gathers, fake_group(own) if self.settings.fake_reduce else self.reduce_groups.get(info, own)
 
     @property
     def mode(self) -> object:

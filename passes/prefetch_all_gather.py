@@ -23,7 +23,8 @@ Ensures: by distance (`plan.prefetch` in forward, `plan.backward_prefetch` in ba
     its input, stands before the wait of the (n - prefetch)-th, or, for a fraction, before a matmul that share of the way to the
     next wait; from costs, it stands where `planner.gather_anchors` says. In the order of their waits. With lists: where the first
     unit whose list names it begins (the outermost: at the start of the graph), and where a unit with a list begins, nothing else;
-    the others by distance.
+    the others by distance. However it is decided, no further ahead than a unit's settings allow (`forward_ahead`,
+    `backward_ahead`).
 Leaves alone: an all-gather of a value that is computed later than that wait.
 """
 
@@ -58,7 +59,7 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     else:
         by_default = DISTANCES[name] if distance is None else distance
         decided = decide(regions, by_default, after, beginnings(graph, regions))
-    for region, anchor in decided:
+    for region, anchor in bounded(decided, is_backward(graph)):
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
         while anchor in moved and anchor is not start:  # what prepares the input may stand where the gather is to start
@@ -66,6 +67,16 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         if all(n.op == "placeholder" or n < anchor for n in region.sources):
             move_before([n for n in moved if anchor < n], anchor)
     return gm
+
+
+def bounded(decided: list[tuple[Region, Node]], in_backward: bool) -> list[tuple[Region, Node]]:
+    """The same pairs, none further ahead of the use than the unit's settings allow."""
+    waits = [region.waits[0] for region, _ in decided]
+    found = []
+    for i, (region, anchor) in enumerate(decided):
+        limit = region.spec.backward_ahead if in_backward else region.spec.forward_ahead
+        found.append((region, anchor if limit < 0 else max(anchor, point(waits, max(0, i - limit), waits[i]))))
+    return found
 
 
 def beginnings(graph: Graph, regions: list[Region]) -> dict[str, Node]:

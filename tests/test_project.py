@@ -10,11 +10,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py")])
-# Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
+FOLDERS = ("passes", "fsdp1")
+FILES = sorted(
+    [*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "compiled_fsdp/fsdp1").glob("*.py"), *(ROOT / "passes").glob("*.py")]
+)
+# Each line may import the lines above it, and within a line what stands further left. `passes` and `fsdp1` are the
+# folders' files.
 ORDER = """
     version plan torch_private spec layout errors
-    agreement gloo schema mesh tensor_parallel collectives meta ops
+    ablation agreement gloo schema views mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
     memory
     dump sequence
@@ -22,6 +26,7 @@ ORDER = """
     budget pin_order inductor backend
     arguments calibrate deferred in_flight flat extension unit tree resident runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
+    fsdp1 wrap sharded_grad_scaler
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.
 AGAINST = {("errors", "dump")}
@@ -33,7 +38,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def layer(path: Path) -> str:
-    return "passes" if path.parent.name == "passes" else path.stem
+    return path.parent.name if path.parent.name in FOLDERS else path.stem
 
 
 def is_typing_only(node: ast.stmt) -> bool:
@@ -49,7 +54,7 @@ def imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = "compiled_fsdp" + (".passes" if path.parent.name == "passes" else "")
+            package = "compiled_fsdp" + (f".{path.parent.name}" if path.parent.name in FOLDERS else "")
             above = f"{package}." if node.level else ""
             module = f"{above}{node.module or ''}".rstrip(".")
             found.extend(f"{module}.{alias.name}" for alias in node.names)

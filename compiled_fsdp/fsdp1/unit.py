@@ -45,7 +45,9 @@ class FlatUnit(Unit):
         self.published_mode: object = None
         self.settings.forward_prefetch = wrapper.forward_prefetch
         self.settings.backward_prefetch = PREFETCH[wrapper.backward_prefetch]
-        self.settings.limit_all_gathers = wrapper.limit_all_gathers
+        # What may be under way: with a limit two gathers, and in backward one, or none without `backward_prefetch`.
+        self.settings.forward_ahead = 2.0 if wrapper.limit_all_gathers else -1.0
+        self.settings.backward_ahead = 1.0 if self.settings.backward_prefetch == "pre" else 0.0
         if self.keeper is not None:
             self.flats = [self._buffer(is_resharded)]
             if not self.keeper._use_orig_params:

@@ -222,6 +222,7 @@ def full_precision_in_eval(api: Api) -> Any:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     for training in (True, False, True):
         model.train(training)
+        model.zero_grad()
         out, dtypes = call(x, more=more)
         found += [out.detach(), dtypes]
         if training:
@@ -438,7 +439,7 @@ def scaler(api: Api, use_orig_params: bool) -> Any:
         optimizer.zero_grad()
         found += [scale.get_scale(), full(api, model)]
     found += [
-        outcome(lambda: list(scale.scale("x"))),
+        outcome(lambda: scale.scale(3)),
         plain(list(scale.scale([torch.ones(1), torch.ones(2)]))),
         outcome(scale.update)[0],
     ]
