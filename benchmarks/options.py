@@ -40,6 +40,7 @@ class Options:
     clip: float
     seed: int
     impl: str
+    front_end: str
     backend: str
     world: int
     param_dtype: str
@@ -165,6 +166,8 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of the weights and of the data order")
     add("--impl", choices=["compiled_fsdp", "stock"], default="compiled_fsdp",
         help="whose fully_shard; stock is torch.distributed.fsdp")  # fmt: skip
+    add("--front-end", choices=["fsdp2", "fsdp1"], default="fsdp2",
+        help="fully_shard, or FullyShardedDataParallel")  # fmt: skip
     add("--backend", choices=BACKENDS, default="inductor", help="of torch.compile; eager is none;"
         " compiled_fsdp_eager compiles in seconds, without a C++ compiler")  # fmt: skip
     add("--world", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks")
@@ -217,6 +220,8 @@ def _check_values(options: Options) -> None:
     launched = int(os.environ.get("WORLD_SIZE", options.world))
     if options.world != launched:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
+    if options.front_end == "fsdp1" and not isinstance(options.reshard, bool):
+        wrong.append(f"--reshard is {options.reshard}, --front-end fsdp1 knows true (FULL_SHARD) and false (SHARD_GRAD_OP)")
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
     if options.compare and options.stop_after is not None:

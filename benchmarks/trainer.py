@@ -10,13 +10,14 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, SIZES
+from gpt import GPT, SIZES, Block
 from measure import CommReport, PeakMemory, communication, peak_tensor_bytes
 from options import Options
 from text import Text, even_crops, random_crops
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from usage import UsageError
 
 WARMUP = 20
@@ -47,7 +48,8 @@ class Variant:
 
 def variants(options: Options) -> list[Variant]:
     """Return what to train, in order; the one the options ask for is last."""
-    asked = Variant(options.impl + SUFFIXES[options.backend], options.impl, options.backend)
+    front_end = " FSDP1" if options.front_end == "fsdp1" else ""
+    asked = Variant(options.impl + front_end + SUFFIXES[options.backend], options.impl, options.backend)
     if not options.compare:
         return [asked]
     return [
@@ -69,9 +71,11 @@ class Trainer:
         self.horizon = options.steps
         self.rank = dist.get_rank()
         torch.manual_seed(options.seed)
-        self.model = GPT(SIZES[options.size])
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        shard(self.model, options, variant)
+        model = GPT(SIZES[options.size])
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.model: nn.Module = (
+            wrap(model, options, variant) if options.front_end == "fsdp1" else shard(model, options, variant)
+        )
         self.forward: Callable[..., Tensor] = self.model
         if variant.is_compiled and not variant.is_per_block:
             whole = variant.impl == "compiled_fsdp"  # Stock FSDP2 breaks the graph at its hooks.
@@ -95,7 +99,9 @@ class Trainer:
             loss = self.forward(tokens, targets)
         with phase("backward"):
             loss.backward()
-        if options.clip:
+        if options.clip and isinstance(self.model, FullyShardedDataParallel):
+            self.model.clip_grad_norm_(options.clip)
+        elif options.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -139,7 +145,26 @@ class Trainer:
         return peak, communication(lambda: self.step(index))
 
 
-def shard(model: GPT, options: Options, variant: Variant) -> None:
+def wrap(model: GPT, options: Options, variant: Variant) -> nn.Module:
+    """Make each block and the embedding an instance of FSDP1, and the whole model one around."""
+    library = "torch.distributed.fsdp" if variant.impl == "stock" else "compiled_fsdp"
+    if variant.is_per_block:
+        for block in model.layers:
+            block.compile(backend=variant.backend)
+    precision = MixedPrecision(getattr(torch, options.param_dtype), getattr(torch, options.reduce_dtype))
+    wrapped: nn.Module = import_module(library).FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if options.reshard else ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
+        mixed_precision=precision,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        device_mesh=init_device_mesh("cpu", (options.world,)),
+    )
+    return wrapped
+
+
+def shard(model: GPT, options: Options, variant: Variant) -> nn.Module:
     """Make each block, the embedding, and norm with head a unit; compile blocks before if asked."""
     library = "torch.distributed.fsdp" if variant.impl == "stock" else "compiled_fsdp"
     fully_shard = import_module(library).fully_shard
@@ -158,3 +183,4 @@ def shard(model: GPT, options: Options, variant: Variant) -> None:
         fully_shard(model, mesh=mesh, mp_policy=policy)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"sharding the model with --impl {variant.impl}: {error}") from error
+    return model

@@ -109,16 +109,28 @@ def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> 
     return trainer(model, model, job)
 
 
-def build_fsdp1(job: Job) -> Step:
+def build_fsdp1(job: Job, *, compiled: bool = False) -> Step:
     """FSDP1, a flat parameter per block; backward prefetch is its default, forward prefetch asked for."""
-    model = FullyShardedDataParallel(
+    model = wrap(job, FullyShardedDataParallel)
+    return trainer(model, torch.compile(model, dynamic=False) if compiled else model, job)
+
+
+def build_ours_fsdp1(job: Job) -> Step:
+    from compiled_fsdp import FullyShardedDataParallel as Ours
+
+    model = wrap(job, Ours)
+    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
+
+
+def wrap(job: Job, cls: Callable[..., nn.Module]) -> nn.Module:
+    """The model as FSDP1 of either library."""
+    return cls(
         make_model(job),
         auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
         use_orig_params=True,
         forward_prefetch=True,
         device_id=torch.device("cpu"),
     )
-    return trainer(model, model, job)
 
 
 def build_ddp_compile(job: Job) -> Step:
@@ -195,6 +207,7 @@ VARIANTS: dict[str, Variant] = {
     "ours_costs": Variant(build_ours_costs, "local_compile", "the same, scheduled from costs"),
     "ours_overlap": Variant(build_ours_overlap, "local_compile", "the same, with overlap_optimizer"),
     "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
+    "ours_fsdp1": Variant(build_ours_fsdp1, "local_compile", "compiled_fsdp's FullyShardedDataParallel, one graph"),
     "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),
     "stock_prefetch": Variant(partial(build_stock, prefetch=True), "local_eager", "FSDP2, explicit prefetch both ways"),
     "stock_block_compile": Variant(partial(build_stock, compiled=True), "local_block_compile", "FSDP2, each block compiled"),
@@ -202,6 +215,9 @@ VARIANTS: dict[str, Variant] = {
         partial(build_stock, prefetch=True, compiled=True), "local_block_compile", "FSDP2, both"
     ),
     "fsdp1": Variant(build_fsdp1, "local_eager", "FSDP1, forward and backward prefetch"),
+    "fsdp1_compile": Variant(
+        partial(build_fsdp1, compiled=True), "local_block_compile", "FSDP1, compiled: a graph per block"
+    ),
     "ddp_compile": Variant(build_ddp_compile, "local_compile_whole", "DDP, compiled: nothing sharded"),
     "simple_fsdp": Variant(
         build_simple_fsdp,

@@ -1,4 +1,6 @@
-"""What our wrapper takes from stock FSDP1: how a flat parameter is made, kept, saved and loaded. Tried on torch 2.11 and 2.13.
+"""What our wrapper takes from stock FSDP1: how a flat parameter is made, kept, saved and loaded.
+
+Private torch used here (tried on 2.13): the helpers of stock's constructor, state dicts and handles, all imported below.
 
 Stock's `FlatParamHandle` lays out the flat parameter (alignment, padding, shards, names), shows the original parameters as
 views of it, and writes back what users put in their place. Stock's functions for state dicts and optimizer state work on that, at

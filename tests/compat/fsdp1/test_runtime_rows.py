@@ -223,7 +223,8 @@ def full_precision_in_eval(api: Api) -> Any:
     for training in (True, False, True):
         model.train(training)
         model.zero_grad()
-        out, dtypes = call(x, more=more)
+        with torch.set_grad_enabled(training):
+            out, dtypes = call(x, more=more)
         found += [out.detach(), dtypes]
         if training:
             out.float().sum().backward()

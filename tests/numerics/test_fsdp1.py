@@ -1,0 +1,223 @@
+"""`FullyShardedDataParallel` compiled: how many graphs, what they communicate and keep, how far ahead, and under Inductor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from compat.fsdp1.oracle import Api, Block, adam, batch, grads, net, plain, same, train_step
+from numerics.test_graphs import captured
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+import compiled_fsdp
+from compiled_fsdp import gloo, planned
+from compiled_fsdp.collectives import GATHERS, STARTS
+from compiled_fsdp.graph import find, is_backward, output, value
+from compiled_fsdp.meta import saved_for_backward
+from compiled_fsdp.regions import find_regions
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+
+def test_one_graph_each_way(two: Pool, four: Pool) -> None:
+    two.run(one_graph_each_way)
+    four.run(one_graph_each_way_hybrid)
+
+
+def one_graph_each_way(**options: Any) -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        for use_orig_params in (True, False):
+            count(sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+def one_graph_each_way_hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        count(sharding_strategy=strategy, device_mesh=mesh, use_orig_params=True)
+
+
+def count(**options: Any) -> None:
+    """Three units: gathers in forward, again in backward where they were dropped, one reduction each; no recompiles."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    strategy = options["sharding_strategy"]
+    model = Api("compiled").blocks(**options)
+    call, optimizer = Api("compiled").compile(model), adam(model)
+    with captured() as graphs, torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(3):
+            train_step(call, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert [is_backward(graph) for graph in graphs] == [False, True]
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+    is_dropped = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    assert [len(find(graph, *GATHERS)) for graph in graphs] == [3 * is_sharded, 2 * is_dropped]
+    reductions = [n for n in find(graphs[1], *STARTS) if n.target not in GATHERS]
+    assert len(reductions) == 3 * (is_sharded + (options.get("device_mesh") is not None or not is_sharded))
+    assert not find(graphs[1], torch.ops.fsdp.flatten_grad.default)
+    if is_dropped:  # of the two blocks; the root keeps its parameters until backward, as stock's does
+        saved = [n for n in saved_for_backward(output(graphs[0])) if value(n).dim() == 1]
+        sizes = [m._flat_param._unpadded_unsharded_size.numel() for m in (model[1], model[2])]
+        assert all(value(n).numel() not in sizes for n in saved)
+
+
+def test_no_copy_out(two: Pool) -> None:
+    two.run(no_copy_out)
+
+
+def no_copy_out() -> None:
+    """What is gathered is the flat parameter, of which all parameters are views: no copy, in no bucket."""
+    model = Api("compiled").blocks(use_orig_params=True)
+    with captured() as graphs, planned(bucket_bytes=0):
+        train_step(Api("compiled").compile(model))
+    copies = (torch.ops.aten.clone.default, torch.ops.aten.cat.default, torch.ops.fsdp.copy_columns.default)
+    for graph in graphs:
+        for region in find_regions(graph, "gather"):
+            assert not [n for n in region.nodes if n.target in copies]
+
+
+def test_small_units_share_collectives(two: Pool) -> None:
+    two.run(sharing)
+
+
+def sharing() -> None:
+    """With the default plan the three small units travel together, and train the same."""
+    found = []
+    for size in (0, 1 << 20):
+        torch._dynamo.reset()
+        model = Api("compiled").blocks(use_orig_params=True)
+        with captured() as graphs, planned(bucket_bytes=size):
+            train_step(Api("compiled").compile(model))
+        found.append(([len(find(graph, *GATHERS)) for graph in graphs], plain(grads(model))))
+    assert found[0][0] == [3, 2]
+    assert sum(found[1][0]) < 5
+    for name, grad in found[0][1].items():
+        assert (grad is None and found[1][1][name] is None) or torch.equal(grad, found[1][1][name])
+
+
+def test_prefetch_bounds_the_plan(two: Pool) -> None:
+    two.run(prefetch_bounds)
+
+
+def prefetch_bounds() -> None:
+    """How many gathers are under way at once in backward: two with BACKWARD_PRE, one without; in forward what the limit allows."""
+    found = {}
+    for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+        for limit in (True, False):
+            torch._dynamo.reset()
+            model = net_of(5)
+            wrapped = Api("compiled").blocks(
+                model, backward_prefetch=prefetch, limit_all_gathers=limit, use_orig_params=True
+            )
+            with captured() as graphs, planned(prefetch=4, backward_prefetch=4):
+                train_step(Api("compiled").compile(wrapped))
+            found[prefetch, limit] = [most_under_way(graph) for graph in graphs]
+    pre = BackwardPrefetch.BACKWARD_PRE
+    assert {key: value[0] for key, value in found.items()} == {key: 3 if key[1] else 5 for key in found}
+    assert {key: value[1] for key, value in found.items()} == {key: 2 if key[0] is pre else 1 for key in found}
+
+
+def net_of(blocks: int) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(blocks)), nn.Linear(5, 2))
+
+
+def most_under_way(graph: Any) -> int:
+    regions = [r for r in find_regions(graph, "gather") if r.starts]
+    starts, waits = {r.starts[0] for r in regions}, {r.waits[0] for r in regions}
+    most = now = 0
+    for node in graph.nodes:
+        now += (node in starts) - (node in waits)
+        most = max(most, now)
+    return most
+
+
+def test_inside_a_larger_function(two: Pool) -> None:
+    two.run(inside_a_larger_function)
+
+
+def inside_a_larger_function() -> None:
+    """The loss is compiled too, and a part that Dynamo cannot trace runs eagerly between graphs: the same gradients."""
+    expected = Api("eager").blocks(use_orig_params=True)
+    loss = train_step(expected)
+    model = Api("eager").blocks(use_orig_params=True)
+
+    @torch.compile(backend="compiled_fsdp_eager", fullgraph=True)
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    found = whole(batch())
+    found.backward()
+    assert torch.equal(found, loss)
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+    torch._dynamo.reset()
+    broken = net()
+    broken[1] = Breaks(broken[1])
+    sharded = Api("eager").wrap(broken, use_orig_params=True)
+    train_step(torch.compile(sharded, backend="compiled_fsdp_eager"))
+    plain_model = Api("eager").wrap(net(), use_orig_params=True)
+    train_step(plain_model)
+    for a, b in zip(sharded.parameters(), plain_model.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+
+
+class Breaks(nn.Module):
+    """Breaks the graph."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(inductor, timeout=400.0)
+
+
+def inductor() -> None:
+    """Under the default backend: rounding of fused kernels."""
+    same(steps, kinds=("inductor",), rtol=1e-4, atol=1e-5)
+
+
+def steps(api: Api) -> Any:
+    model = api.blocks(use_orig_params=True)
+    call, optimizer = api.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        losses.append(train_step(call, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_ablation(two: Pool) -> None:
+    two.run(ablation)
+
+
+def ablation() -> None:
+    """Both front ends, eager and compiled: what is faked sends nothing, the other kind as ever."""
+    kinds = {"FSDP_USE_FAKE_ALL_GATHER": "all_gather", "FSDP_USE_FAKE_REDUCE": "all_to_all"}
+    for front_end, (name, faked) in itertools.product(("fsdp1", "fsdp2"), kinds.items()):
+        with mock.patch.dict(os.environ, {name: "1"}):
+            model: Any = net()
+            if front_end == "fsdp1":
+                model = Api("eager").blocks(model, use_orig_params=True)
+            else:
+                model = compiled_fsdp.fully_shard(model, reshard_after_forward=True)
+        for call in (model, torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)):
+            with mock.patch.object(gloo, "_exchange", wraps=gloo._exchange) as exchange:
+                train_step(call)
+            sent = {arguments.args[0] for arguments in exchange.call_args_list}
+            assert sent == set(kinds.values()) - {faked}, (front_end, name, sent)
+        torch._dynamo.reset()
