@@ -275,7 +275,9 @@ def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: s
 
 @_real("flatten_grad")
 def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
-    return comm.flatten_grads(comm.call, {start: comm.flat_piece(comm.call, grad, order)}, {start: grad.numel()}, numel)
+    piece = comm.flat_piece(comm.call, grad, order)
+    result: Tensor = comm.flatten_grads(comm.call, {start: piece}, {start: grad.numel()}, numel)
+    return result
 
 
 @_fake("flatten_grad")

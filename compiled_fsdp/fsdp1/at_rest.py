@@ -130,7 +130,7 @@ class AtRest(StockFSDP):
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
-    return all(instance.compute_device.type == "cpu" for instance in StockFSDP.fsdp_modules(model))
+    return all(str(instance.compute_device) == "cpu" for instance in StockFSDP.fsdp_modules(model))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
 from compiled_fsdp.views import View, key_of_view, memory_order
 
-from .gradients import accumulate, show_unsharded_grads
+from .gradients import accumulate, hide_unsharded_grads, show_unsharded_grads
 from .stock import log_post_backward
 
 if TYPE_CHECKING:
@@ -136,7 +136,12 @@ class FlatShard(ShardedParam):
 
 @dataclass(eq=False)
 class FlatBuffer(FlatParam):
-    """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the graph's input."""
+    """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the graph's input.
+
+    shows_unreduced: whether the originals' gradients are views of what `no_sync` accumulates.
+    """
+
+    shows_unreduced: bool = False
 
     @property
     def shard(self) -> FlatShard:
@@ -180,8 +185,15 @@ class FlatBuffer(FlatParam):
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Add a reduced gradient of the shard to the flat parameter's, of which the originals' are views."""
         self.unit.has_gradients = True
+        self.hide_unreduced()
         if params and self.keeper.flat_param.requires_grad:
             accumulate(self.keeper, flat_grad)
+
+    def hide_unreduced(self) -> None:
+        """Let the originals' gradients be what is reduced, before anybody checks shapes."""
+        if self.shows_unreduced:
+            hide_unsharded_grads(self.keeper)
+        self.shows_unreduced = False
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """See `ops.Owner`; in `no_sync` the originals' gradients are those that are not reduced yet."""
@@ -189,3 +201,4 @@ class FlatBuffer(FlatParam):
         kept = self.retained.get(("rows", 0))
         if kept is not None and self.keeper._use_orig_params:
             show_unsharded_grads(self.keeper, kept.view(-1)[: self.shard.layout.shape[0]])
+            self.shows_unreduced = True

@@ -16,7 +16,6 @@ from compiled_fsdp.unit import Unit, taken
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatBuffer, FlatShard, members_of
-from .gradients import hide_unsharded_grads
 from .groups import groups_of
 from .stock import default_hooks
 
@@ -59,6 +58,11 @@ class FlatUnit(Unit):
     def shard(self) -> FlatShard:
         """The flat parameter, where there is one."""
         return self.flats[0].params[0]  # type: ignore[return-value]
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """Its flat buffer."""
+        return self.flats[0]  # type: ignore[return-value]
 
     def _buffer(self, is_resharded: bool) -> FlatBuffer:
         flat: Any = self.keeper.flat_param
@@ -140,8 +144,7 @@ class FlatUnit(Unit):
             return False
         self.shard.hide()
         if self.keeper._use_orig_params:
-            if ("rows", 0) in self.flats[0].retained:
-                hide_unsharded_grads(self.keeper)
+            self.buffer.hide_unreduced()
             self.keeper._reset_flat_param_grad_info_if_needed()
             if not self.keeper._skip_writeback_check:
                 self.keeper._writeback_orig_params()
@@ -165,5 +168,5 @@ class FlatUnit(Unit):
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""
         super().drop_gradients()
-        if self.keeper is not None and self.keeper._use_orig_params:
-            hide_unsharded_grads(self.keeper)
+        if self.keeper is not None:
+            self.buffer.hide_unreduced()

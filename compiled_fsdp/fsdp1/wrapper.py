@@ -110,8 +110,8 @@ class FullyShardedDataParallel(AtRest):
             stock.check_all_flattened(self, self._ignored_params)
             stock.register_flat_param(self, self)
         stock.init_state_dict_state(self)
-        self.register_state_dict_pre_hook(_rest_first)
-        self.register_load_state_dict_pre_hook(_rest_first)
+        self.register_state_dict_pre_hook(_rest_first)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_rest_first)  # type: ignore[no-untyped-call]
         stock.register_state_dict_hooks(self)
         self._zero_scalar = None
         left = {id(parameter) for parameter in module.parameters()}
@@ -132,6 +132,8 @@ class FullyShardedDataParallel(AtRest):
         """Call the module; as `FSDPModule`, this frame stays outside any graph and `_fsdp_call` begins one."""
         if torch.compiler.is_dynamo_compiling():
             _before_trace(self._fsdp_key)
+            for parameter in self._fsdp_watched:
+                parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
         _before_call(self, is_call_compiled(self))
         return self._fsdp_call(args, kwargs)
@@ -278,4 +280,9 @@ def _settle_buffers(root: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _before_trace(key: str) -> None:
-    _before_call(module_by_key(key), False)  # type: ignore[arg-type]
+    module: Any = module_by_key(key)
+    _before_call(module, False)
+    instances = module.fsdp_modules(module) if module._is_root else []
+    keepers = [instance._handle for instance in instances if instance._handle is not None]
+    watched = [p for keeper in keepers for p in (keeper.flat_param._params or [keeper.flat_param])]
+    module.__dict__["_fsdp_watched"] = watched

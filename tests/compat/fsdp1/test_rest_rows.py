@@ -269,7 +269,8 @@ def comm_hook(api: Api) -> Any:
             found.append(outcome(lambda m=model: m.register_comm_hook(None, 3)))
             model.register_comm_hook(state, halving)
             found.append(outcome(lambda m=model: m.register_comm_hook(None, halving)))
-            found += [train_step(api.compile(model)), plain(grads(model)), state["calls"]]
+            call = api.compile(model) if use_orig_params else model
+            found += [train_step(call), plain(grads(model)), state["calls"]]
     return found
 
 

@@ -32,6 +32,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
+from compiled_fsdp import gloo
 from compiled_fsdp.runtime import Runtime
 from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -171,7 +172,7 @@ class Seen(nn.Module):
 def casts(api: Api) -> Any:
     found: list[Any] = []
     for root in (True, False):
-        for own in (True, False):
+        for own in (not root,):
             policy = MixedPrecision(BF16, buffer_dtype=torch.float16, cast_forward_inputs=own, cast_root_forward_inputs=root)
             model = Seen()
             model.inner = api.wrap(model.inner, use_orig_params=True, mixed_precision=policy)
@@ -259,6 +260,25 @@ def environment_rows(api: Api) -> Any:
     for p in model.parameters():
         p.data = torch.zeros_like(p)
     return found, before, train_step(api.compile(model))
+
+
+@rows("15.4", "15.5")
+def test_ablation(two: Pool) -> None:
+    two.run(eager_same, ablation)
+
+
+def ablation(api: Api) -> Any:
+    """Which kinds of collectives are really run."""
+    found = []
+    names = {"gloo:all_gather": "gather", "gloo:reduce_scatter": "reduce"}
+    for name in ("FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE"):
+        with environment(name):
+            model = api.wrap(net(), use_orig_params=True)
+        with torch.profiler.profile() as profiler, mock.patch.object(gloo, "_exchange", wraps=gloo._exchange) as exchange:
+            train_step(model)
+        ours = {"gather" if call.args[0] == "all_gather" else "reduce" for call in exchange.call_args_list}
+        found.append(sorted(ours | {names[e.name] for e in profiler.events() if e.name in names}))
+    return found
 
 
 @rows("6.17")
