@@ -103,6 +103,9 @@ class ShardedParam:
     def end_forward(self) -> None:
         """It has ended; `unsharded` may still be there."""
 
+    def begin_backward(self) -> None:
+        """The unit's backward begins."""
+
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""
 

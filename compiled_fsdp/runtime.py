@@ -219,6 +219,8 @@ class Runtime:
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
+                for param in self.unit.params:
+                    param.begin_backward()
                 self._unshard_for_backward()
                 if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
                     self._prefetch_backward()

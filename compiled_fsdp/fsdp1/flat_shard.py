@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
+from compiled_fsdp.tensor_parallel import Full, key_of
 from compiled_fsdp.views import View, key_of_view, memory_order
 
 from .gradients import accumulate, hide_unsharded_grads, show_unsharded_grads
@@ -29,12 +30,17 @@ logger = logging.getLogger("torch.distributed.fsdp._runtime_utils")  # stock's o
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An original parameter: what holds it, and where it lies in the flat parameter. `index`: its number among the originals."""
+    """An original parameter: what holds it, and where it lies in the flat parameter.
+
+    index: its number among the originals.
+    full: the key of the DTensor that the view becomes (`tensor_parallel.Full`), or "".
+    """
 
     module: nn.Module
     name: str
     view: View
     index: int
+    full: str
 
 
 def members_of(flat: Any) -> list[Member]:
@@ -48,11 +54,14 @@ def members_of(flat: Any) -> list[Member]:
     for i, (name, module, _) in enumerate(flat._param_infos):
         shape, stride = tuple(flat._shapes[i]), tuple(flat._strides[i])
         order = memory_order(shape, stride, is_contiguous=flat._contiguities[i])
-        found.append(Member(module, name, View(starts[i], shape, order), i))
+        spec = flat._param_extensions[i]  # of a parameter that was a DTensor
+        found.append(
+            Member(module, name, View(starts[i], shape, order), i, key_of(Full(spec) if spec is not None else None))
+        )
     first = {(member.module, member.name): member for member in found}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
         known = first[first_module, first_name]
-        found.append(Member(module, name, known.view, known.index))
+        found.append(Member(module, name, known.view, known.index, known.full))
     return found
 
 
@@ -69,7 +78,8 @@ class FlatShard(ShardedParam):
     members: list[Member] = field(default_factory=list)
     is_shown: bool = False
     hides_after_forward: bool = True
-    _shown_handles: dict[tuple[int, str, bool], tuple[Handle, Handle]] = field(default_factory=dict)
+    _shown_handles: dict[object, tuple[Handle, Handle]] = field(default_factory=dict)
+    _views_shown: list[Tensor] = field(default_factory=list)
 
     def is_frozen(self, member: Member) -> bool:
         """Whether the user froze this original, in a flat parameter that requires a gradient."""
@@ -85,11 +95,14 @@ class FlatShard(ShardedParam):
         """Show views of the unsharded flat parameter, which autograd records."""
         assert self.unsharded is not None
         full = self.unsharded
+        self._views_shown = []
         with torch.enable_grad():
             for member, view in zip(self.members, self._views(full), strict=True):
                 self.keeper._setattr_tensor(member.module, member.name, view.detach() if self.is_frozen(member) else view)
                 if self.keeper._use_orig_params:
-                    member.module._parameters[member.name] = member.module.__dict__[member.name]
+                    shown = member.module.__dict__[member.name]
+                    member.module._parameters[member.name] = shown
+                    self._views_shown.append(shown)
         self.is_shown = True
 
     def _views(self, full: Tensor) -> list[Tensor]:
@@ -119,18 +132,36 @@ class FlatShard(ShardedParam):
         if self.is_shown and self.keeper._use_orig_params:
             self.keeper._use_sharded_views()
         self.is_shown = False
+        self._views_shown = []
+
+    def begin_backward(self) -> None:
+        """The views that forward has shown must still be there.
+
+        Raises:
+            AssertionError: the user put something in the place of an original after forward.
+        """
+        if not (self.is_shown and self._views_shown):
+            return
+        for member, shown in zip(self.members, self._views_shown, strict=True):
+            if member.module._parameters.get(member.name) is not shown:
+                strategy = self.keeper._sharding_strategy
+                raise AssertionError(
+                    f"FSDP does not support changing the parameters between forward and backward for {strategy}"
+                )
 
     def show_handle(self, handle: Handle) -> None:
         """See `ShardedParam`; each holder is given its view."""
         for member in self.members:
-            shown = handle if handle is OPEN else self._viewed(handle, key_of_view(member.view), self.is_frozen(member))
+            shown = handle if handle is OPEN else self._viewed(handle, member)
             member.module.__dict__.setdefault("_fsdp_handles", {})[member.name] = shown
 
-    def _viewed(self, handle: Handle, view: str, is_frozen: bool) -> Handle:
+    def _viewed(self, handle: Handle, member: Member) -> Handle:
         """The same object for the same settings: compiled code guards on it."""
-        key = (id(handle), view, is_frozen)
+        key = (id(handle), member.view, member.full, self.is_frozen(member))
         if key not in self._shown_handles:
-            self._shown_handles[key] = handle, replace(handle, view=view, is_frozen=handle.is_frozen or is_frozen)
+            is_frozen = handle.is_frozen or self.is_frozen(member)
+            viewed = replace(handle, view=key_of_view(member.view), full=member.full, is_frozen=is_frozen)
+            self._shown_handles[key] = handle, viewed
         return self._shown_handles[key][1]
 
 

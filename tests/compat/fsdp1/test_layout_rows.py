@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from compat.fsdp1.oracle import (
     STRATEGIES,
     Api,
     Block,
     adam,
-    each,
     eager_same,
     full,
     grads,
@@ -25,7 +25,6 @@ from compat.fsdp1.oracle import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if TYPE_CHECKING:
@@ -186,23 +185,31 @@ def frozen(api: Api, use_orig_params: bool) -> Any:
 
 @rows("5.22")
 def test_tensor_parallel(four: Pool) -> None:
-    four.run(
-        each,
-        tensor_parallel,
-    )
+    four.run(tensor_parallel)
 
 
-def tensor_parallel(api: Api) -> None:
-    """Against the unsharded model on the same batches: sums in another order."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def tensor_parallel() -> None:
+    """Against stock, and the unsharded model on the same batches: sums in another order."""
     torch.manual_seed(1)
-    model = parallelize_module(Block(6), mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
-    sharded = api.wrap(model, device_mesh=mesh["dp"], use_orig_params=True)
-    torch.manual_seed(1)
-    plain_model = Block(6)
+    whole = Block(6)
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(5))
-    sum(plain_model(part).square().mean() for part in x).div(2).backward()
-    sharded(x[mesh["dp"].get_local_rank()]).square().mean().backward()
-    with api.FSDP.summon_full_params(sharded, with_grads=True):
-        weight = dict(sharded.named_parameters())["a.weight"]
-        assert isinstance(weight, DTensor)
+    sum(whole(part).square().mean() for part in x).div(2).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for kind in ("stock", "eager", "compiled"):
+        torch._dynamo.reset()
+        api = Api(kind)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(1)
+        model = parallelize_module(Block(6), mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        sharded = api.wrap(model, device_mesh=mesh["dp"], use_orig_params=True)
+        out = api.compile(sharded)(x[mesh["dp"].get_local_rank()])
+        out.square().mean().backward()
+        flat = sharded._flat_param
+        pieces = [torch.empty_like(flat.grad) for _ in range(2)]
+        dist.all_gather(pieces, flat.grad, group=mesh["dp"].get_group())
+        found = torch.cat(pieces).split(flat._numels_with_padding)
+        real = [piece for piece, is_padding in zip(found, flat._is_padding_mask, strict=True) if not is_padding]
+        for name, shape, piece in zip(flat._fqns, flat._shapes, real, strict=True):
+            dim = 1 if name == "b.weight" else 0
+            part = expected[name].chunk(2, dim)[mesh["tp"].get_local_rank()]
+            torch.testing.assert_close(piece.view(shape), part, rtol=1e-5, atol=1e-6)

@@ -391,7 +391,7 @@ def test_checkpoints_cross_over(two: Pool) -> None:
 
 
 def cross_over() -> None:
-    """Written by stock FSDP1, by ours and by `fully_shard`; read by each other front end; all parameters equal, and the next step."""
+    """Written by stock FSDP1, ours and `fully_shard`, read by each of them: the same parameters, optimizer state and next step."""
     mesh = init_device_mesh("cpu", (2,))
 
     def fsdp2(seed: int) -> Any:

@@ -23,6 +23,7 @@ from compat.fsdp1.oracle import (
     same,
     train_step,
 )
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -158,3 +159,18 @@ def what_is_registered(api: Api) -> Any:
         after = dict(model.named_parameters())
         found += [[tuple(p.shape) for p in after.values()], grads(model), all(after[n] is before[n] for n in before)]
     return found
+
+
+@rows("6.12")
+def test_changed_between_forward_and_backward(two: Pool) -> None:
+    two.run(eager_same, changed_between)
+
+
+def changed_between(api: Api) -> Any:
+    model = api.wrap(net(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
+    loss = loss_of(model)
+    for module in model.module.modules():
+        for name in list(module._parameters):
+            if module._parameters[name] is not None:
+                setattr(module, name, nn.Parameter(torch.ones(3)))
+    return outcome(loss.backward)[0]
