@@ -60,6 +60,7 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes
         max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none.
 
     Raises:
+        NotImplementedError: the model is a `FullyShardedDataParallel`.
         TypeError: the optimizer is of another class.
         ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
         RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler.
@@ -86,6 +87,10 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
         raise ValueError(
             "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the optimizer from the sharded "
             "model's parameters, then call overlap_optimizer(model, optimizer)"
+        )
+    if any(unit.is_flat for unit in units):
+        raise NotImplementedError(
+            "overlap_optimizer: flat parameters of FullyShardedDataParallel are not supported yet. Use fully_shard, or leave it out"
         )
     if hasattr(optimizer, "_fsdp_overlap"):
         raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")

@@ -107,7 +107,12 @@ class Settings:
 
 
 class Unit:
-    """The parameters of one `fully_shard` call; they are gathered, freed and reduced together."""
+    """The parameters of one `fully_shard` call; they are gathered, freed and reduced together.
+
+    is_flat: whether its one parameter is FSDP1's flat parameter, of which the module's are views.
+    """
+
+    is_flat = False
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class TestPipeline(GraphTest):
             ["capture", *(entry.name for entry in HALF)],
         )
         self.assertExpectedInline(
-            body(found["joint/02_reshard"]),
+            body(found["joint/03_reshard"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]

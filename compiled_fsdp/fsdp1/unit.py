@@ -33,6 +33,7 @@ PREFETCH = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST
 class FlatUnit(Unit):
     """An instance's flat parameter, or none; strategy, precision and prefetching as settings of a unit."""
 
+    is_flat = True
     keeper: Any = None
 
     def __init__(self, wrapper: Any, originals: Iterable[nn.Parameter]) -> None:

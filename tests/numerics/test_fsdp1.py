@@ -244,3 +244,13 @@ def model_is_freed() -> None:
         del model
         gc.collect()
         assert [reference() for reference in dead] == [None, None]
+
+
+def test_what_is_not_there(two: Pool) -> None:
+    two.run(what_is_not_there)
+
+
+def what_is_not_there() -> None:
+    model = Api("eager").blocks(use_orig_params=True)
+    with pytest.raises(NotImplementedError, match="FullyShardedDataParallel"):
+        compiled_fsdp.overlap_optimizer(model, adam(model))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compat.fsdp1.oracle import (
+    ALL_KINDS,
     STRATEGIES,
     Api,
     batch,
@@ -92,15 +93,15 @@ def summon_rows(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         same(
             lambda api, strategy=strategy: summon(api, sharding_strategy=strategy, use_orig_params=use_orig_params),
-            kinds=("eager",),
+            kinds=ALL_KINDS if strategy is STRATEGIES[0] else ("eager",),
         )
 
 
 def summon(api: Api, **options: Any) -> Any:
     model = api.blocks(mixed_precision=MixedPrecision(torch.bfloat16), **options)
-    fsdp = api.FSDP
+    fsdp, call = api.FSDP, api.compile(model)
     found: list[Any] = [full(api, model), full(api, model, recurse=False), full(api, nn.Sequential(model), recurse=False)]
-    train_step(model)
+    train_step(call)
     for writeback in (True, False):
         with fsdp.summon_full_params(model, writeback=writeback):
             for p in model.parameters():
@@ -112,7 +113,7 @@ def summon(api: Api, **options: Any) -> Any:
     else:
         found.append(outcome(lambda: full(api, model, offload_to_cpu=True, writeback=False)))
     model.zero_grad()  # under NO_SHARD stock would reduce what it has reduced once more, in bf16
-    train_step(model)
+    train_step(call)
     if options["use_orig_params"]:
         with fsdp.summon_full_params(model, with_grads=True):
             found.append(plain(grads(model)))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compat.fsdp1.oracle import (
+    ALL_KINDS,
     STRATEGIES,
     Api,
     adam,
@@ -141,14 +142,15 @@ def test_model(two: Pool, use_orig_params: bool) -> None:
 def model_rows(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-        same(lambda api, options=options: model_state(api, **options), kinds=("eager",))
+        kinds = ALL_KINDS if strategy is STRATEGIES[0] else ("eager",)
+        same(lambda api, options=options: model_state(api, **options), kinds=kinds)
 
 
 def model_state(api: Api, **options: Any) -> Any:
     found: list[Any] = []
     for make in (net, Buffered):
         model = api.blocks(make(), mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16), **options)
-        train_step(model)
+        train_step(api.compile(model))
         for kind in (FULL, SHARDED):
             with typed(api, model, kind), warned() as given:
                 state = model.state_dict()
@@ -227,9 +229,9 @@ def with_a_mesh(api: Api) -> Any:
 
 def trained(api: Any, seed: int = 7, **options: Any) -> tuple[Any, Any]:
     model = api.blocks(net(seed=seed), **options)
-    optimizer = adam(model)
+    call, optimizer = api.compile(model), adam(model)
     for step in range(2):
-        train_step(model, step)
+        train_step(call, step)
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -237,13 +239,18 @@ def trained(api: Any, seed: int = 7, **options: Any) -> tuple[Any, Any]:
 
 @rows("13.1", "13.2", "13.4", "13.9", "13.12", "13.13", "13.14", "13.15")
 def test_optimizer(two: Pool) -> None:
-    two.run(eager_same, optimizer_state)
+    two.run(optimizer_rows)
 
 
-def optimizer_state(api: Api) -> Any:
+def optimizer_rows() -> None:
+    same(optimizer_state, *STRATEGIES, kinds=("eager",))
+    same(optimizer_state, STRATEGIES[0], kinds=("compiled",))
+
+
+def optimizer_state(api: Api, *strategies: Any) -> Any:
     found: list[Any] = []
     fsdp = api.FSDP
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         model, optimizer = trained(api, sharding_strategy=strategy)
         other, loaded = trained(api, seed=9, sharding_strategy=strategy)
         for kind in (FULL, SHARDED):
@@ -362,7 +369,7 @@ def rekey(api: Api) -> Any:
 
 @rows("13.17")
 def test_checkpoint_helpers(two: Pool) -> None:
-    two.run(eager_same, checkpoint_helpers)
+    two.run(same, checkpoint_helpers)
 
 
 def checkpoint_helpers(api: Api) -> Any:

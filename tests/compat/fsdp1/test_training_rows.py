@@ -140,7 +140,7 @@ def accumulate(api: Api, **options: Any) -> Any:
     return found
 
 
-@rows("6.12", "6.11", "5.15", "5.17", "5.18")
+@rows("6.12", "6.11", "5.15", "5.17", "5.18", status="eager")
 def test_what_is_registered_when(two: Pool) -> None:
     two.run(eager_same, what_is_registered)
 
@@ -161,7 +161,7 @@ def what_is_registered(api: Api) -> Any:
     return found
 
 
-@rows("6.12")
+@rows("6.12", status="eager")
 def test_changed_between_forward_and_backward(two: Pool) -> None:
     two.run(eager_same, changed_between)
 
