@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 from compat.fsdp1.oracle import Api, Block, adam, batch, grads, net, plain, same, train_step
 from numerics.test_graphs import captured
@@ -176,6 +177,28 @@ def inside_a_larger_function() -> None:
     train_step(plain_model)
     for a, b in zip(sharded.parameters(), plain_model.parameters(), strict=True):
         assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+
+
+def test_blocks_compiled_by_themselves(two: Pool) -> None:
+    two.run(blocks_compiled)
+
+
+def blocks_compiled() -> None:
+    """The eager runtime gathers, compiled blocks read views of what it gathered; its order of additions is the eager one."""
+    for use_orig_params in (True, False):
+        torch._dynamo.reset()
+        found = []
+        for is_compiled in (False, True):
+            model = net()
+            for block in (model[1], model[2]) if is_compiled else ():
+                block.compile(backend="compiled_fsdp_eager")
+            sharded = Api("eager").blocks(model, use_orig_params=use_orig_params)
+            losses = [train_step(sharded, step) for step in range(2)]
+            found.append((losses, plain(grads(sharded))))
+        assert found[0][0] == found[1][0]
+        for name, grad in found[0][1].items():
+            other = found[1][1][name]
+            assert (grad is None and other is None) or torch.equal(grad, other)
 
 
 class Breaks(nn.Module):
