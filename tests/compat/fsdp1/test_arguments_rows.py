@@ -28,6 +28,7 @@ from compat.fsdp1.oracle import (
     warned,
 )
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
@@ -86,6 +87,8 @@ def construction(api: Api) -> Any:
     found += [empty._flat_param, empty(batch()), list(empty.state_dict())]
     model = api.wrap(net(), use_orig_params=False)
     found += [type(model.module).__name__.replace("FSDP", ""), list(params(model)), type(model[0]).__name__]
+    inner = api.wrap(checkpoint_wrapper(net()))
+    found += [type(inner.module).__name__.replace("FSDP", ""), list(params(inner))]
     found += [outcome(lambda: model.nothing), list(params(api.wrap(net(), use_orig_params=True)))]
     return found
 

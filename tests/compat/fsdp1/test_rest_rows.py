@@ -155,17 +155,18 @@ def summon_to_cpu(api: Api) -> None:
 
 @rows("8.17")
 def test_summon_between_forward_and_backward(two: Pool) -> None:
-    two.run(eager_same, summon_between)
+    two.run(same, summon_between)
 
 
 def summon_between(api: Api) -> Any:
     found = []
     for use_orig_params in (True, False):
         model = api.blocks(use_orig_params=use_orig_params)
-        loss = loss_of(model)
+        call = api.compile(model)
+        loss = loss_of(call)
         found.append(full(api, model, writeback=False))
         loss.backward()
-        found += [plain(grads(model)), train_step(model, 1)]
+        found += [plain(grads(model)), train_step(call, 1)]
     return found
 
 

@@ -164,6 +164,10 @@ def model_state(api: Api, **options: Any) -> Any:
                     found.append([list(x) for x in other.load_state_dict(broken, strict=False)])
         with typed(api, model, FULL, FullStateDictConfig(rank0_only=True)):
             found.append(shown(model.state_dict()))
+    model = net()
+    partly = api.blocks(model, ignored_modules=[model[3]], **options)
+    with typed(api, partly, FULL, FullStateDictConfig(rank0_only=True)):
+        found.append(shown(partly.state_dict()))
     return found
 
 

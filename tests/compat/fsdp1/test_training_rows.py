@@ -137,6 +137,12 @@ def accumulate(api: Api, **options: Any) -> Any:
             found.append(plain(grads(model)))
     found += [train_step(call, 4), plain(grads(model))]
     found.append(outcome(lambda: model[1].no_sync().__enter__()))
+
+    def turned_on_inside() -> None:
+        with model.no_sync():
+            model._sync_gradients = True
+
+    found += [outcome(turned_on_inside), model._sync_gradients]
     return found
 
 
