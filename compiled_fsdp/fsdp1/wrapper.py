@@ -243,7 +243,7 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
     state: State = wrapper._fsdp_state
     if wrapper._is_root and not in_backward():
         state.runtime.tree.recover()
-        for instance in wrapper.fsdp_modules(wrapper):
+        for instance in wrapper._all_fsdp_states:
             instance.training_state = TrainingState.IDLE
             if instance._fsdp_state.unit.before_forward():
                 instance._fsdp_state.runtime.reshard()
@@ -266,7 +266,7 @@ def _settle_inputs(instance: Any) -> None:
 
 def _settle_buffers(root: Any) -> None:
     """Buffers in full precision where evaluation asks for it, and back in their low one afterwards."""
-    keepers = [instance._handle for instance in root.fsdp_modules(root) if instance._handle]
+    keepers = [instance._handle for instance in root._all_fsdp_states if instance._handle]
     is_full = root._handle._force_full_precision if root._handle else any(k._force_full_precision for k in keepers)
     if is_full:
         originals = list(root._buffer_name_to_orig_dtype.values())
