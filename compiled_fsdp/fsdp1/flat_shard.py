@@ -13,7 +13,7 @@ from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
 from compiled_fsdp.tensor_parallel import Full, key_of
 from compiled_fsdp.views import View, key_of_view, memory_order
 
-from .gradients import accumulate, hide_unsharded_grads, show_unsharded_grads
+from .gradients import accumulate, set_grad, show_unsharded_grads
 from .stock import log_post_backward
 
 if TYPE_CHECKING:
@@ -169,10 +169,12 @@ class FlatShard(ShardedParam):
 class FlatBuffer(FlatParam):
     """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the graph's input.
 
-    shows_unreduced: whether the originals' gradients are views of what `no_sync` accumulates.
+    shows_unreduced: whether gradients are views of what `no_sync` accumulates.
+    reduced: the flat parameter's gradient meanwhile.
     """
 
     shows_unreduced: bool = False
+    reduced: Tensor | None = None
 
     @property
     def shard(self) -> FlatShard:
@@ -221,15 +223,29 @@ class FlatBuffer(FlatParam):
             accumulate(self.keeper, flat_grad)
 
     def hide_unreduced(self) -> None:
-        """Let the originals' gradients be what is reduced, before anybody checks shapes."""
-        if self.shows_unreduced:
-            hide_unsharded_grads(self.keeper)
-        self.shows_unreduced = False
+        """Let gradients be what is reduced again, before anybody checks shapes; what the user dropped meanwhile is forgotten."""
+        if not self.shows_unreduced:
+            return
+        flat: Any = self.keeper.flat_param
+        shown = [p for p in flat._params if p.requires_grad] if self.keeper._use_orig_params else [flat]
+        if all(p.grad is None for p in shown):
+            self.retained.clear()
+            self.reduced = None
+        flat.grad, self.reduced, self.shows_unreduced = self.reduced, None, False
+        if self.keeper._use_orig_params:
+            self.keeper._use_sharded_grad_views()
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`; in `no_sync` the originals' gradients are those that are not reduced yet."""
+        """See `ops.Owner`; in `no_sync` gradients are those that are not reduced yet."""
         super().retain(grads, offsets, where)
         kept = self.retained.get(("rows", 0))
-        if kept is not None and self.keeper._use_orig_params:
-            show_unsharded_grads(self.keeper, kept.view(-1)[: self.shard.layout.shape[0]])
-            self.shows_unreduced = True
+        if kept is None:
+            return
+        flat = self.keeper.flat_param
+        if not self.shows_unreduced:
+            self.reduced, self.shows_unreduced = flat.grad, True
+        full = kept.view(-1)[: self.shard.layout.shape[0]]
+        if self.keeper._use_orig_params:
+            show_unsharded_grads(self.keeper, full)
+        else:
+            set_grad(flat, full)

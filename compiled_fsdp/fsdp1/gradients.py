@@ -45,8 +45,8 @@ def low_precision(keeper: FlatParamHandle) -> torch.dtype | None:
 
 
 def set_grad(param: Tensor, grad: Tensor) -> None:
-    """Assign a gradient of any dtype; torch wants the parameter's own."""
-    if grad.dtype == param.dtype:
+    """Assign a gradient of any dtype and shape; torch wants the parameter's own."""
+    if grad.dtype == param.dtype and grad.shape == param.shape:
         param.grad = grad
         return
     param.grad = torch.empty_like(param)
@@ -72,15 +72,4 @@ def show_unsharded_grads(keeper: FlatParamHandle, full: Tensor) -> None:
     for original, view in zip(keeper.flat_param._params, views, strict=True):  # type: ignore[arg-type]
         if not original.requires_grad:
             continue
-        if original.shape == view.shape and original.dtype == view.dtype:
-            original.grad = view
-            continue
-        if original.grad is None:
-            original.grad = torch.empty_like(original)
-        original.grad.data = view
-
-
-@torch.no_grad()
-def hide_unsharded_grads(keeper: FlatParamHandle) -> None:
-    """Back to what is reduced, before anybody checks shapes."""
-    keeper._use_sharded_grad_views()
+        set_grad(original, view)

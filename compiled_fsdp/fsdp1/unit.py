@@ -144,8 +144,8 @@ class FlatUnit(Unit):
         if self.keeper is None:
             return False
         self.shard.hide()
+        self.buffer.hide_unreduced()
         if self.keeper._use_orig_params:
-            self.buffer.hide_unreduced()
             self.keeper._reset_flat_param_grad_info_if_needed()
             if not self.keeper._skip_writeback_check:
                 self.keeper._writeback_orig_params()
