@@ -243,7 +243,8 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
     state: State = wrapper._fsdp_state
     if wrapper._is_root and not in_backward():
         state.runtime.tree.recover()
-        for instance in wrapper._all_fsdp_states:
+        instances: Any = wrapper._all_fsdp_states
+        for instance in instances:
             instance.training_state = TrainingState.IDLE
             if instance._fsdp_state.unit.before_forward():
                 instance._fsdp_state.runtime.reshard()
