@@ -2,6 +2,7 @@
 
     python benchmarks/train.py                          # starts 2 ranks, about five minutes
     torchrun --nproc-per-node 2 benchmarks/train.py     # the same, started by hand
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/train.py --save-every 50   # survives lost ranks
     python benchmarks/train.py --compare                # beside stock FSDP2, about twelve minutes
 
 At the end: a table, a picture of the losses, results as JSON, and a sharded checkpoint in --out.
@@ -21,7 +22,7 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from loop import Budget, Loop, Outcome
-from options import Options, check_machine, num_cores, parse
+from options import Options, check_machine, job, num_cores, parse
 from report import PICTURE, RESULTS, draw, table, verdict, write_results
 from rich.console import Console
 from screen import Screen, leave
@@ -110,7 +111,7 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
         outcome.losses = run["history"]["losses"]
         outcome.validation = [(step, loss) for step, loss in run["history"]["validation"]]
         screen.line(f"resuming from {options.out} at step {run['step']}")
-    loop = Loop(trainer, screen, Budget(options, minutes), outcome)
+    loop = Loop(trainer, screen, Budget(options, minutes), outcome, lambda: save(trainer, outcome))
     loop.run()
     if variant == variants(options)[-1]:
         path = save(trainer, outcome)
@@ -125,6 +126,7 @@ def save(trainer: Trainer, outcome: Outcome) -> Path:
     options = replace(trainer.options, steps=trainer.horizon)
     history = {"losses": outcome.losses, "validation": outcome.validation}
     run = {
+        "job": job(),
         "options": options.saved(),
         "step": len(outcome.losses),
         "text": trainer.text.digest,

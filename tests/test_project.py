@@ -14,7 +14,7 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
 ORDER = """
     version plan torch_private spec layout errors
-    agreement gloo schema mesh tensor_parallel collectives meta ops
+    meeting agreement gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
     fusion origins lifetimes memory
     dump sequence
