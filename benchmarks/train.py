@@ -27,10 +27,14 @@ from report import PICTURE, RESULTS, draw, table, verdict, write_results
 from rich.console import Console
 from screen import Screen, leave
 from text import Text
+from torch.distributed.rendezvous import rendezvous
 from trainer import Trainer, variants
 from usage import UsageError
 
+from compiled_fsdp.meeting import meet
+
 USAGE_ERROR = 2
+START_S = 300.0  # in which the ranks have to find each other
 # With --compare, what a compiling variant needs beyond what an eager one does, in minutes.
 COMPILE_MINUTES = 0.75
 
@@ -79,7 +83,7 @@ def launch(options: Options, argv: list[str]) -> int:
 def work(options: Options, text: Text) -> None:
     """Train every variant on this rank and report on rank 0."""
     torch.set_num_threads(num_threads(options.world))
-    dist.init_process_group("gloo")
+    connect()
     screen = Screen(dist.get_rank())
     outcomes: list[Outcome] = []
     horizon, minutes = options.steps, options.minutes
@@ -98,6 +102,17 @@ def work(options: Options, text: Text) -> None:
     if dist.get_rank() == 0:
         report(options, text, screen, outcomes, horizon)
     leave()
+
+
+def connect() -> None:
+    """Start the process group, in a part of the store that no rank of before a restart has written to.
+
+    torchrun keeps its store over restarts, and gloo takes the addresses that dead ranks left there for those of the living
+    (torch 2.13): ranks fail to connect, or hang.
+    """
+    store, rank, world = next(rendezvous("env://"))
+    name = meet(store, rank, world, START_S)
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
 
 
 def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:

@@ -1,7 +1,7 @@
-"""The main job, for torchrun; `FAULTS` says which restart of the job dies where, as JSON: [[restart, place, step], ...].
+"""The main job, for torchrun; `FAULTS` says where its ranks die, each time once, as JSON: [[place, step], ...].
 
-A fault hits the ranks of the agent that has it in its environment. Places: "step", before a training step; "save", when this
-rank's shards of a checkpoint are written and the checkpoint is not complete; "agent", as "save", and torchrun dies too.
+Places: "step", before a training step; "save", when this rank's shards of a checkpoint are written and the checkpoint is not
+complete, and torchrun dies too. `MARKS` is a folder that remembers what has happened.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import train
@@ -17,14 +18,21 @@ import trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 faults = [tuple(fault) for fault in json.loads(os.environ.get("FAULTS", "[]"))]
-restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 take_step, write_data = trainer.Trainer.step, FileSystemWriter.write_data
 num_done = 0
 
 
+def is_due(place: str, number: int) -> bool:
+    mark = Path(os.environ["MARKS"], f"{place}{number}")
+    if (place, number) not in faults or mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
 def step(self: trainer.Trainer, index: int, *args: Any) -> Any:
     global num_done
-    if (restart, "step", index) in faults:
+    if is_due("step", index):
         os.kill(os.getpid(), signal.SIGKILL)
     num_done = index + 1
     return take_step(self, index, *args)
@@ -32,9 +40,8 @@ def step(self: trainer.Trainer, index: int, *args: Any) -> Any:
 
 def write(self: FileSystemWriter, *args: Any, **kwargs: Any) -> Any:
     written = write_data(self, *args, **kwargs)
-    if (restart, "agent", num_done) in faults:
+    if is_due("save", num_done):
         os.kill(os.getppid(), signal.SIGKILL)
-    if {(restart, "save", num_done), (restart, "agent", num_done)} & set(faults):
         os.kill(os.getpid(), signal.SIGKILL)
     return written
 
