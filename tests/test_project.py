@@ -14,13 +14,13 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
 ORDER = """
     version plan torch_private spec layout errors
-    agreement gloo schema mesh tensor_parallel collectives meta ops
+    meeting agreement gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
-    memory
+    fusion origins lifetimes memory
     dump sequence
     passes
     budget pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit tree resident runtime stock_state fallback first_call
+    arguments calibrate deferred in_flight flat extension unit tree resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer.
