@@ -22,6 +22,7 @@ from .graph import is_backward, starts
 from .memory import profile
 from .plan import current_plan
 from .planner import predict
+from .records import write_records
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
@@ -168,10 +169,11 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
 class Dump:
     """The files of one graph: `rank0/003_backward/02_bucket_all_gather.txt`, and `.diff` beside it."""
 
-    def __init__(self, gm: GraphModule, kind: str, held: Sequence[str] = ()) -> None:
+    def __init__(self, gm: GraphModule, kind: str, held: Sequence[str] = (), is_fused: bool = False) -> None:
         global _number
         root = folder()
         self.path: Path | None = None
+        self.is_fused = is_fused
         self.held = list(held)
         self.step = 0
         self.before: list[str] = []
@@ -190,6 +192,7 @@ class Dump:
             if entry.provides.name == "VERIFIED":
                 self._write_memory(gm.graph)
                 self._write_timeline(gm.graph)
+                write_records(gm.graph, self.path, self.is_fused)
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""

@@ -80,7 +80,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
-    writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
+    writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT], is_fused)
     plan = current_plan()
     if plan.costs is not None:
         plan = replace(plan, costs=plan.costs.fused(is_fused))
