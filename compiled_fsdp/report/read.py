@@ -22,7 +22,7 @@ COLLECTIVE = {
     "kind": str,
     "is_ours": bool,
     "units": [str],
-    "parameters": [{"name": str, "shape": list, "bytes": NUMBER}],
+    "parameters": [{"name": str, "unit": str, "shape": list, "bytes": NUMBER}],
     "bytes": NUMBER,
     "sent": NUMBER,
     "dtype": str,
@@ -33,7 +33,7 @@ COSTS = {"flops": NUMBER, "bandwidth": NUMBER, "overhead": NUMBER, "links": dict
 TIMELINE = {
     **HEAD,
     "costs": COSTS,
-    "settings": {"plan": dict, "versions": dict, "rank": int, "world_size": int},
+    "settings": {"plan": dict, "versions": dict, "rank": int, "world_size": int, "environment": dict},
     "groups": dict,
     "collectives": [COLLECTIVE],
     "waits": [int],

@@ -1,6 +1,6 @@
 // The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
 
-const LEFT = 118, RIGHT = 14, TOP = 24, UNIT = 20, KERNEL = 12, WIRE = 22, GAP = 10;
+const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 26, GAP = 12;
 
 // The unit that a module belongs to: the longest unit name that its path begins with.
 function unitOf(module, units) {
@@ -51,7 +51,7 @@ class Timeline {
 
   draw() {
     const perSource = UNIT + KERNEL + WIRE + 2 * GAP;
-    const height = TOP + this.sources.length * perSource + 22;
+    const height = TOP + this.sources.length * perSource + 20;
     this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
     this.root.style.height = `${height}px`;
     const parts = [this.patterns(), this.axis(height)];
@@ -80,7 +80,7 @@ class Timeline {
     const wireTop = top + UNIT + KERNEL + GAP;
     const text = (y, words, style) => svg("text", { x: 10, y, class: style }, words);
     return svg("g", { class: `source source-${source.label}` },
-      text(top + 13, source.label, "lane"), text(top + 27, "training thread"), text(wireTop + 15, "wire"),
+      text(top + 15, source.label, "lane"), text(top + 32, "training thread"), text(wireTop + 17, "wire"),
       svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.waits(source, top)),
       svg("g", { class: "wire-lane" }, this.collectives.map((c, index) => this.bar(source, c, index, wireTop))));
   }
@@ -93,7 +93,7 @@ class Timeline {
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 14));
+        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
     });
   }
 
@@ -107,7 +107,7 @@ class Timeline {
       const about = (event) => tip.show(event, el("b", { class: "mono" }, `%${node}`), definitions([
         ["module", module || "none"], ["from", seconds(begin)], ["takes", `${seconds(end - begin)}, light kernels after it included`]]));
       drawn.push(svg("g", { class: "kernel", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 10)));
+        svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 12, false)));
     });
     return drawn;
   }
@@ -133,12 +133,12 @@ class Timeline {
       "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
       svg("rect", { y: top, height: WIRE, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 6, height: 6, ...shown }),
-      this.label(ownerOf(collective), at, top + 13));
+      this.label(ownerOf(collective), at, top + 14));
   }
 
-  label(words, at, y) {
+  label(words, at, y, mayCut = true) {
     const room = Math.floor((at.width - 8) / 6.3);
-    if (!words || room < 3) return null;
+    if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
     return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
   }
 
