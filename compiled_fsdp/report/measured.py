@@ -168,7 +168,10 @@ def _outermost(events: list[Event]) -> list[Event]:
 
 
 def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
-    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not awaited in it has no wait."""
+    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not awaited in it has no wait.
+
+    issuing: how long the thread was busy with starting a collective.
+    """
     order = graph.timeline["waits"]
     waits = {index: wait for index, wait in zip(order, run.waits, strict=False)}
     number = len(graph.timeline["collectives"])
@@ -181,6 +184,7 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
         found.append(
             {
                 "issued": start.begin - run.begin,
+                "issuing": start.end - start.begin,
                 "begin": start.begin - run.begin,
                 "end": max(end, start.end) - run.begin,
                 "awaited": wait and wait.begin - run.begin,

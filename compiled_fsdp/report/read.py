@@ -41,7 +41,7 @@ TIMELINE = {
 }
 PROFILE = {"peak": NUMBER, "where": int, "at_rest": NUMBER, "during": [NUMBER], "kinds": dict, "storages": [list]}
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
-MEASURED_RUN = {"total": NUMBER, "times": [TIMES], "compute": [list], "has_arrivals": bool}
+MEASURED_RUN = {"total": NUMBER, "times": [{**TIMES, "issuing": NUMBER}], "compute": [list], "has_arrivals": bool}
 
 
 @dataclass(frozen=True, slots=True)

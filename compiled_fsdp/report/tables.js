@@ -52,6 +52,7 @@ function collectiveTable(graph, run) {
     { name: "bytes", isNumber: true, value: (r) => r.c.bytes, show: (r) => bytes(r.c.bytes) },
     ...timed("predicted", (r) => r.p),
     ...(graph.measured ? timed("measured", (r) => r.m) : []),
+    ...(graph.measured ? [{ group: "measured", name: "starting", isNumber: true, value: (r) => r.m.issuing, show: (r) => time(r.m.issuing) }] : []),
   ];
   return table(columns, rows, { class: "collectives" });
 }

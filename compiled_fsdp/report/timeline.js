@@ -81,7 +81,7 @@ class Timeline {
     const text = (y, words, style) => svg("text", { x: 10, y, class: style }, words);
     return svg("g", { class: `source source-${source.label}` },
       text(top + 15, source.label, "lane"), text(top + 32, "training thread"), text(wireTop + 17, "wire"),
-      svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.waits(source, top)),
+      svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.issues(source, top), this.waits(source, top)),
       svg("g", { class: "wire-lane" }, this.collectives.map((c, index) => this.bar(source, c, index, wireTop))));
   }
 
@@ -112,6 +112,17 @@ class Timeline {
     return drawn;
   }
 
+  // Measured: how long the thread is busy with starting a collective.
+  issues(source, top) {
+    return source.run.times.map((times, index) => {
+      const at = times.issuing ? this.span(times.issued, times.issued + times.issuing, 1) : null;
+      if (!at) return null;
+      const about = (event) => tip.show(event, el("b", {}, `starts the ${nameOf(this.collectives[index])}`), el("p", {}, `takes ${seconds(times.issuing)}`));
+      return svg("g", { class: `issues kind-${this.collectives[index].kind}`, onpointermove: about, onpointerout: tip.hide, onclick: () => this.select(index) },
+        svg("rect", { y: top, height: UNIT + KERNEL, ...at }), this.label("starts", at, top + 15, false));
+    });
+  }
+
   waits(source, top) {
     return source.run.times.map((times, index) => {
       const at = times.exposed > 0 && times.awaited !== null ? this.span(times.awaited, times.awaited + times.exposed, 1) : null;
@@ -137,7 +148,7 @@ class Timeline {
   }
 
   label(words, at, y, mayCut = true) {
-    const room = Math.floor((at.width - 8) / 6.3);
+    const room = Math.floor((at.width - 8) / 6.9);
     if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
     return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
   }
@@ -152,7 +163,7 @@ class Timeline {
       ["parameters", el("span", {}, names.length ? names.map((n) => el("div", {}, n)) : "none of ours", rest > 0 ? `and ${rest} more` : null)],
       ["bytes", `${bytes(c.bytes)} in full, each rank sends ${bytes(c.sent)}; ${c.dtype}`],
       [source.label, `on the wire from ${seconds(t.begin)} to ${seconds(t.end)} (${seconds(t.end - t.begin)})`],
-      ["started at", seconds(t.issued)], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
+      ["started at", `${seconds(t.issued)}${t.issuing ? `, which took the thread ${seconds(t.issuing)}` : ""}`], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
       ["group", `${c.group}, ranks ${(this.graph.timeline.groups[c.group] ?? []).join(", ")}`], ["node", el("code", {}, `%${c.node}: ${c.op}`)]])];
   }
 
@@ -182,5 +193,5 @@ function timelineLegend(hasMeasured) {
   const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
   return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
     entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
-    hasMeasured ? el("span", {}, "measured lanes: one profiled step") : null);
+    hasMeasured ? entry("mark-issues", "measured: starts a collective") : null);
 }
