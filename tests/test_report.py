@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import shutil
+from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ def dump(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(dump: Path, tmp_path: Path) -> Path:
+def spoilt(dump: Path, tmp_path: Path) -> Path:
     """One that a test may spoil."""
     return Path(shutil.copytree(dump, tmp_path / "copy"))
 
@@ -75,23 +76,24 @@ class Page(HTMLParser):
         return json.loads(self.scripts[0])
 
 
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]:
+    folder, graphs = tmp_path_factory.mktemp("records"), []
+    write = records.write_records
+
+    def also(graph: Graph, *rest: Any) -> None:
+        write(graph, *rest)
+        graphs.append(deepcopy(graph))  # what is compiled begins with the comparison between ranks
+
+    with pytest.MonkeyPatch.context() as patch, fake_ranks(2), planned(costs=COSTS):
+        patch.setattr("compiled_fsdp.dump.write_records", also)
+        patch.setattr("compiled_fsdp.dump._number", 0)
+        trace(fully_shard(nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(3)))), (torch.ones(8, 64),), folder)
+    return folder / "rank0", graphs
+
+
 class TestRecords:
     """`timeline.json` and `memory.json` beside the functions that they come from."""
-
-    @pytest.fixture(scope="class")
-    def traced(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]:
-        folder, graphs = tmp_path_factory.mktemp("records"), []
-        write = records.write_records
-
-        def also(graph: Graph, *rest: Any) -> None:
-            write(graph, *rest)
-            graphs.append(graph)
-
-        with pytest.MonkeyPatch.context() as patch, fake_ranks(2), planned(costs=COSTS):
-            patch.setattr("compiled_fsdp.dump.write_records", also)
-            patch.setattr("compiled_fsdp.dump._number", 0)
-            trace(fully_shard(nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(3)))), (torch.ones(8, 64),), folder)
-        return folder / "rank0", graphs
 
     @pytest.mark.parametrize(("half", "executor"), [(h, e) for h in (0, 1) for e in ("plain", "fused")])
     def test_the_timeline_is_the_planner_s(self, traced: tuple[Path, list[Graph]], half: int, executor: str) -> None:
@@ -172,10 +174,10 @@ class TestPage:
         assert units == [["first"], [EVIL], ["last"]]
         assert Model().get_submodule("first") is not None
 
-    def test_control_characters_are_shown(self, copy: Path, tmp_path: Path) -> None:
-        path = graphs_of(copy)[0] / "timeline.json"
+    def test_control_characters_are_shown(self, spoilt: Path, tmp_path: Path) -> None:
+        path = graphs_of(spoilt)[0] / "timeline.json"
         path.write_text(path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]'))
-        write_report(copy, tmp_path / "page.html")
+        write_report(spoilt, tmp_path / "page.html")
         collective = Page((tmp_path / "page.html").read_text()).data["ranks"][0]["graphs"][0]["timeline"]["collectives"][0]
         assert collective["units"] == ["\\u202efirst\\x1b"]
 
@@ -226,7 +228,9 @@ class TestTrace:
     def test_backward_follows_forward(self, dump: Path, tmp_path: Path) -> None:
         write_trace(dump, tmp_path / "trace.json")
         events = load(tmp_path / "trace.json")["traceEvents"]
-        forward, backward = (next(e for e in events if e["ph"] == "X" and e["name"] == path.name) for path in graphs_of(dump))
+        forward, backward = (
+            next(e for e in events if e["ph"] == "X" and e["name"] == path.name) for path in graphs_of(dump)
+        )
         assert backward["ts"] == pytest.approx(forward["ts"] + forward["dur"])
 
 
@@ -261,11 +265,11 @@ def write_profile(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 class TestProfile:
-    def test_by_order(self, copy: Path, tmp_path: Path) -> None:
+    def test_by_order(self, spoilt: Path, tmp_path: Path) -> None:
         """The last of two runs counts; seconds from its beginning; a wait belongs to what the graph awaits there."""
-        name = graphs_of(copy)[0].name
+        name = graphs_of(spoilt)[0].name
         profile = write_profile(tmp_path / "p.json", forward_run(1000, slow=7) + forward_run(9000))
-        found = load(add_profile(copy, profile))["graphs"]
+        found = load(add_profile(spoilt, profile))["graphs"]
         assert list(found) == [name]
         run = found[name]
         assert not run["has_arrivals"]
@@ -276,31 +280,39 @@ class TestProfile:
         between = [[round(v * 1e6, 3) for v in stretch] for stretch in run["compute"]]
         assert between == [[0, 10], [15, 20], [25, 30], [70, 80], [82, 90], [100, 111]]
 
-    def test_arrivals(self, copy: Path, tmp_path: Path) -> None:
+    def test_arrivals(self, spoilt: Path, tmp_path: Path) -> None:
         """Those of exchanges alone are known: with one among others, all count as under way until awaited."""
-        events = [dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor_out", "fsdp::all_gather")) for e in forward_run(0)]
-        events = [dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor", "fsdp::all_gather")) for e in events]
+        events = [
+            dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor_out", "fsdp::all_gather"))
+            for e in forward_run(0)
+        ]
+        events = [
+            dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor", "fsdp::all_gather")) for e in events
+        ]
         events += [event(CARRIED, 10 * n + 12, 7, "wire") for n in range(3)]
         path = write_profile(tmp_path / "p.json", events)
         packed = tmp_path / "p.json.gz"
         packed.write_bytes(gzip.compress(path.read_bytes()))
-        (run,) = load(add_profile(copy, packed, 1))["graphs"].values()
+        (run,) = load(add_profile(spoilt, packed, 1))["graphs"].values()
         assert run["has_arrivals"]
         assert [round(t["end"] * 1e6, 3) for t in run["times"]] == [19, 29, 95]  # no earlier than its own start is over
 
-    def test_of_another_model(self, copy: Path, tmp_path: Path) -> None:
+    def test_of_another_model(self, spoilt: Path, tmp_path: Path) -> None:
         events = [e for e in forward_run(0) if e["name"] != "fsdp::all_gather"]
         with pytest.raises(DumpError, match=r"p.json has 1 runs of graphs \(fsdp::agree\), none with the collectives of 0"):
-            add_profile(copy, write_profile(tmp_path / "p.json", events))
+            add_profile(spoilt, write_profile(tmp_path / "p.json", events))
         with pytest.raises(DumpError, match=r"add_profile: rank is 7; .* has dumps of ranks \[0, 1\]: give one of them"):
-            add_profile(copy, tmp_path / "p.json", 7)
+            add_profile(spoilt, tmp_path / "p.json", 7)
 
     @pytest.mark.parametrize(
         ("text", "says"),
         [
             ("{", r"p.json is no JSON: Expecting property name.*cut off or garbled"),
             ("[1]", r"p.json: the top is '\[1\]', should be an object"),
-            ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 2}]}', r"traceEvents\[0\].ts is '1', should be a number"),
+            (
+                '{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 2}]}',
+                r"traceEvents\[0\].ts is '1', should be a number",
+            ),
             ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', r"traceEvents\[0\] has no 'dur'"),
             ("\x1f\x8b", r"p.json (is no JSON|cannot be read)"),
         ],
@@ -317,41 +329,53 @@ SPOILED = {
     "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
     "of another version": (lambda t: t.replace('"format": 1', '"format": 9'), "memory.json", r"format is 9, should be 1"),
     "not a number": (lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1), "timeline.json", r"NaN is no number"),
-    "text for bytes": (lambda t: t.replace('"sent": ', '"sent": "x", "was": ', 1), "timeline.json", r"collectives\[0\].sent is 'x'"),
+    "text for bytes": (
+        lambda t: t.replace('"sent": ', '"sent": "x", "was": ', 1),
+        "timeline.json",
+        r"collectives\[0\].sent is 'x'",
+    ),
     "unequal lists": (lambda t: t.replace('"nodes": ["', '"nodes": ["more", "', 1), "memory.json", r"during and nodes have"),
     "missing": (lambda t: t.replace('"waits"', '"was"'), "timeline.json", r"the top has no 'waits'"),
     "another executor": (lambda t: t.replace('"plain", "costs"', '"slow", "costs"'), "timeline.json", r"executor is 'slow'"),
-    "out of range": (lambda t: t.replace('"waits": [0', '"waits": [77'), "timeline.json", r"waits names collectives out of 0 to 2"),
-    "infinite": (lambda t: t.replace('"peak": ', '"peak": 1e999, "was": '), "memory.json", r"plain.peak is 'inf', should be a number"),
+    "out of range": (
+        lambda t: t.replace('"waits": [0', '"waits": [77'),
+        "timeline.json",
+        r"waits names collectives out of 0 to 2",
+    ),
+    "infinite": (
+        lambda t: t.replace('"peak": ', '"peak": 1e999, "was": '),
+        "memory.json",
+        r"plain.peak is 'inf', should be a number",
+    ),
 }
 
 
 class TestGarbled:
     @pytest.mark.parametrize("case", SPOILED)
-    def test_files_are_named(self, copy: Path, tmp_path: Path, case: str) -> None:
+    def test_files_are_named(self, spoilt: Path, tmp_path: Path, case: str) -> None:
         spoil, name, says = SPOILED[case]
-        path = graphs_of(copy)[0] / name
+        path = graphs_of(spoilt)[0] / name
         before = path.read_text()
         path.write_text(spoil(before))
         assert path.read_text() != before
         with pytest.raises(DumpError, match=rf"reading the dump: .*{path.parent.name}/{name}:? .*{says}|{says}") as caught:
-            write_report(copy, tmp_path / "page.html")
+            write_report(spoilt, tmp_path / "page.html")
         assert str(path) in str(caught.value)
         assert not (tmp_path / "page.html").exists()
 
-    def test_bytes_for_text(self, copy: Path, tmp_path: Path) -> None:
-        path = next(graphs_of(copy)[0].glob("01_*.txt"))
+    def test_bytes_for_text(self, spoilt: Path, tmp_path: Path) -> None:
+        path = next(graphs_of(spoilt)[0].glob("01_*.txt"))
         path.write_bytes(b"\xff\xfe")
         with pytest.raises(DumpError, match=r"01_lower.txt cannot be read as text"):
-            write_report(copy, tmp_path / "page.html")
+            write_report(spoilt, tmp_path / "page.html")
 
-    def test_a_measured_run_of_another_graph(self, copy: Path, tmp_path: Path) -> None:
-        path = copy / "rank0" / "measured.json"
+    def test_a_measured_run_of_another_graph(self, spoilt: Path, tmp_path: Path) -> None:
+        path = spoilt / "rank0" / "measured.json"
         found = load(path)
         next(iter(found["graphs"].values()))["times"].pop()
         path.write_text(json.dumps(found))
         with pytest.raises(DumpError, match=r"measured.json: graphs.\d+_forward and the collectives have 2 and 3 entries"):
-            write_report(copy, tmp_path / "page.html")
+            write_report(spoilt, tmp_path / "page.html")
 
     def test_no_dump(self, tmp_path: Path) -> None:
         with pytest.raises(DumpError, match=r"none is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"):

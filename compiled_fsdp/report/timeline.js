@@ -1,6 +1,6 @@
 // The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
 
-const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 26, GAP = 12;
+const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
 
 // The unit that a module belongs to: the longest unit name that its path begins with.
 function unitOf(module, units) {
@@ -20,12 +20,28 @@ function grouped(compute, units) {
   return found;
 }
 
+// A row for each collective, so that those under way at once do not cover each other; at most `most` rows.
+function rowsOf(times, most = 4) {
+  const ends = [];
+  return times.map(({ begin, end }) => {
+    let row = ends.findIndex((e) => e <= begin + 1e-12);
+    if (row < 0) row = ends.length < most ? ends.length : ends.indexOf(Math.min(...ends));
+    ends[row] = end;
+    return row;
+  });
+}
+
 class Timeline {
   constructor(graph, run, units) {
     this.graph = graph;
     this.collectives = graph.timeline.collectives;
-    this.sources = [{ label: "predicted", run, groups: grouped(run.compute, units) }];
-    if (graph.measured) this.sources.push({ label: "measured", run: graph.measured, groups: grouped(graph.measured.compute, units) });
+    this.sources = [["predicted", run], ["measured", graph.measured]].filter(([, found]) => found).map(([label, found]) => {
+      const rows = rowsOf(found.times);
+      return { label, run: found, rows, height: UNIT + KERNEL + 2 * GAP + WIRE * Math.max(1, ...rows.map((row) => row + 1)), groups: grouped(found.compute, units) };
+    });
+    let top = TOP + 4;
+    for (const source of this.sources) { source.top = top; top += source.height; }
+    this.height = top + 18;
     this.selected = null;
     this.root = svg("svg", { class: "timeline", tabindex: 0, role: "group", "aria-label": `timeline of ${graph.timeline.kind}` });
     this.view = new View(Math.max(...this.sources.map((s) => s.run.total)) || 1e-9, () => this.draw());
@@ -50,13 +66,10 @@ class Timeline {
   }
 
   draw() {
-    const perSource = UNIT + KERNEL + WIRE + 2 * GAP;
-    const height = TOP + this.sources.length * perSource + 20;
+    const height = this.height;
     this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
     this.root.style.height = `${height}px`;
-    const parts = [this.patterns(), this.axis(height)];
-    this.sources.forEach((source, index) => parts.push(this.lanes(source, TOP + index * perSource + 4)));
-    this.root.replaceChildren(...parts);
+    this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
   }
 
@@ -76,7 +89,8 @@ class Timeline {
     return svg("g", { class: "axis" }, marks);
   }
 
-  lanes(source, top) {
+  lanes(source) {
+    const { top } = source;
     const wireTop = top + UNIT + KERNEL + GAP;
     const text = (y, words, style) => svg("text", { x: 10, y, class: style }, words);
     return svg("g", { class: `source source-${source.label}` },
@@ -138,12 +152,13 @@ class Timeline {
     const times = source.run.times[index];
     const at = this.span(times.begin, times.end, 2);
     if (!at) return null;
+    top += source.rows[index] * WIRE;
     const from = times.awaited === null ? times.end : Math.max(times.begin, times.awaited);
-    const shown = times.exposed > 0 ? this.span(from, times.end, 1) : null;
+    const shown = times.exposed > 0 && from < times.end ? this.span(from, times.end, 1) : null;
     return svg("g", { class: `bar kind-${collective.kind}${this.selected === index ? " is-selected" : ""}`, "data-index": index,
       "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
-      svg("rect", { y: top, height: WIRE, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 6, height: 6, ...shown }),
+      svg("rect", { y: top, height: WIRE - 2, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 8, height: 6, ...shown }),
       this.label(ownerOf(collective), at, top + 14));
   }
 
@@ -178,11 +193,11 @@ class Timeline {
   // From the selected collective to where the thread starts it and awaits it.
   links() {
     if (this.selected === null) return;
-    this.sources.forEach((source, order) => {
-      const times = source.run.times[this.selected];
-      const top = TOP + order * (UNIT + KERNEL + WIRE + 2 * GAP) + 4;
+    this.sources.forEach((source) => {
+      const times = source.run.times[this.selected], { top } = source;
+      const bottom = top + UNIT + KERNEL + GAP + WIRE * source.rows[this.selected];
       const line = (thread, wire) => this.root.append(svg("path", { class: "link",
-        d: `M${this.x(thread)} ${top} V${top + UNIT + KERNEL} L${this.x(wire)} ${top + UNIT + KERNEL + GAP}` }));
+        d: `M${this.x(thread)} ${top} V${top + UNIT + KERNEL} L${this.x(wire)} ${bottom}` }));
       line(times.issued, times.begin);
       if (times.awaited !== null) line(times.awaited, times.end);
     });
