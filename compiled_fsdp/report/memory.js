@@ -42,6 +42,12 @@ class Memory {
     this.view.end = this.view.full;
   }
 
+  along(byTime) {
+    this.byTime = byTime;
+    this.measure();
+    this.draw();
+  }
+
   get width() {
     return this.root.clientWidth || 1200;
   }

@@ -28,9 +28,9 @@ function current() {
 }
 
 function choice(label, options, selected, act) {
-  const select = el("select", { onchange: (event) => { act(event.target.value); render(); } },
+  const select = el("select", { "aria-label": label, onchange: (event) => { act(event.target.value); render(); } },
     options.map(([value, words]) => el("option", { value, selected: String(value) === String(selected) }, words)));
-  return el("label", {}, label, select);
+  return el("label", {}, el("span", {}, label), select);
 }
 
 function switches({ rank, steps, graphs, executor }) {
@@ -89,8 +89,8 @@ function measuredText({ measured }) {
 function memoryTab({ graphs, executor }) {
   const memory = new Memory(graphs, executor);
   DRAWN.push(memory);
-  const axis = choice("", [["nodes", "by node"], ["time", "by predicted time"]], "nodes", () => {});
-  axis.querySelector("select").addEventListener("change", (event) => { event.stopImmediatePropagation(); memory.byTime = event.target.value === "time"; memory.measure(); memory.draw(); }, true);
+  const axis = el("select", { "aria-label": "horizontal axis", onchange: (event) => memory.along(event.target.value === "time") },
+    el("option", { value: "nodes" }, "by node"), el("option", { value: "time" }, "by predicted time"));
   return [el("h2", {}, "Memory over the step", el("small", {}, `bytes alive above what is at rest (${bytes(graphs[0].memory[executor].at_rest)}); click for what is alive there`)),
     el("div", { class: "bar-of-tools" }, memory.legend(), axis, tools(memory.view)), memory.root, memory.owners];
 }
