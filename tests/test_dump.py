@@ -159,7 +159,9 @@ rank0/001_forward/08_verify.diff
 rank0/001_forward/08_verify.txt
 rank0/001_forward/09_gather_ahead.diff
 rank0/001_forward/09_gather_ahead.txt
+rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
+rank0/001_forward/timeline.json
 rank0/002_backward/00_capture.txt
 rank0/002_backward/01_lower.diff
 rank0/002_backward/01_lower.txt
@@ -179,7 +181,9 @@ rank0/002_backward/08_verify.diff
 rank0/002_backward/08_verify.txt
 rank0/002_backward/09_gather_ahead.diff
 rank0/002_backward/09_gather_ahead.txt
-rank0/002_backward/memory.txt""",
+rank0/002_backward/memory.json
+rank0/002_backward/memory.txt
+rank0/002_backward/timeline.json""",
             )
             backward = Path(name) / "rank0" / "002_backward"
             self.assertRegex(
