@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from options import parse
 from passes_harness import fake_ranks, trace
 from reported import EVIL, Model, record
+from step_report import StepReport
+from text import load_text
 from torch import nn
 from torch.fx import Graph
+from trainer import Trainer, variants
+from usage import UsageError
 
 from compiled_fsdp import Costs, Link, fully_shard, planned, records
 from compiled_fsdp.memory import profile_step
@@ -382,3 +387,32 @@ class TestGarbled:
             write_report(tmp_path / "none", tmp_path / "page.html")
         with pytest.raises(DumpError, match=r"has no rank0/NNN_forward/timeline.json; finished graphs are written where"):
             write_report(tmp_path, tmp_path / "page.html")
+
+
+def main_job(folder: str) -> None:
+    """What `train.py --report` does around a run of one step."""
+    options = parse(["--size", "tiny", "--backend", "compiled_fsdp_eager", "--steps", "1", "--report", "--out", folder])
+    trainer = Trainer(options, variants(options)[-1], load_text(None))
+    report = StepReport(trainer)
+    with planned():  # the costs that it measures are gone afterwards
+        with report.dumped():
+            trainer.step(0)
+        report.write()
+
+
+class TestMainJob:
+    def test_report(self, two: Pool, tmp_path: Path) -> None:
+        """Page and trace of both ranks, predicted from costs that they measured."""
+        two.run(main_job, str(tmp_path))
+        ranks = Page((tmp_path / "report.html").read_text()).data["ranks"]
+        assert len(ranks) == 2
+        for graph in (graph for rank in ranks for graph in rank["graphs"]):
+            assert graph["measured"]["total"] > 0
+            assert not graph["timeline"]["costs"]["is_assumed"]
+            assert graph["timeline"]["costs"] == ranks[0]["graphs"][0]["timeline"]["costs"]
+        assert {e["pid"] for e in load(tmp_path / "trace.json")["traceEvents"]} == {0, 1, 2, 3}
+
+    @pytest.mark.parametrize("arguments", [["--impl", "stock"], ["--backend", "eager"]])
+    def test_without_graphs_of_ours(self, arguments: list[str]) -> None:
+        with pytest.raises(UsageError, match=r"--report shows our compiled graphs, and --impl .* makes none; leave it out"):
+            parse(["--report", *arguments])

@@ -212,7 +212,7 @@ def test_passes_open(seen: Seen) -> None:
     seen.tab("Passes")
     lower = page.locator("details", has_text="01_lower").first
     lower.locator("summary").click()
-    assert lower.locator(".added").first.is_visible()
+    lower.locator(".added").first.wait_for(state="visible")
     assert lower.get_by_text("made by lower; holds: ").is_visible()
 
 

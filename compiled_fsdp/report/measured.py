@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .check import NUMBER, Check, load
-from .read import MEASURED, DumpedGraph, DumpError, read_dump
+from .check import NUMBER, Check, DumpError, load
+from .read import MEASURED, DumpedGraph, read_dump
 
 if TYPE_CHECKING:
     from torch.profiler import profile
