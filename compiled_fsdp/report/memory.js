@@ -172,7 +172,7 @@ class Memory {
     const size = sum(found, (a) => a[2]);
     const named = (entries) => entries.map(([, owner, value]) => el("span", { class: "chip" }, `${owner} ${bytes(value)}`));
     return el("tr", {}, el("td", {}, dotted(styleOf(kind)), kind),
-      el("td", { style: "width:20%" }, el("i", { class: `meter ${styleOf(kind)}`, style: `width:${(100 * size) / total}%` })),
+      el("td", { style: "width:14%" }, el("i", { class: `meter ${styleOf(kind)}`, style: `width:${(100 * size) / total}%` })),
       el("td", { class: "number" }, bytes(size)),
       el("td", {}, named(found.slice(0, 6)), found.length > 6 ? el("details", {}, el("summary", {}, `and ${found.length - 6} more`), named(found.slice(6, 400))) : null));
   }
