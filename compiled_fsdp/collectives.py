@@ -74,6 +74,26 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
     return x if source == target else run(CONVERT, x, target)
 
 
+def gather_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide how this is gathered."""
+    options = ["mesh", "mp_policy.param_dtype"]
+    return [*options, "set_custom_all_gather"] if spec.gather_algorithm and spec.group_size > 1 else options
+
+
+def reduce_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide what becomes of this gradient."""
+    how = spec.reduction
+    kept = {"retain": ["set_requires_gradient_sync"], "scatter": ["set_requires_all_reduce"]}.get(how.sync, [])
+    if how.sync == "retain":
+        return ["mp_policy.reduce_dtype", *kept]
+    found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
+    if how.algorithm.startswith(CUSTOM):
+        found.append("set_custom_reduce_scatter")
+    if how.sync == "scatter":
+        return found
+    return [*found, "set_gradient_divide_factor", "set_force_sum_reduction_for_comms", *(["set_all_reduce_hook"] if how.hook else [])]
+
+
 def all_gather(run: Run, shard: Value, spec: ParamSpec) -> Value:
     """Gather `shard` [n] from every rank of the spec's group to [group_size * n]; for one rank, the shard itself."""
     if spec.group_size == 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import agreement, gloo
 from . import collectives as comm
 from .errors import warn_once
+from .options import of_unit
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
 from .torch_private import group_named, reduce_op, register_work
@@ -88,6 +89,13 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def _consume(spec: ParamSpec, options: list[str]) -> None:
+    """An op that no pass lowered does as these say."""
+    unit = of_unit(spec.unit)
+    if unit is not None:
+        unit.consume("fsdp ops, not lowered", *options)
+
+
 def _own(result: Tensor, source: Tensor) -> Tensor:
     """Custom ops must not return views of their inputs (one rank: nothing was gathered)."""
     is_alias = result.untyped_storage()._cdata == source.untyped_storage()._cdata
@@ -102,6 +110,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
         "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
     )
+    _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
 
@@ -116,6 +125,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 @_real("reduce_grad")
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
         result = comm.reduce_grad(comm.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
     if result is None:

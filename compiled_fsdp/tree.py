@@ -79,6 +79,9 @@ class Tree:
     def add_reduction(self, reduction: Reduction) -> None:
         """Let a reduction run in the background; await the oldest if too many are under way."""
         self.in_flight.append(reduction)
+        for runtime in self.members:
+            if runtime.unit.settings.max_reductions_in_flight:
+                runtime.unit.options.consume("eager runtime", "set_reduce_scatter_max_input_buffers")
         limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish()
@@ -101,6 +104,8 @@ class Tree:
                     runtime.reshard()
         self.used.clear()
         self.last_forward = None
+        for runtime in self.members:
+            runtime.unit.options.consume("eager runtime", "set_is_last_backward")
         if self.is_last_backward:
             self.order.clear()
             for runtime in self.members:
@@ -141,6 +146,7 @@ class Reduction:
         with torch.no_grad():
             for program, flat, result, params in self.programs:
                 if may_leave and result is not None and flat.unit.settings.overlap and program.is_local:
+                    flat.unit.options.consume("eager runtime", "overlap_optimizer")
                     flat.deliver_later(program, result, params)
                     continue
                 program.finish()
