@@ -26,9 +26,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from . import collectives as comm
 from . import dump, gloo
 from .graph import erase_all, find, value
-from .meta import get_tag
+from .meta import get_tag, hand_on, handed_on, set_record, take_consumed
 from .pin_order import pin_order
 from .plan import current_plan
+from .record import GraphRecord
 from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
 
@@ -66,7 +67,9 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
-    return run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)
+    gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)
+    hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
+    return gm
 
 
 def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
@@ -90,7 +93,11 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         if os.environ.get("COMPILED_FSDP_VERIFY"):
             check(gm, plan, entry.name)
 
-    return run_pipeline(gm, plan, HALF, after_pass)
+    decided = handed_on(gm.graph.nodes)
+    gm = run_pipeline(gm, plan, HALF, after_pass)
+    consumed = {**decided, **take_consumed(gm)}
+    set_record(gm, GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text())
+    return gm
 
 
 def use_gloo(graph: Graph) -> None:

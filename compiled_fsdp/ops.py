@@ -14,6 +14,7 @@ from . import agreement, gloo
 from . import collectives as comm
 from .errors import warn_once
 from .options import of_unit
+from .runs import note_run
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
 from .torch_private import group_named, reduce_op, register_work
@@ -326,13 +327,14 @@ def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: 
 
 
 @_real("agree")
-def _agree(token: Tensor, text: str, groups: Sequence[str]) -> None:
+def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     """The token is there for compilers: an op that writes to something is neither dropped nor moved past its like."""
     agreement.before_run(text, groups)
+    note_run(record)
 
 
 @_fake("agree")
-def _agree_fake(token: Tensor, text: str, groups: Sequence[str]) -> None:
+def _agree_fake(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     return None
 
 

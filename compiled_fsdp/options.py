@@ -45,8 +45,8 @@ class Options:
         """Note what was asked for; the default asks for nothing."""
         if value is default or (type(value) is type(default) and value == default):
             self.asked.pop(name, None)
-        elif name not in self.asked or self.asked[name].value != _text(value):
-            self.asked[name] = Asked(_text(value), now())
+        elif name not in self.asked or self.asked[name].value != text(value):
+            self.asked[name] = Asked(text(value), now())
 
     def consume(self, by: str, *names: str) -> None:
         """A part of the program took a decision from these."""
@@ -72,11 +72,12 @@ def register(number: int, options: Options) -> None:
     _by_number[str(number)] = options
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value, shortly."""
     if isinstance(value, set | frozenset):
         return f"{len(value)} parameters"
     if isinstance(value, list | tuple) and not all(isinstance(entry, str | int | float) for entry in value):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(text, value))}]"
     name = getattr(value, "__name__", None)
-    text = name if isinstance(name, str) else repr(value)
-    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
+    whole = name if isinstance(name, str) else repr(value)
+    return whole if len(whole) <= 100 and "\n" not in whole else type(value).__name__

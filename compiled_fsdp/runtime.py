@@ -109,6 +109,7 @@ class Runtime:
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run

@@ -16,7 +16,8 @@
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |
-| `agree(token, text, groups)` | compares a graph's collectives between the ranks, the first time; see `agreement.py` |
+| `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time (`agreement.py`); tells \
+`explain` what runs (`record.py`) |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -62,7 +63,7 @@ library.define(
 library.define("copy_columns(Tensor columns) -> Tensor")
 library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='') -> Tensor")
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='') -> Tensor")
-library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()", tags=HOST)
+library.define("agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()", tags=HOST)
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .clock import Clock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
 
 
+# Of all models; those without members were absorbed by others.
+TREES: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
 class Tree:
     """What the units below one outermost module share.
 
@@ -41,10 +47,13 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    clock: of its optimizer's steps.
     """
 
     def __init__(self) -> None:
         self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.clock = Clock()
+        TREES.add(self)
         self.order: list[Runtime] = []
         self.next_forward: dict[Runtime, Runtime] = {}
         self.last_forward: Runtime | None = None

@@ -119,6 +119,7 @@ class Unit:
         register(self.number, self.options)
         # Why it ran outside a graph inside a compiled model, if Dynamo said so.
         self.why_eager: dict[str, None] = {}
+        self.num_eager_forwards = 0
         # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
