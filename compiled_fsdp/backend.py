@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from .dump import trace_schedule
 from .inductor import install_passes, run_half, run_joint, use_gloo
 from .sequence import add_agreement
 
@@ -35,6 +36,7 @@ def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
     add_agreement(gm.graph)
     use_gloo(gm.graph)
+    trace_schedule(gm.graph)
     gm.recompile()
     runner: Callable[..., Any] = boxed_nop(gm, inputs)
     return runner

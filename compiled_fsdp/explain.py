@@ -27,7 +27,7 @@ from .explanation import (
 from .extension import WHY_EAGER
 from .ops import TRACED
 from .plan import options as plan_options
-from .record import GraphRecord
+from .graph_record import GraphRecord
 from .runs import Run, all_runs
 from .state import states_below
 from .torch_private import recompiles, uncompiled

@@ -29,7 +29,7 @@ from .graph import erase_all, find, value
 from .meta import get_tag, hand_on, handed_on, set_record, take_consumed
 from .pin_order import pin_order
 from .plan import current_plan
-from .record import GraphRecord
+from .graph_record import GraphRecord
 from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
 
@@ -67,7 +67,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
-    gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)
+    gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint", plan).after_pass)
     hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
     return gm
 
@@ -83,10 +83,10 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
-    writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
     plan = current_plan()
     if plan.costs is not None:
         plan = replace(plan, costs=plan.costs.fused(is_fused))
+    writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT])
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
         writer.after_pass(gm, entry)
@@ -137,6 +137,7 @@ class HalfPass(CustomGraphPass):
                 node.target, node.kwargs = COPY_COLUMNS, {}
         add_agreement(graph)
         use_gloo(graph)
+        dump.trace_schedule(graph)
 
     def uuid(self) -> Any:
         """As for `JointPass`."""

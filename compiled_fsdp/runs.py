@@ -11,7 +11,7 @@ from .options import now
 class Run:
     """The runs of one graph.
 
-    record: what the graph is, as `record.GraphRecord` writes it.
+    record: what the graph is, as `graph_record.GraphRecord` writes it.
     first, last: moments (see `options.py`).
     """
 

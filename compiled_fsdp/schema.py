@@ -17,7 +17,7 @@
 | `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
 | `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |
 | `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time (`agreement.py`); tells \
-`explain` what runs (`record.py`) |
+`explain` what runs (`graph_record.py`) |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
