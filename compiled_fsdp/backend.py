@@ -36,7 +36,7 @@ def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
     add_agreement(gm.graph)
     use_gloo(gm.graph)
-    trace_schedule(gm.graph)
+    trace_schedule(gm.graph, is_fused=False)
     gm.recompile()
     runner: Callable[..., Any] = boxed_nop(gm, inputs)
     return runner

@@ -26,6 +26,7 @@ from .graph import find, is_backward, is_matmul, starts
 from .memory import profile
 from .plan import ASKED, current_plan
 from .planner import predict
+from .records import write_records
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
@@ -183,14 +184,15 @@ class Dump:
     """One graph on its way through the passes, for everybody who wants to look: the folder, torch's structured trace, our log.
 
     In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json` (`graph_json.py`) beside it. In the trace, the
-    same as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a pass, at DEBUG with the graph.
+    texts as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a pass, at DEBUG with the graph.
     """
 
-    def __init__(self, gm: GraphModule, kind: str, plan: Plan, held: Sequence[str] = ()) -> None:
+    def __init__(self, gm: GraphModule, kind: str, plan: Plan, held: Sequence[str] = (), is_fused: bool = False) -> None:
         global _number, _written
         root = folder()
         self.path: Path | None = None
         self.plan = plan
+        self.is_fused = is_fused
         self.held = list(held)
         self.step = 0
         self.before: list[str] = []
@@ -219,6 +221,8 @@ class Dump:
         if entry.provides.name == "VERIFIED" and (self.path is not None or is_traced()):
             self._write_memory(gm.graph)
             self._write_timeline(gm.graph)
+            if self.path is not None:
+                write_records(gm.graph, self.path, self.is_fused)
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""
@@ -237,7 +241,8 @@ class Dump:
         now = collectives(gm.graph)
         if self.path is not None or is_traced():
             self._write(f"{stem}.txt", f"{provenance(gm.graph, name, self.held)}\n{show(gm.graph)}\n")
-            self._write(f"{stem}.json", graph_json.to_text(gm.graph, name, self.plan))
+            if self.path is not None:
+                (self.path / f"{stem}.json").write_text(graph_json.to_text(gm.graph, name, self.plan))
             if self.step:
                 changes = difflib.unified_diff(self.before, now, "before", f"after {name}", lineterm="", n=1)
                 self._write(f"{stem}.diff", "\n".join(changes) + "\n")
@@ -249,8 +254,7 @@ class Dump:
     def _write(self, name: str, text: str) -> None:
         if self.path is not None:
             (self.path / name).write_text(text)
-        encoding = "json" if name.endswith(".json") else "string"
-        trace_artifact(f"compiled_fsdp_{self.name}_{name}", encoding, lambda: text)
+        trace_artifact(f"compiled_fsdp_{self.name}_{name}", "string", lambda: text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +312,14 @@ def settings() -> dict[str, Any]:
     }
 
 
-def trace_schedule(graph: Graph) -> None:
+def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
     """The collectives in order, as tlparse compares them between ranks: under the name and in the form in which Inductor writes
-    those that it knows, which leaves out ours.
+    those that it knows. It leaves out ours (`fsdp::all_gather`), so where it would leave out some, all are written here.
     """
-    trace_artifact("inductor_collective_schedule", "json", lambda: [f"torch.ops.{node.target}" for node in starts(graph)])
+    found = starts(graph)
+    if not found or (is_fused and all(node.target.namespace == "_c10d_functional" for node in found)):
+        return
+    trace_artifact("inductor_collective_schedule", "json", lambda: [f"torch.ops.{node.target}" for node in found])
 
 
 def kind_of(graph: Graph) -> str:

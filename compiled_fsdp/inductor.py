@@ -86,7 +86,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     plan = current_plan()
     if plan.costs is not None:
         plan = replace(plan, costs=plan.costs.fused(is_fused))
-    writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT])
+    writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
         writer.after_pass(gm, entry)
@@ -137,7 +137,7 @@ class HalfPass(CustomGraphPass):
                 node.target, node.kwargs = COPY_COLUMNS, {}
         add_agreement(graph)
         use_gloo(graph)
-        dump.trace_schedule(graph)
+        dump.trace_schedule(graph, is_fused=True)
 
     def uuid(self) -> Any:
         """As for `JointPass`."""

@@ -159,6 +159,13 @@ def set_for_backward(output: Node, flags: list[bool] | None) -> None:
         output.meta["desc"] = [None if flag else "" for flag in flags]
 
 
+def module_of(node: Node) -> str:
+    """The path of the module whose forward a node was traced in, or whose backward it belongs to; "" if torch does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
+
+
 def take_over(node: Node, original: Node) -> None:
     """Let a copied node have all that was known of the original."""
     node.meta = dict(original.meta)

@@ -17,6 +17,7 @@ ORDER = """
     agreement gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
     memory
+    records
     dump sequence
     passes
     budget pin_order inductor backend

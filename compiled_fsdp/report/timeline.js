@@ -1,0 +1,186 @@
+// The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
+
+const LEFT = 118, RIGHT = 14, TOP = 24, UNIT = 20, KERNEL = 12, WIRE = 22, GAP = 10;
+
+// The unit that a module belongs to: the longest unit name that its path begins with.
+function unitOf(module, units) {
+  const inside = units.filter((unit) => module === unit || module.startsWith(`${unit}.`));
+  return inside.sort((a, b) => b.length - a.length)[0] ?? (module || "");
+}
+
+// Stretches of computation as one list by unit and one by kernel; neighbours in one unit are drawn together.
+function grouped(compute, units) {
+  const found = [];
+  for (const [begin, end, node, module] of compute) {
+    const name = module === undefined ? "" : unitOf(module, units);
+    const last = found[found.length - 1];
+    if (last && last.name === name && begin - last.end < 1e-9) last.end = end;
+    else found.push({ begin, end, name, node, module });
+  }
+  return found;
+}
+
+class Timeline {
+  constructor(graph, run, units) {
+    this.graph = graph;
+    this.collectives = graph.timeline.collectives;
+    this.sources = [{ label: "predicted", run, groups: grouped(run.compute, units) }];
+    if (graph.measured) this.sources.push({ label: "measured", run: graph.measured, groups: grouped(graph.measured.compute, units) });
+    this.selected = null;
+    this.root = svg("svg", { class: "timeline", tabindex: 0, role: "group", "aria-label": `timeline of ${graph.timeline.kind}` });
+    this.view = new View(Math.max(...this.sources.map((s) => s.run.total)) || 1e-9, () => this.draw());
+    this.detail = el("div", { class: "detail", hidden: true, "aria-live": "polite" });
+    steer(this.root, this.view, LEFT, RIGHT);
+    this.root.addEventListener("pointerleave", () => tip.hide());
+  }
+
+  get width() {
+    return this.root.clientWidth || 1200;
+  }
+
+  x(time) {
+    return LEFT + ((time - this.view.begin) / (this.view.end - this.view.begin)) * (this.width - LEFT - RIGHT);
+  }
+
+  // Left edge and width of a stretch of time, cut to what is in view; null outside.
+  span(begin, end, least = 1) {
+    if (end < this.view.begin || begin > this.view.end) return null;
+    const from = Math.max(LEFT, this.x(begin)), to = Math.min(this.width - RIGHT, this.x(end));
+    return { x: from, width: Math.max(least, to - from) };
+  }
+
+  draw() {
+    const perSource = UNIT + KERNEL + WIRE + 2 * GAP;
+    const height = TOP + this.sources.length * perSource + 22;
+    this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
+    this.root.style.height = `${height}px`;
+    const parts = [this.patterns(), this.axis(height)];
+    this.sources.forEach((source, index) => parts.push(this.lanes(source, TOP + index * perSource + 4)));
+    this.root.replaceChildren(...parts);
+    this.links();
+  }
+
+  patterns() {
+    return svg("defs", {}, svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+      svg("rect", { class: "hatch-page", width: 7, height: 7 }), svg("line", { class: "hatch-line", x1: 0, y1: 0, x2: 0, y2: 7 })));
+  }
+
+  axis(height) {
+    const { step, values } = ticks(this.view.begin * 1e3, this.view.end * 1e3, this.width / 120);
+    const marks = values.map((v) => {
+      const x = this.x(v / 1e3);
+      const near = x > this.width - 60;
+      return [svg("line", { x1: x, x2: x, y1: TOP - 4, y2: height - 18 }),
+        svg("text", { x: near ? this.width - RIGHT : x, y: height - 5, "text-anchor": near ? "end" : "middle" }, `${v.toFixed(decimals(step))} ms`)];
+    });
+    return svg("g", { class: "axis" }, marks);
+  }
+
+  lanes(source, top) {
+    const wireTop = top + UNIT + KERNEL + GAP;
+    const text = (y, words, style) => svg("text", { x: 10, y, class: style }, words);
+    return svg("g", { class: `source source-${source.label}` },
+      text(top + 13, source.label, "lane"), text(top + 27, "training thread"), text(wireTop + 15, "wire"),
+      svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.waits(source, top)),
+      svg("g", { class: "wire-lane" }, this.collectives.map((c, index) => this.bar(source, c, index, wireTop))));
+  }
+
+  units(source, top) {
+    return source.groups.map((group, index) => {
+      const at = this.span(group.begin, group.end, 0.5);
+      if (!at) return null;
+      const name = group.name || (source.label === "measured" ? "computes" : "");
+      const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
+        definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
+      return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
+        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 14));
+    });
+  }
+
+  kernels(source, top) {
+    const drawn = [];
+    let last = null;
+    source.run.compute.forEach(([begin, end, node, module], index) => {
+      const at = node === undefined ? null : this.span(begin, end, 0.3);
+      if (!at || (last && at.width < 1 && at.x + at.width < last + 0.7)) return;
+      last = at.x + at.width;
+      const about = (event) => tip.show(event, el("b", { class: "mono" }, `%${node}`), definitions([
+        ["module", module || "none"], ["from", seconds(begin)], ["takes", `${seconds(end - begin)}, light kernels after it included`]]));
+      drawn.push(svg("g", { class: "kernel", onpointermove: about, onpointerout: tip.hide },
+        svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 10)));
+    });
+    return drawn;
+  }
+
+  waits(source, top) {
+    return source.run.times.map((times, index) => {
+      const at = times.exposed > 0 && times.awaited !== null ? this.span(times.awaited, times.awaited + times.exposed, 1) : null;
+      if (!at) return null;
+      const about = (event) => tip.show(event, el("b", {}, `stands still for ${seconds(times.exposed)}`),
+        el("p", {}, `waits for the ${nameOf(this.collectives[index])}`));
+      return svg("rect", { class: "waits", y: top, height: UNIT + KERNEL, "data-index": index, onpointermove: about, onpointerout: tip.hide,
+        onclick: () => this.select(index), ...at });
+    });
+  }
+
+  bar(source, collective, index, top) {
+    const times = source.run.times[index];
+    const at = this.span(times.begin, times.end, 2);
+    if (!at) return null;
+    const from = times.awaited === null ? times.end : Math.max(times.begin, times.awaited);
+    const shown = times.exposed > 0 ? this.span(from, times.end, 1) : null;
+    return svg("g", { class: `bar kind-${collective.kind}${this.selected === index ? " is-selected" : ""}`, "data-index": index,
+      "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
+      onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
+      svg("rect", { y: top, height: WIRE, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 6, height: 6, ...shown }),
+      this.label(ownerOf(collective), at, top + 13));
+  }
+
+  label(words, at, y) {
+    const room = Math.floor((at.width - 8) / 6.3);
+    if (!words || room < 3) return null;
+    return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
+  }
+
+  // What is to be said of a collective; `most` parameters are listed.
+  about(index, source, most) {
+    const c = this.collectives[index], t = source.run.times[index];
+    const names = c.parameters.slice(0, most).map((p) => `${p.name} [${p.shape.join(", ")}] ${bytes(p.bytes)}`);
+    const rest = c.parameters.length - names.length;
+    const state = t.exposed > 0 ? el("span", { class: "is-exposed" }, `exposed for ${seconds(t.exposed)}`) : t.awaited === null ? "left in flight" : "hidden";
+    return [el("b", {}, nameOf(c)), definitions([
+      ["parameters", el("span", {}, names.length ? names.map((n) => el("div", {}, n)) : "none of ours", rest > 0 ? `and ${rest} more` : null)],
+      ["bytes", `${bytes(c.bytes)} in full, each rank sends ${bytes(c.sent)}; ${c.dtype}`],
+      [source.label, `on the wire from ${seconds(t.begin)} to ${seconds(t.end)} (${seconds(t.end - t.begin)})`],
+      ["started at", seconds(t.issued)], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
+      ["group", `${c.group}, ranks ${(this.graph.timeline.groups[c.group] ?? []).join(", ")}`], ["node", el("code", {}, `%${c.node}: ${c.op}`)]])];
+  }
+
+  select(index) {
+    this.selected = this.selected === index ? null : index;
+    this.detail.hidden = this.selected === null;
+    this.detail.replaceChildren(...(this.selected === null ? [] : this.sources.map((s) => el("div", {}, this.about(index, s, Infinity)))));
+    this.draw();
+    this.onselect?.(this.selected);
+  }
+
+  // From the selected collective to where the thread starts it and awaits it.
+  links() {
+    if (this.selected === null) return;
+    this.sources.forEach((source, order) => {
+      const times = source.run.times[this.selected];
+      const top = TOP + order * (UNIT + KERNEL + WIRE + 2 * GAP) + 4;
+      const line = (thread, wire) => this.root.append(svg("path", { class: "link",
+        d: `M${this.x(thread)} ${top} V${top + UNIT + KERNEL} L${this.x(wire)} ${top + UNIT + KERNEL + GAP}` }));
+      line(times.issued, times.begin);
+      if (times.awaited !== null) line(times.awaited, times.end);
+    });
+  }
+}
+
+function timelineLegend(hasMeasured) {
+  const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
+  return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
+    entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
+    hasMeasured ? el("span", {}, "measured lanes: one profiled step") : null);
+}
