@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from . import graph_json, log, meta
 from .collectives import CONVERT, WAIT
+from .costs import group_of
 from .graph import find, is_backward, is_matmul, starts
 from .memory import profile
 from .plan import ASKED, current_plan
@@ -30,7 +31,7 @@ from .records import write_records
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
-from .torch_private import is_traced, trace_artifact
+from .torch_private import group_named, is_traced, trace_artifact
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
+_groups: dict[str, list[int]] = {}  # that dumped graphs communicate over: names, and ranks
 
 
 def folder() -> Path | None:
@@ -206,7 +208,6 @@ class Dump:
             _written = root / f"rank{rank}"
             self.path = _written / self.name
             self.path.mkdir(parents=True, exist_ok=True)
-            (_written / "settings.json").write_text(f"{json.dumps(settings(), indent=1)}\n")
         self.counts = Counts.of(gm.graph)
         self._write_pass(gm, "capture")
 
@@ -223,6 +224,14 @@ class Dump:
             self._write_timeline(gm.graph)
             if self.path is not None:
                 write_records(gm.graph, self.path, self.is_fused)
+                self._write_settings(gm.graph)
+
+    def _write_settings(self, graph: Graph) -> None:
+        """What all graphs of this rank have in common, `settings.json`: written again as more groups become known."""
+        assert self.path is not None
+        for name in (group_of(start) for start in starts(graph)):
+            _groups[name] = dist.get_process_group_ranks(group_named(name))
+        (self.path.parent / "settings.json").write_text(f"{json.dumps(settings(), indent=1)}\n")
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""
@@ -309,6 +318,7 @@ def settings() -> dict[str, Any]:
         "world_size": dist.get_world_size() if is_there else 1,
         "backend": dist.get_backend() if is_there else "",
         "plan": {name: str(getattr(plan, name)) for name in ASKED},
+        "groups": _groups,
     }
 
 

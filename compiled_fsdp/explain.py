@@ -15,6 +15,7 @@ from .explanation import (
     EAGER,
     GRAPH,
     NEVER,
+    NOT_YET,
     UNLOWERED,
     Explanation,
     GraphInfo,
@@ -99,10 +100,12 @@ def _explain(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Expl
     moments = tree.clock.moments
     last_step = [entry for entry in ours if len(moments) < 2 or entry[0].last > moments[0]]
     graphs = [record for _, record in last_step]
+    in_graphs = {key for _, record in ours for key in record.units}
+    has_run = bool(ours) or any(unit.num_eager_forwards or unit.key in TRACED for unit in units)
     return Explanation(
         model=name,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
-        units=[_unit(unit, graphs, {key for _, r in ours for key in r.units}, keys, bool(ours)) for unit in units],
+        units=[_unit(unit, graphs, in_graphs, keys, has_run) for unit in units],
         graphs=[_graph(run, record, keys) for run, record in last_step],
         options=[*_unit_options(units, ours), *_plan_options(parsed)],
         step=_step(tree, graphs, profile, units),
@@ -113,7 +116,7 @@ def _explain(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Expl
 # -- units
 
 
-def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict[str, str], has_graphs: bool) -> UnitInfo:
+def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict[str, str], has_run: bool) -> UnitInfo:
     params = [
         Param(
             p.fqn,
@@ -125,11 +128,11 @@ def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict
         for p in unit.params
     ]
     infos = list(dict.fromkeys(flat.mesh_info for flat in unit.flats)) or [unit.mesh_info]
-    where = _where(unit, in_graphs)
+    where = _where(unit, in_graphs) if has_run else NOT_YET
     return UnitInfo(
         name=unit.name,
         where=where,
-        why=_why(unit, has_graphs) if where in (EAGER, BOTH) else [],
+        why=_why(unit, bool(in_graphs)) if where in (EAGER, BOTH) else [],
         params=params,
         num_bytes=sum(p.num_bytes for p in params),
         compute_dtype="/".join(dict.fromkeys(_dtype(p.spec.dtype) for p in unit.params)),
@@ -257,7 +260,9 @@ def _plan_options(parsed: list[Ran]) -> list[OptionInfo]:
     for name, asked in plan_options.asked.items():
         field = name.removeprefix("Plan.")
         alike = [record for _, record in parsed if record.plan[field] == asked.value]
-        consumers = dict.fromkeys(part for record in alike for option, by, _ in record.consumed if option == name for part in by)
+        consumers = dict.fromkeys(
+            part for record in alike for option, by, _ in record.consumed if option == name for part in by
+        )
         found.append(OptionInfo(name, asked.value, [], list(consumers)))
     return found
 
@@ -270,7 +275,9 @@ def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
         names = [u.name for u in units if u.name in option.units and _has_trained(u, u.options, option.name, runs)]
         is_of_plan = not option.units and any(_has_trained(u, plan_options, option.name, runs) for u in units)
         if names or is_of_plan:
-            wrong.append(f"  {option.name}={option.value}" + (f" of {', '.join(names[:5])}" if names else "") + _hint(option.name))
+            wrong.append(
+                f"  {option.name}={option.value}" + (f" of {', '.join(names[:5])}" if names else "") + _hint(option.name)
+            )
     if wrong:
         raise UnusedOptionError(
             "explain: these options were set, a step has run since, and nothing took a decision from them, so they changed "
@@ -298,5 +305,3 @@ HINTS = {
 
 def _hint(name: str) -> str:
     return next((f" ({text})" for start, text in HINTS.items() if name.startswith(start)), "")
-
-

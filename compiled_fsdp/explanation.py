@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-GRAPH, EAGER, BOTH, UNLOWERED, NEVER = "graph", "eager", "graph and eager", "graph, not lowered", "never gathered"
-ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER)
+GRAPH, EAGER, BOTH, UNLOWERED = "in a graph", "eager", "in a graph and eager", "in a graph, not lowered"
+NEVER, NOT_YET = "never gathered", "not run yet"
+ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET)
 RESHARD = {
     "gather": "dropped after forward, gathered again in backward",
     "keep": "kept from forward to backward",
@@ -42,7 +43,7 @@ class Shared:
 class UnitInfo:
     """A unit.
 
-    where: "graph", "eager", "graph and eager", "graph, not lowered", or "never gathered".
+    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never gathered", or "not run yet".
     why: reasons for running outside a graph.
     compute_dtype: of the gathered parameters.
     reshard: "gather", "keep" or "slice", as in `fsdp::unshard`.
@@ -164,10 +165,12 @@ class Explanation:
         reductions = sum(len(g.reductions) for g in self.graphs)
         moved = sum(b["num_bytes"] for g in self.graphs for b in (*g.gathers, *g.reductions))
         counts = {kind: sum(unit.where == kind for unit in self.units) for kind in ORDER}
-        units = ", ".join(f"{count} {'in a graph' if kind == GRAPH else kind}" for kind, count in counts.items() if count)
-        text = f"compiled_fsdp: {self.model}: {_count(len(self.units), 'unit')}: {units}"
+        units = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        text = f"compiled_fsdp: {self.model} of {_count(len(self.units), 'unit')}: {units}"
         if self.graphs:
-            text += f"; {_count(len(self.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
+            text += (
+                f"; {_count(len(self.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
+            )
             text += f"; peak {_mb(self.step.predicted_peak or 0)} above rest (predicted)"
         return f"{text}; more by compiled_fsdp.explain(model)"
 
@@ -178,8 +181,8 @@ class Explanation:
 def _head(e: Explanation) -> str:
     params = [p for unit in e.units for p in unit.params]
     size = f"{len(params)} parameters, {_mb(sum(p.num_bytes for p in params))} on {_count(e.world_size, 'rank')} together"
-    if not e.graphs and all(u.where == NEVER for u in e.units):
-        return f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this again after a step."
+    if all(u.where == NOT_YET for u in e.units):
+        return f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this again after a step"
     return f"{e.model}: {_count(len(e.units), 'unit')}, {size}"
 
 
@@ -187,9 +190,9 @@ def _units(units: list[UnitInfo]) -> str:
     lines = ["Units"]
     for kind in ORDER:
         members = [u for u in units if u.where == kind]
-        if members or kind in (GRAPH, EAGER, NEVER):
-            lines.append(f"  {kind:<18} {len(members):>4}{': ' if members else ''}{_names([u.name for u in members])}")
-        lines += [f"      {_names(names)}: {why}" for why, names in _reasons(members)]
+        if members:
+            lines.append(f"  {len(members)} {kind}: {_names([u.name for u in members])}")
+        lines += [f"    {_names(names)}: {why}" for why, names in _reasons(members)]
     return "\n".join(lines)
 
 
@@ -202,39 +205,46 @@ def _reasons(units: Iterable[UnitInfo]) -> list[tuple[str, list[str]]]:
 
 
 def _table(units: list[UnitInfo]) -> str:
-    lines = []
-    first: dict[object, str] = {}
+    entries: list[tuple[str, str, str]] = []  # name, what is like another unit's, what is its own
+    first: dict[tuple[str, ...], str] = {}
     for unit in units:
-        dtype = "/".join(dict.fromkeys(p.dtype for p in unit.params))
-        cast = "" if unit.compute_dtype in ("", dtype) else f", computes in {unit.compute_dtype}"
-        groups = ", ".join(repr(g) for g in unit.groups)
-        lines.append(
-            f"  {unit.name}: {_mb(unit.num_bytes)} in {dtype or 'nothing'}{cast}; {RESHARD.get(unit.reshard, unit.reshard)}; "
-            f"{unit.mesh}, group {groups}"
-        )
-        lines += [f"    {what}: {_shared(unit, s)}" for what, s in _collectives(unit)]
-        kind = tuple((_last(p.name, unit.name), tuple(p.shape), p.dtype, p.is_frozen) for p in unit.params)
-        if kind and kind in first:
-            lines.append(f"    parameters: as those of {first[kind]}")
+        own = "\n".join(f"    {line}" for line in _collectives(unit))
+        alike = (_kept(unit), *(_param(p, unit.name) for p in unit.params))
+        if alike in first:
+            entries.append((unit.name, f"as {first[alike]}", own))
         else:
-            first[kind] = unit.name
-            lines += [
-                f"    {p.name} {p.shape} {p.dtype}, {_mb(p.num_bytes)}{', frozen' if p.is_frozen else ''}" for p in unit.params
-            ]
+            first[alike] = unit.name
+            entries.append((unit.name, "\n    ".join(alike), own))
+    lines = []
+    for (alike_text, own), group in groupby(entries, lambda entry: entry[1:]):
+        lines.append("\n".join(filter(None, [f"  {_names([name for name, *_ in group])}: {alike_text}", own])))
     return "\n".join(lines)
 
 
-def _collectives(unit: UnitInfo) -> list[tuple[str, Shared]]:
-    return [("all-gather", s) for s in unit.gathers] + [("reduction", s) for s in unit.reductions]
+def _kept(unit: UnitInfo) -> str:
+    dtype = "/".join(dict.fromkeys(p.dtype for p in unit.params))
+    cast = "" if unit.compute_dtype in ("", dtype) else f", computes in {unit.compute_dtype}"
+    groups = ", ".join(repr(g) for g in unit.groups)
+    reshard = RESHARD.get(unit.reshard, unit.reshard or "nothing to gather")
+    return f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {reshard}; {unit.mesh}, group {groups}"
 
 
-def _shared(unit: UnitInfo, shared: Shared) -> str:
-    others = [name for name in shared.units if name != unit.name]
-    return f"number {shared.number} of graph {shared.graph}" + (f", shared with {_names(others)}" if others else "")
+def _param(param: Param, unit: str) -> str:
+    name = param.name.removeprefix(f"{unit}.")
+    return f"{name} {param.shape} {param.dtype}, {_mb(param.num_bytes)}{', frozen' if param.is_frozen else ''}"
 
 
-def _last(name: str, unit: str) -> str:
-    return name.removeprefix(f"{unit}.")
+def _collectives(unit: UnitInfo) -> list[str]:
+    """One line for its all-gathers, one for its reductions: number of the collective in the graph, number of the graph, with whom."""
+    lines = []
+    for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
+        texts = []
+        for shared in found:
+            others = [name for name in shared.units if name != unit.name]
+            texts.append(f"{shared.number} in graph {shared.graph}" + (f" (with {_names(others)})" if others else ""))
+        if texts:
+            lines.append(f"{what} {', '.join(texts)}")
+    return lines
 
 
 def _graphs(graphs: list[GraphInfo]) -> str:
@@ -268,7 +278,8 @@ def _options(options: list[OptionInfo]) -> str:
 def _step(e: Explanation) -> str:
     step = e.step
     predicted = [
-        "step time " + _or(_ms(step.predicted_seconds), "not known: the plan has no costs (Plan(prefetch=None) measures them)"),
+        "step time "
+        + _or(_ms(step.predicted_seconds), "not known: the plan has no costs (Plan(prefetch=None) measures them)"),
         "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
         "peak " + _or(None if step.predicted_peak is None else f"{_mb(step.predicted_peak)} above rest", "not known"),
     ]
@@ -281,7 +292,9 @@ def _step(e: Explanation) -> str:
     ]
     lines = ["Step", f"  predicted: {'; '.join(predicted)}", f"  measured:  {'; '.join(measured)}"]
     if step.measured_exposed is None or step.measured_peak is None:
-        lines.append("  (explain(model, profile=p) takes the rest from a torch.profiler.profile(profile_memory=True) of a step)")
+        lines.append(
+            "  (explain(model, profile=p) takes the rest from a torch.profiler.profile(profile_memory=True) of a step)"
+        )
     if any(u.where == EAGER for u in e.units) and e.graphs:
         lines.append("  (predictions are of the graphs alone)")
     return "\n".join(lines)

@@ -250,7 +250,10 @@ class _Reader:
         if value is None:
             return None
         dtype, shape, stride, number, num_bytes, where = value
-        if any(not isinstance(n, int) or n < 0 for n in (*shape, *stride, num_bytes, where)) or math.prod(shape) > MAX_ELEMENTS:
+        if (
+            any(not isinstance(n, int) or n < 0 for n in (*shape, *stride, num_bytes, where))
+            or math.prod(shape) > MAX_ELEMENTS
+        ):
             raise FormatError(f"{value} is no tensor")
         if number not in self.storages:
             self.storages[number] = torch.empty(min(num_bytes, MAX_ELEMENTS), dtype=torch.uint8, device="meta")

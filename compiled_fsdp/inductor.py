@@ -30,7 +30,7 @@ from .meta import get_tag, hand_on, handed_on, set_record, take_consumed
 from .pin_order import pin_order
 from .plan import current_plan
 from .graph_record import GraphRecord
-from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
 
 if TYPE_CHECKING:
@@ -101,13 +101,19 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
 
 def use_gloo(graph: Graph) -> None:
-    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. The last step for both executors."""
+    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. Name what our ops communicate.
+
+    The last step for both executors.
+    """
     for node in find(graph, comm.ALL_GATHER):
         shard, group_size, group = node.args
         if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
             node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
-    for node in find(graph, ALL_GATHER, comm.ALL_TO_ALL):
-        node.kwargs = {"what": owner(node)}
+    for node in find(graph, comm.ALL_REDUCE):
+        if get_tag(node) is not None and gloo.is_gloo(node.args[2], value(node).device):  # type: ignore[arg-type]
+            node.target = ALL_REDUCE
+    for node in find(graph, ALL_GATHER, comm.ALL_TO_ALL, ALL_REDUCE):
+        node.kwargs = {"what": owner(node), "phase": dump.kind_of(graph)}
 
 
 class JointPass(CustomGraphPass):

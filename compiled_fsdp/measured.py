@@ -11,7 +11,7 @@ from .torch_private import allocations
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-WAITS = ("_c10d_functional::wait_tensor", "compiled_fsdp::wait ")
+WAITS = "_c10d_functional::wait_tensor"  # what every executor waits by
 STEP = "Optimizer.step#"  # torch's own range around each step
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from . import agreement, gloo
+from . import agreement, gloo, ranges
 from . import collectives as comm
 from .errors import warn_once
 from .options import of_unit
@@ -295,35 +295,51 @@ def _copy_columns_fake(columns: Tensor) -> Tensor:
 
 
 @_real("all_gather")
-def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in rank order.
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
-    out, work = comm.start_gather(shard, sizes, group_size, group, what)
-    register_work(out, work)
+    with ranges.around("all_gather", phase, what):
+        out, work = comm.start_gather(shard, sizes, group_size, group, what, phase)
+        register_work(out, work)
     return out
 
 
 @_fake("all_gather")
-def _all_gather_fake(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_gather_fake(
+    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = ""
+) -> Tensor:
     return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
 @_real("all_to_all")
-def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every piece of rank r."""
-    if gloo.is_gloo(group, rows[0].device):
-        return gloo.all_to_all(rows, group_size, group, what)
-    joined = torch.cat(list(rows), 1)
-    out = torch.empty_like(joined)
-    register_work(out, group_named(group).alltoall_base(out, joined, [], []))
-    return out
+    with ranges.around("all_to_all", phase, what):
+        if gloo.is_gloo(group, rows[0].device):
+            return gloo.all_to_all(rows, group_size, group, what, phase)
+        joined = torch.cat(list(rows), 1)
+        out = torch.empty_like(joined)
+        register_work(out, group_named(group).alltoall_base(out, joined, [], []))
+        return out
 
 
 @_fake("all_to_all")
-def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
+
+
+@_real("all_reduce")
+def _all_reduce(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    with ranges.around("all_reduce", phase, what):
+        reduced: Tensor = comm.ALL_REDUCE(rows, op, group)
+        return reduced
+
+
+@_fake("all_reduce")
+def _all_reduce_fake(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    return torch.empty_like(rows)
 
 
 @_real("agree")

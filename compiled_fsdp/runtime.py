@@ -10,7 +10,6 @@ In which order units follow each other: `tree.py`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from . import agreement
 from . import collectives as comm
+from . import ranges
 from .deferred import Deferred
 from .deferred import Value as Recorded
 from .errors import warn_once
@@ -30,7 +30,8 @@ from .torch_private import preserve_version, untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from .flat import FlatParam, ShardedParam
     from .unit import Unit
@@ -39,11 +40,9 @@ if TYPE_CHECKING:
 WHO = "eager runtime"  # consumes options
 
 
-@contextmanager
-def span(what: str, unit: str) -> Iterator[None]:
+def span(what: str, unit: str) -> AbstractContextManager[object]:
     """A range in the profile, named as stock names it."""
-    with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
-        yield
+    return ranges.stock(f"FSDP::{what} ({unit})")
 
 
 class Runtime:

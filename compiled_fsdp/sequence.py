@@ -31,6 +31,12 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
     return "\n".join([f"a {kind} graph of {len(lines)} collectives", *lines]), list(groups)
 
 
+def sequence_over(graph: Graph, group: str) -> list[str]:
+    """The lines of the collectives over one group."""
+    lines = sequence(graph)[0].splitlines()[1:]
+    return [line for node, line in zip(starts(graph), lines, strict=True) if group_of(node) == group]
+
+
 def _sizes(node: Node) -> str:
     """Elements of each message."""
     if node.target in (ALL_GATHER, GATHER_AHEAD):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from . import ranges
 from .clock import Clock
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Tree:
         reached, used = list(self.backward), list(self.used)
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
-        with torch.profiler.record_function("FSDP::root_post_backward_callback"):
+        with ranges.stock("FSDP::root_post_backward_callback"):
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()

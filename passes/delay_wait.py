@@ -50,7 +50,9 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     is_from_costs = plan.distance("reduces_in_flight") is None and not any(r.spec.reduces_in_flight for r in regions)
     for region in regions:
         is_set = region.spec.reduces_in_flight > 0
-        consume(gm, *(("set_reduce_scatter_max_input_buffers", region.spec.unit) if is_set else ("Plan.reduces_in_flight", "")))
+        consume(
+            gm, *(("set_reduce_scatter_max_input_buffers", region.spec.unit) if is_set else ("Plan.reduces_in_flight", ""))
+        )
     if not is_from_costs and not any(distances(regions, plan)):
         return gm
     end = output(gm.graph)
