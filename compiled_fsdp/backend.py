@@ -59,7 +59,7 @@ def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
 def _names(graph: Graph) -> dict[Node, str]:
     """Names in profiles of torch's own collectives, and of the waits for them."""
     phase, found = kind_of(graph), {}
-    for node in (n for n in starts(graph) if n.target.namespace == "_c10d_functional" and get_tag(n)):  # type: ignore[union-attr]
+    for node in (n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)):
         op = node.target._opname  # type: ignore[union-attr]
         found[node] = title(op, phase, owner(node))
         found.update({user: title(f"wait {op}", phase, owner(node)) for user in node.users if user.target is WAIT})

@@ -1,7 +1,7 @@
 """`python -m compiled_fsdp dump|diff|explain|report|verify`: look at a folder that `COMPILED_FSDP_DUMP` or `dumped_to` wrote.
 
-Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that cannot be read. What comes from the
-folder is printed with its control characters shown, not sent.
+Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that cannot be read. What comes from
+the folder is printed with its control characters shown, not sent.
 """
 
 from __future__ import annotations

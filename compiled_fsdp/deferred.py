@@ -71,7 +71,7 @@ class Deferred:
             if op is comm.WAIT:
                 result.tensor = self._wait(*_real(args))
             elif op in comm.STARTS:
-                self._started = op._opname  # type: ignore[attr-defined]
+                self._started = op._opname
                 with self._range(self._started):
                     result.tensor = comm.call(op, *_real(args), **kwargs)
             else:

@@ -327,7 +327,7 @@ def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
     those that it knows. It leaves out ours (`fsdp::all_gather`), so where it would leave out some, all are written here.
     """
     found = starts(graph)
-    if not found or (is_fused and all(node.target.namespace == "_c10d_functional" for node in found)):
+    if not found or (is_fused and all(str(node.target).startswith("_c10d_functional.") for node in found)):
         return
     trace_artifact("inductor_collective_schedule", "json", lambda: [f"torch.ops.{node.target}" for node in found])
 

@@ -26,9 +26,9 @@ from .explanation import (
     UnitInfo,
 )
 from .extension import WHY_EAGER
+from .graph_record import GraphRecord
 from .ops import TRACED
 from .plan import options as plan_options
-from .graph_record import GraphRecord
 from .runs import Run, all_runs
 from .state import states_below
 from .torch_private import recompiles, uncompiled

@@ -235,7 +235,7 @@ def _param(param: Param, unit: str) -> str:
 
 
 def _collectives(unit: UnitInfo) -> list[str]:
-    """One line for its all-gathers, one for its reductions: number of the collective in the graph, number of the graph, with whom."""
+    """One line for its all-gathers, one for its reductions: each one's number in its graph, the graph's number, with whom."""
     lines = []
     for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
         texts = []

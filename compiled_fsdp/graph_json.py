@@ -1,6 +1,7 @@
 """A graph as JSON, and back: so that a dump can be checked and compared later, elsewhere, by anybody.
 
-    {"format": 1, "pass": "free", "plan": {...}, "specs": [[...], ...], "nodes": [[name, op, target, args, kwargs, value, tag], ...]}
+    {"format": 1, "pass": "free", "plan": {...}, "saved": [...], "specs": [[...], ...],
+     "nodes": [[name, op, target, args, kwargs, value, tag], ...]}
 
 The graph that is built from it is for reading, never for running. Its values are tensors on the meta device, whose storages are
 shared as they were. Ops are looked up by name in the four namespaces below, without running anything; any other target becomes an
@@ -238,7 +239,9 @@ class _Reader:
         "tuple": _tuple,
         "slice": _slice,
         "float": lambda self, inner: float(inner),
-        **{name: lambda self, inner, kind=kind: _constant(kind, inner) for kind, name in CONSTANTS.items()},
+        "dtype": lambda self, inner: _constant(torch.dtype, inner),
+        "memory_format": lambda self, inner: _constant(torch.memory_format, inner),
+        "layout": lambda self, inner: _constant(torch.layout, inner),
         "text": lambda self, inner: Opaque.named(str(inner)),
     }
 

@@ -26,10 +26,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from . import collectives as comm
 from . import dump, gloo
 from .graph import erase_all, find, value
+from .graph_record import GraphRecord
 from .meta import get_tag, hand_on, handed_on, set_record, take_consumed
 from .pin_order import pin_order
 from .plan import current_plan
-from .graph_record import GraphRecord
 from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
 

@@ -34,7 +34,8 @@ def exposed(profile: Any) -> float:
     events = list(profile.events())
     spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(WAITS)]
     steps = sum(e.name.startswith(STEP) for e in events)
-    return _union(spans) / max(1, steps) / 1e6
+    seconds: float = _union(spans) / max(1, steps) / 1e6
+    return seconds
 
 
 def peak(profile: Any, device: str) -> int | None:

@@ -1,8 +1,8 @@
 """What the user asked of a unit, and which part of the program took a decision from it.
 
-Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever reads an option to decide something
-writes that down too, there: passes in the graph's own record (`meta.consume`, `graph_record.py`), the eager runtime and hooks here. An
-option that was asked for and that nothing consumed in a whole step has changed nothing, which `explain` makes an error.
+Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever reads an option to decide
+something writes that down too, there: passes in the graph's own record (`meta.consume`, `graph_record.py`), the eager runtime and
+hooks here. An option that was asked for and that nothing consumed in a whole step has changed nothing: `explain` raises.
 
 Both carry a moment, counted up: a value that was set later than its last consumer ran is not consumed yet.
 """

@@ -1,9 +1,9 @@
 """Ranges in profiles: `compiled_fsdp::all_gather forward layers.0 (q.weight, k.weight, ...)`, at no cost while no profiler is on.
 
 Our own ops open theirs when they run, under every executor, since what they carry is among their arguments; so does the wait for
-messages over gloo. The eager runtime opens one around each collective and each wait. The backend without Inductor also names torch's
-collectives, by an interpreter that takes over while a profiler is on. Under Inductor torch's collectives (all of them, on NCCL) have
-the names that torch gives them: one more op at each would cost something always.
+messages over gloo. The eager runtime opens one around each collective and each wait. The backend without Inductor also names
+torch's collectives, by an interpreter that takes over while a profiler is on. Under Inductor torch's collectives (all of them, on
+NCCL) have the names that torch gives them: one more op at each would cost something always.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import agreement
+from . import agreement, ranges
 from . import collectives as comm
-from . import ranges
 from .deferred import Deferred
 from .deferred import Value as Recorded
 from .errors import warn_once

@@ -14,11 +14,10 @@
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, sizes, group_size, group, what, phase) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
+| `all_gather(shard, sizes, group_size, group, what, phase) -> gathered` | started, not awaited: pieces gathered side by side |
 | `all_to_all(rows, group_size, group, what, phase) -> received` | started, not awaited: row r of each piece goes to rank r |
 | `all_reduce(rows, op, group, what, phase) -> reduced` | torch's, started, not awaited, with a name in profiles |
-| `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time (`agreement.py`); tells \
-`explain` what runs (`graph_record.py`) |
+| `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time, and says what runs |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake

@@ -9,8 +9,8 @@ import torch._logging._internal
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
-from torch._C._profiler import _ExtraFields_Allocation
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
 from torch._prims_common import make_contiguous_strides_for
@@ -226,7 +226,7 @@ def is_traced() -> bool:
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], Any]) -> None:
     """One artifact of torch's structured trace: "string" or "json"; the payload is computed only if there is a trace."""
-    torch._logging.trace_structured(
+    torch._logging._internal.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
     )
 

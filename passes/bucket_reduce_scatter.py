@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
-    if regions:
-        consume(gm, "Plan.bucket_bytes")
     for alike in _units(regions).values():
+        consume(gm, "Plan.bucket_bytes")
         limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
         for neighbours in together(alike, lambda unit: unit.nbytes, limit):
             if len(neighbours) > 1:

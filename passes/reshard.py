@@ -59,7 +59,7 @@ CHEAP = (
     torch.ops.prims.convert_element_type.default,
 )
 
-# What backward gathers follows from the reshard class, and from what gradients depend on: no more than `set_unshard_in_backward` asks.
+# What backward gathers follows from the class, and from what gradients depend on: never more than `set_unshard_in_backward` asks.
 OPTIONS = ("reshard_after_forward", "set_unshard_in_backward")
 
 
