@@ -220,15 +220,17 @@ def register_log(name: str) -> None:
 
 
 def is_traced() -> bool:
-    """Whether torch's structured trace (`TORCH_TRACE`) is written."""
-    return bool(torch._logging._internal.trace_log.handlers)
+    """Whether torch's structured trace (`TORCH_TRACE`) is written: its handler takes itself away at first use if it is not."""
+    handlers = torch._logging._internal.trace_log.handlers
+    return any(isinstance(handler, torch._logging._internal.LazyTraceHandler) for handler in handlers)
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], Any]) -> None:
     """One artifact of torch's structured trace: "string" or "json"; the payload is computed only if there is a trace."""
-    torch._logging._internal.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
-    )
+    if is_traced():
+        torch._logging._internal.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
+        )
 
 
 def recompiles() -> list[tuple[str, str]]:
