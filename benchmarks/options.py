@@ -23,7 +23,7 @@ BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
 DEFAULT_MINUTES = 5.0
 COMPARE_MINUTES = 12.0
 # What --resume does not have to share with the checkpoint: where to stop, not what to compute.
-FREE = ("minutes", "stop_after", "compare", "resume", "out", "text")
+FREE = ("minutes", "stop_after", "compare", "resume", "report", "out", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Options:
     reshard: bool | int | None
     compare: bool
     resume: bool
+    report: bool
     out: Path
     text: Path | None
 
@@ -177,6 +178,8 @@ def _parser() -> Parser:
         " so each takes fewer steps")  # fmt: skip
     add("--resume", action="store_true", help="continue from the checkpoint in --out; options not"
         " given are the checkpoint's")  # fmt: skip
+    add("--report", action="store_true", help="write report.html to --out: timeline, memory, buckets and passes of the compiled"
+        " step, with a profiled step laid over the predicted one; compiles without caches")  # fmt: skip
     add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
     add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
     return parser
@@ -219,6 +222,10 @@ def _check_values(options: Options) -> None:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
+    if options.report and (options.impl == "stock" or options.backend == "eager"):
+        wrong.append(
+            f"--report shows our compiled graphs, and --impl {options.impl} --backend {options.backend} makes none; leave it out"
+        )
     if options.compare and options.stop_after is not None:
         wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
     if options.compare and options.steps is not None and options.minutes is not None:

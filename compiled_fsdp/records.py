@@ -7,6 +7,7 @@ begin with the graph. Names are those of the graph, as they are: whoever shows t
 from __future__ import annotations
 
 import json
+import os
 import platform
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -36,15 +37,17 @@ if TYPE_CHECKING:
     from .memory import Storage
 
 FORMAT = 1
+SHOWN = ("COMPILED_FSDP_", "TORCH_LOGS", "TORCHINDUCTOR_", "OMP_", "MKL_", "GLOO_", "NCCL_")  # environment variables
 EXECUTORS = {"plain": False, "fused": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a dumped forward left to a backward, by executor; `path` is its folder."""
+    """What a dumped forward left to a backward, by executor; `path` is its folder, `modules` says where its nodes come from."""
 
     path: Path
     handed: dict[str, Handed]
+    modules: dict[str, str]
 
 
 # The forwards of this process whose backward may still be compiled; the graphs themselves change after they were dumped.
@@ -86,6 +89,7 @@ def settings() -> dict[str, Any]:
         "versions": {"compiled_fsdp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)},
     }
 
 
@@ -112,7 +116,13 @@ def _collective(start: Node) -> dict[str, Any]:
         "is_ours": tag is not None,
         "units": list(dict.fromkeys(spec.unit.split("#")[0] for spec in specs)),
         "parameters": [
-            {"name": s.fqn, "shape": list(s.shape), "bytes": s.shard_numel * s.group_size * s.dtype.itemsize} for s in specs
+            {
+                "name": s.fqn,
+                "unit": s.unit.split("#")[0],
+                "shape": list(s.shape),
+                "bytes": s.shard_numel * s.group_size * s.dtype.itemsize,
+            }
+            for s in specs
         ],
         "bytes": int(nbytes(start) if is_gather else sum(map(nbytes, start.all_input_nodes))),
         "sent": int(sent),
@@ -160,16 +170,16 @@ def memory(graph: Graph, path: Path) -> dict[str, Any]:
     backward = is_backward(graph)
     before = next((left for left in reversed(_left) if backward and _is_half(graph, path, left)), None)
     found: dict[str, Any] = {"after": before.path.name if before else None, "nodes": [n.name for n in graph.nodes]}
-    handed = {}
+    handed, modules = {}, {node.name: module_of(node) for node in graph.nodes}
     for name, fused in EXECUTORS.items():
         if before:
             lifetimes = lifetimes_after(graph, before.handed[name], fused)
         else:
             lifetimes = Lifetimes(graph, fused)
             handed[name] = handed_over(lifetimes, 0 if backward else num_saved(graph))
-        found[name] = _profile(lifetimes)
+        found[name] = _profile(lifetimes, modules, before.modules if before else {})
     if not backward:
-        _left.append(Left(path, handed))
+        _left.append(Left(path, handed, modules))
         del _left[:-MOST_LEFT]
     return found
 
@@ -178,8 +188,11 @@ def _is_half(graph: Graph, path: Path, left: Left) -> bool:
     return left.path.parent == path.parent and all(follows(graph, handed) for handed in left.handed.values())
 
 
-def _profile(lifetimes: Lifetimes) -> dict[str, Any]:
-    """Storages as [kind, owner, bytes, first node, last node, [[start, wait] of collectives on it]]; kinds add up to `during`."""
+def _profile(lifetimes: Lifetimes, own: dict[str, str], saved: dict[str, str]) -> dict[str, Any]:
+    """Storages as [kind, owner, bytes, first node, last node, [[start, wait] of collectives on it]]; kinds add up to `during`.
+
+    own, saved: the modules of nodes of this graph, and of those of the forward that it goes on from.
+    """
     nodes = list(lifetimes.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     curve = lifetimes.curve(nodes)
@@ -190,8 +203,17 @@ def _profile(lifetimes: Lifetimes) -> dict[str, Any]:
         "at_rest": lifetimes.at_rest,
         "during": curve.during,
         "kinds": stack(stored, position),
-        "storages": [[s.kind, s.owner, s.num_bytes, *s.span(position), _under_way(s, position)] for s in stored],
+        "storages": [
+            [s.kind, _owner(s, own, saved), s.num_bytes, *s.span(position), _under_way(s, position)] for s in stored
+        ],
     }
+
+
+def _owner(storage: Storage, own: dict[str, str], saved: dict[str, str]) -> str:
+    """A parameter, a unit, or a node with the module that it comes from."""
+    known = saved if storage.node.op == "placeholder" else own
+    module = known.get(storage.owner, "")
+    return f"{storage.owner} in {module}" if module else storage.owner
 
 
 def _under_way(storage: Storage, position: dict[Node, int]) -> list[tuple[int, int]]:

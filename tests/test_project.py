@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py")])
-# Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
+REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
+FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT])
+# Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
     version options plan torch_private ranges log spec layout errors
     agreement runs gloo schema mesh tensor_parallel collectives meta ops
@@ -19,6 +20,7 @@ ORDER = """
     memory
     records graph_json graph_record
     dump sequence
+    report
     passes
     budget pin_order inductor backend
     arguments calibrate deferred in_flight flat extension unit clock tree resident runtime stock_state fallback first_call
@@ -35,7 +37,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def layer(path: Path) -> str:
-    return "passes" if path.parent.name == "passes" else path.stem
+    return path.parent.name if path.parent.name in ("passes", "report") else path.stem
 
 
 def is_typing_only(node: ast.stmt) -> bool:
@@ -51,7 +53,7 @@ def imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = "compiled_fsdp" + (".passes" if path.parent.name == "passes" else "")
+            package = "compiled_fsdp" + (f".{path.parent.name}" if path.parent.name in ("passes", "report") else "")
             above = f"{package}." if node.level else ""
             module = f"{above}{node.module or ''}".rstrip(".")
             found.extend(f"{module}.{alias.name}" for alias in node.names)

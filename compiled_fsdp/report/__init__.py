@@ -8,9 +8,9 @@ Data come from the folder that `dumped_to` or COMPILED_FSDP_DUMP wrote, and from
 unpickled, and every name is shown as text.
 """
 
+from .check import DumpError as DumpError
 from .measured import add_profile as add_profile
 from .page import write_report as write_report
-from .read import DumpError as DumpError
 from .trace import write_trace as write_trace
 
 __all__ = ["DumpError", "add_profile", "write_report", "write_trace"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .check import NUMBER, Check, load
-from .read import MEASURED, DumpedGraph, DumpError, read_dump
+from .check import NUMBER, Check, DumpError, load
+from .read import MEASURED, DumpedGraph, read_dump
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -168,26 +168,31 @@ def _outermost(events: list[Event]) -> list[Event]:
 
 
 def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
-    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not awaited in it has no wait."""
-    order = graph.timeline["waits"]
-    waits = {index: wait for index, wait in zip(order, run.waits, strict=False)}
+    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not awaited in it has no wait.
+
+    issuing: how long the thread was busy with starting a collective.
+    exposed: how long it stood in the wait, if the message was not there before; a wait for one that was there hides it.
+    """
+    waits = dict(zip(graph.timeline["waits"], run.waits, strict=False))
     number = len(graph.timeline["collectives"])
     has_arrivals = all(c.name == CARRIED for c in run.carried[:number])
     found, busy = [], []
     for index, start in enumerate(run.starts[:number]):
         wait, arrival = waits.get(index), run.carried[index]
         end = arrival.end if has_arrivals else wait.end if wait else start.end
-        busy += [start] if wait is None else [start, wait]
+        is_exposed = wait is not None and end > wait.begin
+        busy += [start, wait] if wait is not None and is_exposed else [start]
         found.append(
             {
                 "issued": start.begin - run.begin,
+                "issuing": start.end - start.begin,
                 "begin": start.begin - run.begin,
                 "end": max(end, start.end) - run.begin,
                 "awaited": wait and wait.begin - run.begin,
-                "exposed": wait.end - wait.begin if wait else 0.0,
+                "exposed": wait.end - wait.begin if wait and is_exposed else 0.0,
             }
         )
-    last = max((event.end for event in busy), default=run.begin)
+    last = max((event.end for event in (*busy, *run.waits[: len(waits)])), default=run.begin)
     total = max(last, run.end or last) - run.begin
     return {"total": total, "times": found, "compute": _between(busy, run.begin, total), "has_arrivals": has_arrivals}
 

@@ -42,6 +42,12 @@ class Memory {
     this.view.end = this.view.full;
   }
 
+  along(byTime) {
+    this.byTime = byTime;
+    this.measure();
+    this.draw();
+  }
+
   get width() {
     return this.root.clientWidth || 1200;
   }
@@ -82,8 +88,7 @@ class Memory {
     const label = (v, step) => v.toFixed(decimals(step));
     return svg("g", { class: "axis" },
       up.values.map((v) => [svg("line", { x1: M.left, x2: this.width - M.right, y1: this.y(v * unit[1]), y2: this.y(v * unit[1]) }),
-        svg("text", { x: M.left - 8, y: this.y(v * unit[1]) + 4, "text-anchor": "end" }, label(v, up.step))]),
-      svg("text", { x: 8, y: 15 }, `${unit[0]} above rest`),
+        svg("text", { x: M.left - 8, y: this.y(v * unit[1]) + 4, "text-anchor": "end" }, `${label(v, up.step)} ${unit[0]}`)]),
       along.values.map((v) => svg("text", { x: this.x(v / scale), y: M.height - 22, "text-anchor": "middle" }, label(v, along.step))),
       svg("text", { x: this.width - M.right, y: M.height - 6, "text-anchor": "end" }, this.byTime ? "predicted time, ms" : "node of the graphs, in order"));
   }

@@ -28,9 +28,9 @@ function current() {
 }
 
 function choice(label, options, selected, act) {
-  const select = el("select", { onchange: (event) => { act(event.target.value); render(); } },
+  const select = el("select", { "aria-label": label, onchange: (event) => { act(event.target.value); render(); } },
     options.map(([value, words]) => el("option", { value, selected: String(value) === String(selected) }, words)));
-  return el("label", {}, label, select);
+  return el("label", {}, el("span", {}, label), select);
 }
 
 function switches({ rank, steps, graphs, executor }) {
@@ -55,9 +55,9 @@ function tiles({ graphs, executor }) {
   const peak = graphs.reduce((best, g) => (g.memory[executor].peak > best.memory[executor].peak ? g : best));
   const tile = (label, value, note) => el("div", { class: "tile" }, el("span", {}, label), el("b", {}, value), el("span", {}, note));
   return [
-    tile(`predicted ${graphs.map((g) => g.timeline.kind).join(" and ")}`, seconds(total(runs)), runs.map((r, n) => `${graphs[n].timeline.kind} ${seconds(r.total)}`).join(", ")),
+    tile(`predicted ${graphs.map((g) => g.timeline.kind).join(" and ")}`, seconds(total(runs)), runs.map((r) => seconds(r.total)).join(" + ")),
     tile("exposed communication", seconds(exposed(runs)), `${percent(exposed(runs), total(runs))} of the time, predicted`),
-    measured ? tile("measured, one profiled step", seconds(total(measured)), `${seconds(exposed(measured))} exposed, ${percent(exposed(measured), total(measured))}`) : null,
+    measured ? tile("measured, one profiled step", seconds(total(measured)), `${seconds(exposed(measured))} exposed, ${seconds(sum(measured, (r) => sum(r.times, (t) => t.issuing)))} starting`) : null,
     tile("communication", `${collectives.length} collectives`, `each rank sends ${bytes(sum(collectives, (c) => c.sent))}`),
     tile("peak memory above rest", bytes(peak.memory[executor].peak), `in ${peak.timeline.kind}, at rest ${bytes(graphs[0].memory[executor].at_rest)}`),
   ].filter(Boolean);
@@ -67,7 +67,7 @@ const DRAWN = [];
 
 function timelineTab({ graphs, executor, rank }) {
   const units = [...new Set(rank.graphs.flatMap((g) => g.timeline.collectives.flatMap((c) => c.units)))].flatMap((u) => u.split(", "));
-  return [el("div", { class: "bar-of-tools" }, timelineLegend(graphs.some((g) => g.measured)), el("span", { class: "muted" }, "drag to zoom, double-click for all; click a collective to keep it")),
+  return [el("div", { class: "bar-of-tools" }, timelineLegend(graphs.some((g) => g.measured)), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
     graphs.map((graph) => {
       const run = graph.timeline[executor], line = new Timeline(graph, run, units);
       const rows = collectiveTable(graph, run);
@@ -89,8 +89,8 @@ function measuredText({ measured }) {
 function memoryTab({ graphs, executor }) {
   const memory = new Memory(graphs, executor);
   DRAWN.push(memory);
-  const axis = choice("", [["nodes", "by node"], ["time", "by predicted time"]], "nodes", () => {});
-  axis.querySelector("select").addEventListener("change", (event) => { event.stopImmediatePropagation(); memory.byTime = event.target.value === "time"; memory.measure(); memory.draw(); }, true);
+  const axis = el("select", { "aria-label": "horizontal axis", onchange: (event) => memory.along(event.target.value === "time") },
+    el("option", { value: "nodes" }, "by node"), el("option", { value: "time" }, "by predicted time"));
   return [el("h2", {}, "Memory over the step", el("small", {}, `bytes alive above what is at rest (${bytes(graphs[0].memory[executor].at_rest)}); click for what is alive there`)),
     el("div", { class: "bar-of-tools" }, memory.legend(), axis, tools(memory.view)), memory.root, memory.owners];
 }

@@ -29,7 +29,7 @@ def write_report(dump_dir: Path, out: Path) -> None:
         DumpError: there is no dump, or a file of it is garbled; names the file.
     """
     ranks = read_dump(Path(dump_dir))
-    Path(out).write_text(page(ranks, Path(dump_dir).resolve().name), encoding="utf-8")
+    Path(out).write_text(page(ranks, "/".join(Path(dump_dir).resolve().parts[-2:])), encoding="utf-8")
 
 
 def page(ranks: list[DumpedRank], title: str) -> str:

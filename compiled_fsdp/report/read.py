@@ -22,7 +22,7 @@ COLLECTIVE = {
     "kind": str,
     "is_ours": bool,
     "units": [str],
-    "parameters": [{"name": str, "shape": list, "bytes": NUMBER}],
+    "parameters": [{"name": str, "unit": str, "shape": list, "bytes": NUMBER}],
     "bytes": NUMBER,
     "sent": NUMBER,
     "dtype": str,
@@ -33,7 +33,7 @@ COSTS = {"flops": NUMBER, "bandwidth": NUMBER, "overhead": NUMBER, "links": dict
 TIMELINE = {
     **HEAD,
     "costs": COSTS,
-    "settings": {"plan": dict, "versions": dict, "rank": int, "world_size": int},
+    "settings": {"plan": dict, "versions": dict, "rank": int, "world_size": int, "environment": dict},
     "groups": dict,
     "collectives": [COLLECTIVE],
     "waits": [int],
@@ -41,7 +41,7 @@ TIMELINE = {
 }
 PROFILE = {"peak": NUMBER, "where": int, "at_rest": NUMBER, "during": [NUMBER], "kinds": dict, "storages": [list]}
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
-MEASURED_RUN = {"total": NUMBER, "times": [TIMES], "compute": [list], "has_arrivals": bool}
+MEASURED_RUN = {"total": NUMBER, "times": [{**TIMES, "issuing": NUMBER}], "compute": [list], "has_arrivals": bool}
 
 
 @dataclass(frozen=True, slots=True)

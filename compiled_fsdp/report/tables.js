@@ -52,6 +52,7 @@ function collectiveTable(graph, run) {
     { name: "bytes", isNumber: true, value: (r) => r.c.bytes, show: (r) => bytes(r.c.bytes) },
     ...timed("predicted", (r) => r.p),
     ...(graph.measured ? timed("measured", (r) => r.m) : []),
+    ...(graph.measured ? [{ group: "measured", name: "starting", isNumber: true, value: (r) => r.m.issuing, show: (r) => time(r.m.issuing) }] : []),
   ];
   return table(columns, rows, { class: "collectives" });
 }
@@ -80,8 +81,7 @@ function groupText(graph, group) {
 
 function parameters(c) {
   if (!c.parameters.length) return "none of ours";
-  const unit = (name) => c.units.findIndex((u) => name === u || name.startsWith(`${u}.`));
-  const pieces = c.parameters.map((p) => el("i", { style: `flex:${Math.max(1, p.bytes)}`, class: unit(p.name) % 2 ? "odd" : null, title: `${p.name} ${bytes(p.bytes)}` }));
+  const pieces = c.parameters.map((p) => el("i", { style: `flex:${Math.max(1, p.bytes)}`, class: c.units.indexOf(p.unit) % 2 ? "odd" : null, title: `${p.name} ${bytes(p.bytes)}` }));
   const count = c.parameters.length;
   return el("div", {}, el("div", { class: "pieces" }, pieces), el("details", {}, el("summary", {}, `${count} parameter${count === 1 ? "" : "s"}`),
     el("ul", {}, c.parameters.map((p) => el("li", {}, `${p.name} [${p.shape.join(", ")}] ${bytes(p.bytes)}`)))));
@@ -125,5 +125,6 @@ function settingsTables(graph) {
     part("Plan", Object.entries(settings.plan), "What the passes were told; see Plan in the package."),
     part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)], ...links],
       costs.is_assumed ? "Assumed round numbers: nothing was measured here." : "Measured on these ranks, and agreed by them."),
-    part("Versions and ranks", [...Object.entries(settings.versions), ["rank", settings.rank], ["world size", settings.world_size], ["executor", EXECUTORS[graph.timeline.executor]]]));
+    part("Versions and ranks", [...Object.entries(settings.versions), ["rank", settings.rank], ["world size", settings.world_size], ["executor", EXECUTORS[graph.timeline.executor]]]),
+    part("Environment", Object.entries(settings.environment), Object.keys(settings.environment).length ? "Variables that torch and this package read." : "None of the variables that torch and this package read is set."));
 }

@@ -1,6 +1,6 @@
 // The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
 
-const LEFT = 118, RIGHT = 14, TOP = 24, UNIT = 20, KERNEL = 12, WIRE = 22, GAP = 10;
+const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
 
 // The unit that a module belongs to: the longest unit name that its path begins with.
 function unitOf(module, units) {
@@ -20,12 +20,28 @@ function grouped(compute, units) {
   return found;
 }
 
+// A row for each collective, so that those under way at once do not cover each other; at most `most` rows.
+function rowsOf(times, most = 4) {
+  const ends = [];
+  return times.map(({ begin, end }) => {
+    let row = ends.findIndex((e) => e <= begin + 1e-12);
+    if (row < 0) row = ends.length < most ? ends.length : ends.indexOf(Math.min(...ends));
+    ends[row] = end;
+    return row;
+  });
+}
+
 class Timeline {
   constructor(graph, run, units) {
     this.graph = graph;
     this.collectives = graph.timeline.collectives;
-    this.sources = [{ label: "predicted", run, groups: grouped(run.compute, units) }];
-    if (graph.measured) this.sources.push({ label: "measured", run: graph.measured, groups: grouped(graph.measured.compute, units) });
+    this.sources = [["predicted", run], ["measured", graph.measured]].filter(([, found]) => found).map(([label, found]) => {
+      const rows = rowsOf(found.times);
+      return { label, run: found, rows, height: UNIT + KERNEL + 2 * GAP + WIRE * Math.max(1, ...rows.map((row) => row + 1)), groups: grouped(found.compute, units) };
+    });
+    let top = TOP + 4;
+    for (const source of this.sources) { source.top = top; top += source.height; }
+    this.height = top + 18;
     this.selected = null;
     this.root = svg("svg", { class: "timeline", tabindex: 0, role: "group", "aria-label": `timeline of ${graph.timeline.kind}` });
     this.view = new View(Math.max(...this.sources.map((s) => s.run.total)) || 1e-9, () => this.draw());
@@ -50,13 +66,10 @@ class Timeline {
   }
 
   draw() {
-    const perSource = UNIT + KERNEL + WIRE + 2 * GAP;
-    const height = TOP + this.sources.length * perSource + 22;
+    const height = this.height;
     this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
     this.root.style.height = `${height}px`;
-    const parts = [this.patterns(), this.axis(height)];
-    this.sources.forEach((source, index) => parts.push(this.lanes(source, TOP + index * perSource + 4)));
-    this.root.replaceChildren(...parts);
+    this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
   }
 
@@ -76,12 +89,13 @@ class Timeline {
     return svg("g", { class: "axis" }, marks);
   }
 
-  lanes(source, top) {
+  lanes(source) {
+    const { top } = source;
     const wireTop = top + UNIT + KERNEL + GAP;
     const text = (y, words, style) => svg("text", { x: 10, y, class: style }, words);
     return svg("g", { class: `source source-${source.label}` },
-      text(top + 13, source.label, "lane"), text(top + 27, "training thread"), text(wireTop + 15, "wire"),
-      svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.waits(source, top)),
+      text(top + 15, source.label, "lane"), text(top + 32, "training thread"), text(wireTop + 17, "wire"),
+      svg("g", { class: "compute-lane" }, this.units(source, top), this.kernels(source, top + UNIT), this.issues(source, top), this.waits(source, top)),
       svg("g", { class: "wire-lane" }, this.collectives.map((c, index) => this.bar(source, c, index, wireTop))));
   }
 
@@ -93,7 +107,7 @@ class Timeline {
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 14));
+        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
     });
   }
 
@@ -107,9 +121,20 @@ class Timeline {
       const about = (event) => tip.show(event, el("b", { class: "mono" }, `%${node}`), definitions([
         ["module", module || "none"], ["from", seconds(begin)], ["takes", `${seconds(end - begin)}, light kernels after it included`]]));
       drawn.push(svg("g", { class: "kernel", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 10)));
+        svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 12, false)));
     });
     return drawn;
+  }
+
+  // Measured: how long the thread is busy with starting a collective.
+  issues(source, top) {
+    return source.run.times.map((times, index) => {
+      const at = times.issuing ? this.span(times.issued, times.issued + times.issuing, 1) : null;
+      if (!at) return null;
+      const about = (event) => tip.show(event, el("b", {}, `starts the ${nameOf(this.collectives[index])}`), el("p", {}, `takes ${seconds(times.issuing)}`));
+      return svg("g", { class: `issues kind-${this.collectives[index].kind}`, onpointermove: about, onpointerout: tip.hide, onclick: () => this.select(index) },
+        svg("rect", { y: top, height: UNIT + KERNEL, ...at }), this.label("starts", at, top + 15, false));
+    });
   }
 
   waits(source, top) {
@@ -127,18 +152,19 @@ class Timeline {
     const times = source.run.times[index];
     const at = this.span(times.begin, times.end, 2);
     if (!at) return null;
+    top += source.rows[index] * WIRE;
     const from = times.awaited === null ? times.end : Math.max(times.begin, times.awaited);
-    const shown = times.exposed > 0 ? this.span(from, times.end, 1) : null;
+    const shown = times.exposed > 0 && from < times.end ? this.span(from, times.end, 1) : null;
     return svg("g", { class: `bar kind-${collective.kind}${this.selected === index ? " is-selected" : ""}`, "data-index": index,
       "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
-      svg("rect", { y: top, height: WIRE, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 6, height: 6, ...shown }),
-      this.label(ownerOf(collective), at, top + 13));
+      svg("rect", { y: top, height: WIRE - 2, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 8, height: 6, ...shown }),
+      this.label(ownerOf(collective), at, top + 14));
   }
 
-  label(words, at, y) {
-    const room = Math.floor((at.width - 8) / 6.3);
-    if (!words || room < 3) return null;
+  label(words, at, y, mayCut = true) {
+    const room = Math.floor((at.width - 8) / 6.9);
+    if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
     return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
   }
 
@@ -152,7 +178,7 @@ class Timeline {
       ["parameters", el("span", {}, names.length ? names.map((n) => el("div", {}, n)) : "none of ours", rest > 0 ? `and ${rest} more` : null)],
       ["bytes", `${bytes(c.bytes)} in full, each rank sends ${bytes(c.sent)}; ${c.dtype}`],
       [source.label, `on the wire from ${seconds(t.begin)} to ${seconds(t.end)} (${seconds(t.end - t.begin)})`],
-      ["started at", seconds(t.issued)], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
+      ["started at", `${seconds(t.issued)}${t.issuing ? `, which took the thread ${seconds(t.issuing)}` : ""}`], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
       ["group", `${c.group}, ranks ${(this.graph.timeline.groups[c.group] ?? []).join(", ")}`], ["node", el("code", {}, `%${c.node}: ${c.op}`)]])];
   }
 
@@ -167,11 +193,11 @@ class Timeline {
   // From the selected collective to where the thread starts it and awaits it.
   links() {
     if (this.selected === null) return;
-    this.sources.forEach((source, order) => {
-      const times = source.run.times[this.selected];
-      const top = TOP + order * (UNIT + KERNEL + WIRE + 2 * GAP) + 4;
+    this.sources.forEach((source) => {
+      const times = source.run.times[this.selected], { top } = source;
+      const bottom = top + UNIT + KERNEL + GAP + WIRE * source.rows[this.selected];
       const line = (thread, wire) => this.root.append(svg("path", { class: "link",
-        d: `M${this.x(thread)} ${top} V${top + UNIT + KERNEL} L${this.x(wire)} ${top + UNIT + KERNEL + GAP}` }));
+        d: `M${this.x(thread)} ${top} V${top + UNIT + KERNEL} L${this.x(wire)} ${bottom}` }));
       line(times.issued, times.begin);
       if (times.awaited !== null) line(times.awaited, times.end);
     });
@@ -182,5 +208,5 @@ function timelineLegend(hasMeasured) {
   const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
   return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
     entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
-    hasMeasured ? el("span", {}, "measured lanes: one profiled step") : null);
+    hasMeasured ? entry("mark-issues", "measured: starts a collective") : null);
 }

@@ -71,6 +71,8 @@ def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[s
             "exposed_ms": times["exposed"] * 1e3,
         }
         events.append(_range(name, WIRE, start, times["begin"], times["end"], details))
+        if times.get("issuing"):
+            events.append(_range(f"start: {name}", COMPUTE, start, times["issued"], times["issued"] + times["issuing"], {}))
         if times["exposed"] and times["awaited"] is not None:
             events.append(_range(f"wait: {name}", COMPUTE, start, times["awaited"], times["awaited"] + times["exposed"], {}))
     return events
