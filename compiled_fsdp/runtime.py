@@ -10,13 +10,12 @@ In which order units follow each other: `tree.py`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import agreement
+from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .deferred import Value as Recorded
@@ -30,17 +29,19 @@ from .torch_private import preserve_version, untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from .flat import FlatParam, ShardedParam
     from .unit import Unit
 
 
-@contextmanager
-def span(what: str, unit: str) -> Iterator[None]:
+WHO = "eager runtime"  # consumes options
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
     """A range in the profile, named as stock names it."""
-    with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
-        yield
+    return ranges.stock(f"FSDP::{what} ({unit})")
 
 
 class Runtime:
@@ -106,6 +107,7 @@ class Runtime:
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run
@@ -137,6 +139,8 @@ class Runtime:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
         following = tree.next_forward.get(self)
+        if self.prefetch["forward"]:
+            self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
         for target in self.prefetch["forward"] or ([following] if following else []):
             target.start_unshard()
 
@@ -200,6 +204,7 @@ class Runtime:
         for lender in self.lenders:
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
+        self.unit.options.consume(WHO, "reshard_after_forward")
         if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
@@ -226,6 +231,7 @@ class Runtime:
 
     def _unshard_for_backward(self) -> None:
         for runtime in (*self.lenders, self):
+            runtime.unit.options.consume(WHO, "set_unshard_in_backward")
             if runtime.unit.settings.unshard_in_backward:
                 runtime.unshard()
 
@@ -233,6 +239,8 @@ class Runtime:
         tree = self.tree
         index = self.indices.pop() if self.indices else 0
         before = tree.order[index - 1] if index else None
+        if self.prefetch["backward"]:
+            self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
         for target in self.prefetch["backward"] or ([before] if before else []):
             if target.unit.settings.unshard_in_backward:
                 target.start_unshard()
@@ -244,6 +252,7 @@ class Runtime:
         self._log("post_backward")
         self.slices.clear()
         self._close()
+        self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
             self.reshard()
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
@@ -259,6 +268,7 @@ class Runtime:
                 grad, full.grad = full.grad, None
                 ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused:
+            self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
             ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
@@ -272,6 +282,7 @@ class Runtime:
         """What becomes of these gradients."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)
+        self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
@@ -319,6 +330,7 @@ class Runtime:
 
     def start(self) -> None:
         """See `flat.Gather`."""
+        self.unit.options.consume(WHO, "overlap_optimizer")
         self.start_unshard()
         self.checksums = [flat.checksum() for flat in self.unit.flats]
 
@@ -432,6 +444,7 @@ class Runtime:
         gathers = []
         for members in buckets.values():
             names = ", ".join(param.fqn for _, _, param in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][1]))
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
             run.advance()
@@ -447,6 +460,7 @@ class Runtime:
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
             gathers.append((run, gather(run, members), members))
         return gathers

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import ADD, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.regions import Region, find_regions, together
 from compiled_fsdp.schema import MARK_GRADS
 
@@ -46,6 +46,7 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
     for alike in _units(regions).values():
+        consume(gm, "Plan.bucket_bytes")
         limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
         for neighbours in together(alike, lambda unit: unit.nbytes, limit):
             if len(neighbours) > 1:

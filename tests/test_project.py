@@ -14,20 +14,21 @@ REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT])
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version plan torch_private spec layout errors
-    agreement gloo schema mesh tensor_parallel collectives meta ops
+    version options plan torch_private ranges log spec layout errors
+    agreement runs gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
     memory
-    records
+    records graph_json graph_record
     dump sequence
     report
     passes
     budget pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit tree resident runtime stock_state fallback first_call
+    arguments calibrate deferred in_flight flat extension unit clock tree resident runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
+    measured explanation explain dump_folder cli __main__
 """.split()
-# Calls at run time against the order, each inside a function: errors show nodes with the printer.
-AGAINST = {("errors", "dump")}
+# Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
+AGAINST = {("errors", "dump"), ("first_call", "explain")}
 
 
 @cache
