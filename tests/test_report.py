@@ -24,6 +24,7 @@ from trainer import Trainer, variants
 from usage import UsageError
 
 from compiled_fsdp import Costs, Link, fully_shard, planned, records
+from compiled_fsdp.cli import main
 from compiled_fsdp.memory import profile_step
 from compiled_fsdp.planner import predict
 from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
@@ -180,6 +181,7 @@ class TestPage:
         assert Model().get_submodule("first") is not None
 
     def test_control_characters_are_shown(self, spoilt: Path, tmp_path: Path) -> None:
+        (spoilt / "rank0" / "measured.json").unlink()
         path = graphs_of(spoilt)[0] / "timeline.json"
         path.write_text(path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]'))
         write_report(spoilt, tmp_path / "page.html")
@@ -309,6 +311,27 @@ class TestProfile:
         with pytest.raises(DumpError, match=r"add_profile: rank is 7; .* has dumps of ranks \[0, 1\]: give one of them"):
             add_profile(spoilt, tmp_path / "p.json", 7)
 
+    def test_of_a_device(self, spoilt: Path, tmp_path: Path) -> None:
+        events = [*forward_run(0), {**event("ncclDevKernel_AllGather", 12, 3), "cat": "kernel"}]
+        with pytest.raises(
+            NotImplementedError, match=r"p.json has kernels of a device; only a step on the CPU can be laid over"
+        ):
+            add_profile(spoilt, write_profile(tmp_path / "p.json", events))
+
+    def test_by_the_tool(self, spoilt: Path, tmp_path: Path) -> None:
+        """`python -m compiled_fsdp report` with a profile of rank 1, and the trace beside the page."""
+        (spoilt / "rank0" / "measured.json").unlink()
+        (spoilt / "rank1" / "measured.json").unlink()
+        profile = write_profile(tmp_path / "p.json", forward_run(0))
+        page, out = tmp_path / "page.html", tmp_path / "trace.json"
+        arguments = ["report", spoilt, "--out", page, "--profile", profile, "--of-rank", "1", "--trace", out]
+        assert main([*map(str, arguments)]) == 0
+        ranks = Page(page.read_text()).data["ranks"]
+        assert [[g["measured"] is not None for g in rank["graphs"]] for rank in ranks] == [[False, False], [True, False]]
+        assert {e["pid"] for e in load(out)["traceEvents"]} == {0, 2, 3}
+        profile.write_text("{")
+        assert main([*map(str, arguments)]) != 0
+
     @pytest.mark.parametrize(
         ("text", "says"),
         [
@@ -380,6 +403,14 @@ class TestGarbled:
         next(iter(found["graphs"].values()))["times"].pop()
         path.write_text(json.dumps(found))
         with pytest.raises(DumpError, match=r"measured.json: graphs.\d+_forward and the collectives have 2 and 3 entries"):
+            write_report(spoilt, tmp_path / "page.html")
+
+    def test_a_graph_that_was_dumped_again(self, spoilt: Path, tmp_path: Path) -> None:
+        path = graphs_of(spoilt)[0] / "timeline.json"
+        path.write_text(path.read_text().replace('"overhead": ', '"overhead": 1'))
+        with pytest.raises(
+            DumpError, match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again"
+        ):
             write_report(spoilt, tmp_path / "page.html")
 
     def test_no_dump(self, tmp_path: Path) -> None:

@@ -130,5 +130,12 @@ function render() {
 }
 
 document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
-addEventListener("resize", redraw);
 render();
+
+// The width in which drawings were made: that of the window, or what a scroll bar left of it.
+let drawnAt = document.getElementById("main").clientWidth;
+new ResizeObserver(([{ contentRect }]) => {
+  if (contentRect.width === drawnAt) return;
+  drawnAt = contentRect.width;
+  redraw();
+}).observe(document.getElementById("main"));
