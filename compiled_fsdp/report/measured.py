@@ -125,8 +125,8 @@ def read_events(path: Path) -> list[Event]:
     events = []
     if any(event.get("cat") == "kernel" for event in found["traceEvents"]):
         raise NotImplementedError(
-            f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid over the predicted one so far, since "
-            "on a device starts and waits return at once. Look at it beside the trace that write_trace writes"
+            f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid over the predicted one so far, "
+            "since on a device starts and waits return at once. Look at it beside the trace that write_trace writes"
         )
     for index, event in enumerate(found["traceEvents"]):
         if event.get("ph") == "X":

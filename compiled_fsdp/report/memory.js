@@ -73,8 +73,7 @@ class Memory {
 
   draw() {
     this.most = this.at(this.points[this.peak]) * 1.12 || 1;
-    this.root.setAttribute("viewBox", `0 0 ${this.width} ${M.height}`);
-    this.root.style.height = `${M.height}px`;
+    this.root.style.height = `${M.height + 2}px`;
     const clip = svg("defs", {}, svg("clipPath", { id: "inside" },
       svg("rect", { x: M.left, y: 0, width: Math.max(1, this.width - M.left - M.right), height: M.height })));
     this.root.replaceChildren(clip, this.axes(), svg("g", { "clip-path": "url(#inside)" }, this.areas(), this.borders(), this.mark(this.peak, "peak")));

@@ -67,8 +67,7 @@ class Timeline {
 
   draw() {
     const height = this.height;
-    this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
-    this.root.style.height = `${height}px`;
+    this.root.style.height = `${height + 2}px`; // with its border; no viewBox: one unit is one pixel
     this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
   }
