@@ -15,7 +15,7 @@ import pytest
 import torch
 from options import parse
 from passes_harness import fake_ranks, trace
-from reported import EVIL, Model, record
+from reported import EVIL, Model
 from step_report import StepReport
 from text import load_text
 from torch import nn
@@ -35,14 +35,6 @@ if TYPE_CHECKING:
 
 HALVES = ("001_forward", "002_backward")
 COSTS = Costs(1e9, 1e9, 1e-5, (("0", Link(1e-3, 1e7)),))
-
-
-@pytest.fixture(scope="module")
-def dump(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two ranks, with a measured step on each."""
-    folder = tmp_path_factory.mktemp("dump")
-    two.run(record, str(folder))
-    return folder
 
 
 @pytest.fixture

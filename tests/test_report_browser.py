@@ -12,15 +12,13 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from reported import EVIL, record
+from reported import EVIL
 
 from compiled_fsdp.report import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from pool import Pool
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
 
@@ -41,11 +39,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def file(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("browser")
-    two.run(record, str(folder / "dump"))
-    write_report(folder / "dump", folder / "page.html")
-    return folder / "page.html"
+def file(dump: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the dump."""
+    path: Path = tmp_path_factory.mktemp("browser") / "page.html"
+    write_report(dump, path)
+    return path
 
 
 class Seen:
@@ -238,9 +236,9 @@ def test_switches(seen: Seen) -> None:
     assert json.loads(download.value.path().read_text())["traceEvents"]
 
 
-def test_several_graphs(browser: Any, file: Path, tmp_path: Path) -> None:
+def test_several_graphs(browser: Any, dump: Path, tmp_path: Path) -> None:
     """Two steps of one rank and a forward alone, unmeasured: the last whole one is shown first, the others by a switch."""
-    first = sorted(file.parent.joinpath("dump", "rank0").glob("*_*ward"))
+    first = sorted((dump / "rank0").glob("*_*ward"))
     for number, source in enumerate((*first, *first, first[0])):
         name = f"{number:03d}_{source.name.split('_')[1]}"
         shutil.copytree(source, tmp_path / "dump" / "rank0" / name)
