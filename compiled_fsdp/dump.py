@@ -119,7 +119,10 @@ def _text(value: object) -> str:
 def _type(node: Node) -> str:
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
-        return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]"
+        shape = meta.get_symbols(node) or map(str, val.shape)
+        return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{','.join(shape)}]"
+    if isinstance(val, graph_json.Opaque):
+        return val.__name__
     if isinstance(val, list | tuple):
         return "tuple"
     return "" if val is None else type(val).__name__

@@ -75,9 +75,10 @@ def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False
     if not states:
         raise TypeError(f"explain: {named(model)} has no sharded module. Call fully_shard on it first")
     measured.check(profile)
-    found = _explain(original_class(inner).__name__, [s.unit for s in states], states[0].runtime.tree, profile)
+    units = sorted((s.unit for s in states), key=lambda unit: unit.number)
+    found = _explain(original_class(inner).__name__, units, states[0].runtime.tree, profile)
     if not allow_unused:
-        _check_unused(found, [s.unit for s in states])
+        _check_unused(found, units)
     return found
 
 

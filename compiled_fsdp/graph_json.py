@@ -1,11 +1,11 @@
 """A graph as JSON, and back: so that a dump can be checked and compared later, elsewhere, by anybody.
 
     {"format": 1, "pass": "free", "plan": {...}, "saved": [...], "specs": [[...], ...],
-     "nodes": [[name, op, target, args, kwargs, value, tag], ...]}
+     "nodes": [[name, op, target, args, kwargs, value, tag, symbols?], ...]}
 
-The graph that is built from it is for reading, never for running. Its values are tensors on the meta device, whose storages are
-shared as they were. Ops are looked up by name in the four namespaces below, without running anything; any other target becomes an
-`Opaque` of the same name, which prints and compares alike. Nothing is unpickled or evaluated.
+The graph that is built from it is for reading, and cannot be run: it has no module, so that no code is made of foreign names.
+Its values are tensors on the meta device, whose storages are shared as they were. Ops are looked up by name in the four namespaces
+below; any other target becomes an `Opaque` of the same name, which prints and compares alike. Nothing is unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from . import meta
 from .costs import Costs, Link
-from .graph import output
+from .graph import hint, output
 from .meta import CommTag
 from .plan import Plan
 from .spec import ParamSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.fx import GraphModule
 
 FORMAT = 1
 NAMESPACES = ("aten", "prims", "fsdp", "_c10d_functional")
@@ -61,6 +62,14 @@ class Opaque:
         return self.__name__
 
 
+class ReadGraph:
+    """What stands for the graph's module: what passes that only read look at."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.meta: dict[str, Any] = {}
+
+
 # -- writing
 
 
@@ -91,7 +100,10 @@ class _Writer:
         tag = meta.get_tag(node)
         shown = None if tag is None else [tag.kind, tag.region, [self._spec(s) for s in tag.specs]]
         kwargs = {name: self.value(v) for name, v in node.kwargs.items()}
-        return [node.name, node.op, _target(node), self.value(node.args), kwargs, self.tensors(node.meta.get("val")), shown]
+        value = self.tensors(node.meta.get("val"))
+        entry = [node.name, node.op, _target(node), self.value(node.args), kwargs, value, shown]
+        symbols = _symbols(node)
+        return [*entry, symbols] if symbols else entry
 
     def _spec(self, spec: ParamSpec) -> int:
         return self.specs.setdefault(spec, len(self.specs))
@@ -118,7 +130,7 @@ class _Writer:
         if isinstance(value, list | tuple):
             return {"several": [self.tensors(v) for v in value]}
         if not isinstance(value, torch.Tensor):
-            return None if value is None else type(value).__name__
+            return None if value is None else getattr(value, "__name__", type(value).__name__)
         number, num_bytes, where = _storage(value, self.storages)
         dtype = str(value.dtype).removeprefix("torch.")
         return [dtype, _hints(value.shape), _hints(_stride(value)), number, num_bytes, where]
@@ -129,7 +141,15 @@ def _storage(tensor: Tensor, known: dict[int, int]) -> tuple[int, int, int]:
         return known.setdefault(id(tensor), len(known)), 0, 0
     storage = tensor.untyped_storage()
     number = known.setdefault(storage._cdata, len(known))
-    return number, _hint(storage.nbytes()), _hint(tensor.storage_offset())
+    return number, hint(storage.nbytes()), hint(tensor.storage_offset())
+
+
+def _symbols(node: Node) -> list[str] | None:
+    """The shape in words, where it has symbols."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not any(isinstance(size, torch.SymInt) for size in val.shape):
+        return meta.get_symbols(node)
+    return [str(size) for size in val.shape]
 
 
 def _stride(tensor: Tensor) -> tuple[Any, ...]:
@@ -137,12 +157,7 @@ def _stride(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _hints(sizes: Any) -> list[int]:
-    return [_hint(size) for size in sizes]
-
-
-def _hint(size: Any) -> int:
-    """A symbol's hint; 0 where only the data decides."""
-    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
+    return [hint(size) for size in sizes]
 
 
 def _target(node: Node) -> str:
@@ -180,7 +195,7 @@ def _read(values: Any) -> tuple[GraphModule, Plan, str]:
         raise FormatError("the graph has no output: the text is cut off")
     meta.set_for_backward(output(reader.graph), values["saved"])
     reader.graph.lint()
-    return GraphModule(torch.nn.Module(), reader.graph), _plan_of(values["plan"]), str(values["pass"])
+    return cast("GraphModule", ReadGraph(reader.graph)), _plan_of(values["plan"]), str(values["pass"])
 
 
 def _plan_of(values: dict[str, Any]) -> Plan:
@@ -198,7 +213,9 @@ class _Reader:
         self.specs: list[ParamSpec] = []
         self.storages: dict[int, Tensor] = {}
 
-    def node(self, name: str, op: str, target: str, args: Any, kwargs: Any, value: Any, tag: Any) -> None:
+    def node(
+        self, name: str, op: str, target: str, args: Any, kwargs: Any, value: Any, tag: Any, symbols: Any = None
+    ) -> None:
         if op not in ("placeholder", "call_function", "output", "get_attr"):
             raise FormatError(f"node {name!r} is a {op!r}")
         if name in self.nodes:
@@ -211,6 +228,8 @@ class _Reader:
         self.nodes[name] = node
         if value is not None:
             node.meta["val"] = self.tensors(value)
+        if symbols is not None:
+            meta.set_symbols(node, [str(size) for size in symbols])
         if tag is not None:
             kind, region, specs = tag
             meta.set_tag(node, CommTag(str(kind), int(region), tuple(self.specs[n] for n in specs)))

@@ -12,7 +12,7 @@ that only the data decides counts nothing.
 For a scheduler: `Lifetimes` is built once, and `Lifetimes.curve(order)` is what any order of the same nodes would need, in time
 linear in nodes and uses. Moving one node changes only the spans of the storages in `Lifetimes.touched[node]`.
 
-Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`, the hint of a `SymInt`.
+Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .collectives import CONVERT, STARTS, WAIT
-from .graph import aliases, is_backward, is_view, output, placeholders
+from .graph import aliases, hint, is_backward, is_view, output, placeholders
 from .meta import get_tag, saved_for_backward
 from .schema import COPY_COLUMNS, FREE, MARK_GRADS, UNSHARD, UNSHARD_SLICE
 
@@ -523,7 +523,7 @@ def _key(tensor: Tensor) -> int:
 
 def _num_bytes(tensor: Tensor) -> int:
     size: Any = tensor.untyped_storage().nbytes()
-    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
+    return hint(size)
 
 
 def _source(node: Node, i: int) -> tuple[Node, int] | None:

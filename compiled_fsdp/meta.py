@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .spec import ParamSpec
 
 _KEY = "fsdp"
-_CONSUMED, _RUNNING, _RECORD = "fsdp_consumed", "fsdp_running", "fsdp_record"
+_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
 _OUR_REGION = 1_000_000
@@ -144,6 +144,17 @@ def saved_for_backward(output: Node) -> list[Node]:
     kinds = output.meta.get("desc") or [None] * len(returned)
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in zip(returned, kinds, strict=True) if node is not None and isinstance(kind, ours)]
+
+
+def set_symbols(node: Node, shape: list[str]) -> None:
+    """Keep the shape of a rebuilt graph's node as it was printed, where its value has the sizes of one run."""
+    node.meta[_SYMBOLS] = shape
+
+
+def get_symbols(node: Node) -> list[str] | None:
+    """The shape as it was printed; None where the value has it."""
+    shape: list[str] | None = node.meta.get(_SYMBOLS)
+    return shape
 
 
 def is_for_backward(output: Node) -> list[bool] | None:
