@@ -7,12 +7,15 @@ import json
 import re
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from gpt import SIZES
 from options import parse
 from passes_harness import fake_ranks, trace
 from reported import EVIL, Model
@@ -415,7 +418,9 @@ class TestGarbled:
 def main_job(folder: str) -> None:
     """What `train.py --report` does around a run of one step."""
     options = parse(["--size", "tiny", "--backend", "compiled_fsdp_eager", "--steps", "1", "--report", "--out", folder])
-    trainer = Trainer(options, variants(options)[-1], load_text(None))
+    small = {"tiny": replace(SIZES["tiny"], num_layers=1, hidden=64)}
+    with mock.patch.dict(SIZES, small):
+        trainer = Trainer(options, variants(options)[-1], load_text(None))
     report = StepReport(trainer)
     with planned():  # the costs that it measures are gone afterwards
         with report.dumped():
