@@ -3,8 +3,7 @@
 The second runs the same passes and executes the final FX graph as it is: it compiles in about a second and computes with the
 same kernels as eager mode, which makes it the one to test and to debug with.
 
-Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`, the min-cut
-partitioner of `torch._functorch`.
+Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Interpreter
 
 from .collectives import WAIT
@@ -23,6 +21,8 @@ from .dump import kind_of, trace_schedule
 from .graph import starts
 from .inductor import install_passes, run_half, run_joint, use_gloo
 from .meta import get_tag
+from .partition import partition
+from .plan import current_plan
 from .ranges import title
 from .sequence import add_agreement, owner
 from .torch_private import is_profiling
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(run_joint(joint), inputs, **options)
-    return halves
+    return partition(run_joint(joint), inputs, current_plan(), **options)
 
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:

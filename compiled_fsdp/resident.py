@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .runtime import Runtime
+    from .full_params import FullParams
 
 
-_there: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_there: weakref.WeakSet[FullParams] = weakref.WeakSet()
 
 
 class Resident(torch.autograd.Function):
@@ -46,7 +46,7 @@ class Resident(torch.autograd.Function):
         return None, REDUCE_GRAD(grad, flat, *CONSTANTS[ctx.key]), None
 
 
-def prepare(runtimes: Iterable[Runtime]) -> None:
+def prepare(runtimes: Iterable[FullParams]) -> None:
     """Before a compiled call: gather what is to stay, and drop what is out of date."""
     started = []
     for runtime in runtimes:
@@ -67,12 +67,12 @@ def prepare(runtimes: Iterable[Runtime]) -> None:
         _finish(runtime, gathers)
 
 
-def _is_left_over(runtime: Runtime) -> bool:
+def _is_left_over(runtime: FullParams) -> bool:
     """A frozen unit gets no gradient, after which it would have been dropped."""
     return runtime.unit.settings.reshard_after_backward and not any(p.sharded.requires_grad for p in runtime.unit.params)
 
 
-def _finish(runtime: Runtime, gathers: Any) -> None:
+def _finish(runtime: FullParams, gathers: Any) -> None:
     with torch.no_grad():
         for program, gathered, members in gathers:
             program.finish()
@@ -85,7 +85,7 @@ def _finish(runtime: Runtime, gathers: Any) -> None:
     runtime.unit.publish()
 
 
-def drop(runtime: Runtime) -> None:
+def drop(runtime: FullParams) -> None:
     """Forget the full parameters; graphs gather for themselves again."""
     if not runtime.unit.is_resident:
         return

@@ -15,15 +15,16 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
     version options plan torch_private ranges log spec layout errors
-    agreement runs gloo schema mesh tensor_parallel collectives meta ops
+    meeting agreement runs gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
-    memory
+    fusion origins lifetimes memory
     records graph_json graph_record
     dump sequence
     report
     passes
-    budget pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit clock tree resident runtime stock_state fallback first_call
+    partition budget pin_order inductor backend
+    arguments calibrate deferred in_flight flat extension unit clock tree resident full_params runtime stock_state fallback
+    first_call
     state fsdp_module module api warmup overlap
     measured explanation explain dump_folder cli __main__
 """.split()
