@@ -259,27 +259,27 @@ def _check_values(options: Options) -> None:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
     if options.world > 0 and options.sequences % options.world:
         wrong.append(f"--world is {options.world}, does not divide the {options.sequences} sequences of a step")
+    wrong += _excluding(options)
+    if wrong:
+        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+
+
+def _excluding(options: Options) -> list[str]:
+    """Options that do not go together."""
+    wrong = []
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
             f"--report shows our compiled graphs, and --impl {options.impl} --backend {options.backend} makes none; leave it out"
         )
-    wrong += _with_compare(options) if options.compare else []
-    if wrong:
-        raise UsageError(f"checking the options: {'; '.join(wrong)}")
-
-
-def _with_compare(options: Options) -> list[str]:
-    """What does not go with --compare."""
-    wrong = []
-    if options.stop_after is not None:
+    if options.compare and options.stop_after is not None:
         wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
-    if options.save_every is not None:
+    if options.compare and options.save_every is not None:
         wrong.append("--save-every does not go with --compare, which saves at the end only; leave one out")
-    if options.steps is not None and options.minutes is not None:
+    if options.compare and options.steps is not None and options.minutes is not None:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
-    if options.impl == "stock":
+    if options.compare and options.impl == "stock":
         wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
     return wrong
 

@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page")
     report.add_argument("folder", type=Path, metavar="DIR")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="default: report.html")
+    report.add_argument(
+        "--profile", type=Path, metavar="FILE", help="lay this Chrome trace of a step over the predicted one"
+    )
+    report.add_argument("--of-rank", type=int, default=0, metavar="RANK", help="whose profile it is; default: 0")
+    report.add_argument("--trace", type=Path, metavar="FILE", help="also write the timelines for https://ui.perfetto.dev")
     report.set_defaults(run=_report)
 
     verify = commands.add_parser(
@@ -197,7 +202,11 @@ def _report(options: argparse.Namespace) -> int:
     from . import report
 
     try:
+        if options.profile is not None:
+            report.add_profile(options.folder, options.profile, options.of_rank)
         report.write_report(options.folder, options.out)
+        if options.trace is not None:
+            report.write_trace(options.folder, options.trace)
     except report.DumpError as error:
         raise DumpFolderError(str(error)) from error
     _say(f"{options.out} written")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from . import collectives as comm
 from .costs import assumed, group_of, nbytes, traffic
 from .graph import find, is_backward, placeholders, starts, value
-from .memory import IN_FLIGHT, Handed, Lifetimes, follows, handed_over, lifetimes_after, num_saved
+from .halves import Handed, follows, handed_over, lifetimes_after, num_saved
+from .lifetimes import IN_FLIGHT, Lifetimes
 from .meta import get_tag, module_of
 from .plan import current_plan
 from .planner import program, simulate
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from .costs import Costs
-    from .memory import Storage
+    from .lifetimes import Storage
 
 FORMAT = 1
 SHOWN = ("COMPILED_FSDP_", "TORCH_LOGS", "TORCHINDUCTOR_", "OMP_", "MKL_", "GLOO_", "NCCL_")  # environment variables

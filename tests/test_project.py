@@ -17,14 +17,14 @@ ORDER = """
     version options plan torch_private ranges log spec layout errors
     meeting agreement runs gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs planner
-    fusion origins lifetimes memory
+    fusion origins lifetimes halves memory
     records graph_json graph_record
     dump sequence
     report
     passes
     partition budget pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit clock tree resident full_params runtime stock_state fallback
-    first_call
+    arguments calibrate deferred in_flight flat extension unit clock tree
+    resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
     measured explanation explain dump_folder cli __main__
 """.split()

@@ -7,15 +7,18 @@ import json
 import re
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from gpt import SIZES
 from options import parse
 from passes_harness import fake_ranks, trace
-from reported import EVIL, Model, record
+from reported import EVIL, Model
 from step_report import StepReport
 from text import load_text
 from torch import nn
@@ -24,6 +27,7 @@ from trainer import Trainer, variants
 from usage import UsageError
 
 from compiled_fsdp import Costs, Link, fully_shard, planned, records
+from compiled_fsdp.cli import main
 from compiled_fsdp.memory import profile_step
 from compiled_fsdp.planner import predict
 from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
@@ -34,14 +38,6 @@ if TYPE_CHECKING:
 
 HALVES = ("001_forward", "002_backward")
 COSTS = Costs(1e9, 1e9, 1e-5, (("0", Link(1e-3, 1e7)),))
-
-
-@pytest.fixture(scope="module")
-def dump(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two ranks, with a measured step on each."""
-    folder = tmp_path_factory.mktemp("dump")
-    two.run(record, str(folder))
-    return folder
 
 
 @pytest.fixture
@@ -180,6 +176,7 @@ class TestPage:
         assert Model().get_submodule("first") is not None
 
     def test_control_characters_are_shown(self, spoilt: Path, tmp_path: Path) -> None:
+        (spoilt / "rank0" / "measured.json").unlink()
         path = graphs_of(spoilt)[0] / "timeline.json"
         path.write_text(path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]'))
         write_report(spoilt, tmp_path / "page.html")
@@ -309,6 +306,27 @@ class TestProfile:
         with pytest.raises(DumpError, match=r"add_profile: rank is 7; .* has dumps of ranks \[0, 1\]: give one of them"):
             add_profile(spoilt, tmp_path / "p.json", 7)
 
+    def test_of_a_device(self, spoilt: Path, tmp_path: Path) -> None:
+        events = [*forward_run(0), {**event("ncclDevKernel_AllGather", 12, 3), "cat": "kernel"}]
+        with pytest.raises(
+            NotImplementedError, match=r"p.json has kernels of a device; only a step on the CPU can be laid over"
+        ):
+            add_profile(spoilt, write_profile(tmp_path / "p.json", events))
+
+    def test_by_the_tool(self, spoilt: Path, tmp_path: Path) -> None:
+        """`python -m compiled_fsdp report` with a profile of rank 1, and the trace beside the page."""
+        (spoilt / "rank0" / "measured.json").unlink()
+        (spoilt / "rank1" / "measured.json").unlink()
+        profile = write_profile(tmp_path / "p.json", forward_run(0))
+        page, out = tmp_path / "page.html", tmp_path / "trace.json"
+        arguments = ["report", spoilt, "--out", page, "--profile", profile, "--of-rank", "1", "--trace", out]
+        assert main([*map(str, arguments)]) == 0
+        ranks = Page(page.read_text()).data["ranks"]
+        assert [[g["measured"] is not None for g in rank["graphs"]] for rank in ranks] == [[False, False], [True, False]]
+        assert {e["pid"] for e in load(out)["traceEvents"]} == {0, 2, 3}
+        profile.write_text("{")
+        assert main([*map(str, arguments)]) != 0
+
     @pytest.mark.parametrize(
         ("text", "says"),
         [
@@ -382,6 +400,14 @@ class TestGarbled:
         with pytest.raises(DumpError, match=r"measured.json: graphs.\d+_forward and the collectives have 2 and 3 entries"):
             write_report(spoilt, tmp_path / "page.html")
 
+    def test_a_graph_that_was_dumped_again(self, spoilt: Path, tmp_path: Path) -> None:
+        path = graphs_of(spoilt)[0] / "timeline.json"
+        path.write_text(path.read_text().replace('"overhead": ', '"overhead": 1'))
+        with pytest.raises(
+            DumpError, match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again"
+        ):
+            write_report(spoilt, tmp_path / "page.html")
+
     def test_no_dump(self, tmp_path: Path) -> None:
         with pytest.raises(DumpError, match=r"none is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"):
             write_report(tmp_path / "none", tmp_path / "page.html")
@@ -392,7 +418,9 @@ class TestGarbled:
 def main_job(folder: str) -> None:
     """What `train.py --report` does around a run of one step."""
     options = parse(["--size", "tiny", "--backend", "compiled_fsdp_eager", "--steps", "1", "--report", "--out", folder])
-    trainer = Trainer(options, variants(options)[-1], load_text(None))
+    small = {"tiny": replace(SIZES["tiny"], num_layers=1, hidden=64)}
+    with mock.patch.dict(SIZES, small):
+        trainer = Trainer(options, variants(options)[-1], load_text(None))
     report = StepReport(trainer)
     with planned():  # the costs that it measures are gone afterwards
         with report.dumped():

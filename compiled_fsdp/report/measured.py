@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.records import FORMAT
+
 from .check import NUMBER, Check, DumpError, load
-from .read import MEASURED, DumpedGraph, read_dump
+from .read import MEASURED, DumpedGraph, digest, read_dump
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -86,6 +88,7 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
 
     Raises:
         DumpError: the profile is garbled, or no dumped graph runs in it.
+        NotImplementedError: it is of a device, whose collectives run on after their starts and waits return.
     """
     ranks = {found.rank: found for found in read_dump(Path(dump_dir))}
     if rank not in ranks:
@@ -104,7 +107,8 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
             f"of {', '.join(g.name for g in ranks[rank].graphs)}; profile a step of the model that was dumped, on rank {rank}"
         )
     out = ranks[rank].folder / MEASURED
-    out.write_text(json.dumps({"format": 1, "source": source, "graphs": graphs}) + "\n")
+    graphs = {name: {**run, "of": digest(ranks[rank].folder / name)} for name, run in graphs.items()}
+    out.write_text(json.dumps({"format": FORMAT, "source": source, "graphs": graphs}) + "\n")
     return out
 
 
@@ -113,11 +117,17 @@ def read_events(path: Path) -> list[Event]:
 
     Raises:
         DumpError: it is no Chrome trace; names the file.
+        NotImplementedError: it is of a device.
     """
     found = load(path, DOING)
     check = Check(path, DOING)
     check(found, {"traceEvents": [dict]})
     events = []
+    if any(event.get("cat") == "kernel" for event in found["traceEvents"]):
+        raise NotImplementedError(
+            f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid over the predicted one so far, "
+            "since on a device starts and waits return at once. Look at it beside the trace that write_trace writes"
+        )
     for index, event in enumerate(found["traceEvents"]):
         if event.get("ph") == "X":
             check(event, {"name": str, "ts": NUMBER, "dur": NUMBER}, f"traceEvents[{index}]")

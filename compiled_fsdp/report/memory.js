@@ -73,8 +73,7 @@ class Memory {
 
   draw() {
     this.most = this.at(this.points[this.peak]) * 1.12 || 1;
-    this.root.setAttribute("viewBox", `0 0 ${this.width} ${M.height}`);
-    this.root.style.height = `${M.height}px`;
+    this.root.style.height = `${M.height + 2}px`;
     const clip = svg("defs", {}, svg("clipPath", { id: "inside" },
       svg("rect", { x: M.left, y: 0, width: Math.max(1, this.width - M.left - M.right), height: M.height })));
     this.root.replaceChildren(clip, this.axes(), svg("g", { "clip-path": "url(#inside)" }, this.areas(), this.borders(), this.mark(this.peak, "peak")));
@@ -93,15 +92,26 @@ class Memory {
       svg("text", { x: this.width - M.right, y: M.height - 6, "text-anchor": "end" }, this.byTime ? "predicted time, ms" : "node of the graphs, in order"));
   }
 
+  // What is drawn: [point, left edge, right edge]; of the points in one column of pixels the highest, so that no peak is lost.
+  columns() {
+    const found = [];
+    this.points.forEach((point, n) => {
+      const from = this.x(this.places[n]), to = this.x(this.places[n + 1] ?? this.view.full);
+      if (to < M.left || from > this.width - M.right) return;
+      const last = found[found.length - 1];
+      if (!last || Math.floor(last[1]) !== Math.floor(from)) found.push([point, from, to]);
+      else found[found.length - 1] = [this.at(point) > this.at(last[0]) ? point : last[0], last[1], to];
+    });
+    return found;
+  }
+
   areas() {
-    const base = this.points.map(() => 0);
+    const columns = this.columns(), base = columns.map(() => 0);
     return this.kinds.map((kind) => {
       const upper = [], lower = [];
-      this.points.forEach(({ part, index }, n) => {
-        const value = part.profile.kinds[kind]?.[index] ?? 0;
-        const from = this.x(this.places[n]), to = this.x(this.places[n + 1] ?? this.view.full);
+      columns.forEach(([{ part, index }, from, to], n) => {
         lower.push(`${from} ${this.y(base[n])}`, `${to} ${this.y(base[n])}`);
-        base[n] += value;
+        base[n] += part.profile.kinds[kind]?.[index] ?? 0;
         upper.push(`${from} ${this.y(base[n])}`, `${to} ${this.y(base[n])}`);
       });
       return svg("path", { class: `area ${styleOf(kind)}`, d: `M${upper.join("L")}L${lower.reverse().join("L")}Z` });
@@ -172,7 +182,7 @@ class Memory {
     const size = sum(found, (a) => a[2]);
     const named = (entries) => entries.map(([, owner, value]) => el("span", { class: "chip" }, `${owner} ${bytes(value)}`));
     return el("tr", {}, el("td", {}, dotted(styleOf(kind)), kind),
-      el("td", { style: "width:20%" }, el("i", { class: `meter ${styleOf(kind)}`, style: `width:${(100 * size) / total}%` })),
+      el("td", { style: "width:14%" }, el("i", { class: `meter ${styleOf(kind)}`, style: `width:${(100 * size) / total}%` })),
       el("td", { class: "number" }, bytes(size)),
       el("td", {}, named(found.slice(0, 6)), found.length > 6 ? el("details", {}, el("summary", {}, `and ${found.length - 6} more`), named(found.slice(6, 400))) : null));
   }

@@ -55,9 +55,9 @@ function tiles({ graphs, executor }) {
   const peak = graphs.reduce((best, g) => (g.memory[executor].peak > best.memory[executor].peak ? g : best));
   const tile = (label, value, note) => el("div", { class: "tile" }, el("span", {}, label), el("b", {}, value), el("span", {}, note));
   return [
-    tile(`predicted ${graphs.map((g) => g.timeline.kind).join(" and ")}`, seconds(total(runs)), runs.map((r) => seconds(r.total)).join(" + ")),
+    tile(`predicted ${graphs.length > 1 ? "step" : graphs[0].timeline.kind}`, seconds(total(runs)), runs.map((r) => seconds(r.total)).join(" + ")),
     tile("exposed communication", seconds(exposed(runs)), `${percent(exposed(runs), total(runs))} of the time, predicted`),
-    measured ? tile("measured, one profiled step", seconds(total(measured)), `${seconds(exposed(measured))} exposed, ${seconds(sum(measured, (r) => sum(r.times, (t) => t.issuing)))} starting`) : null,
+    measured ? tile("measured, profiled step", seconds(total(measured)), `${seconds(exposed(measured))} exposed, ${seconds(sum(measured, (r) => sum(r.times, (t) => t.issuing)))} starting`) : null,
     tile("communication", `${collectives.length} collectives`, `each rank sends ${bytes(sum(collectives, (c) => c.sent))}`),
     tile("peak memory above rest", bytes(peak.memory[executor].peak), `in ${peak.timeline.kind}, at rest ${bytes(graphs[0].memory[executor].at_rest)}`),
   ].filter(Boolean);
@@ -130,5 +130,12 @@ function render() {
 }
 
 document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
-addEventListener("resize", redraw);
 render();
+
+// The width in which drawings were made: that of the window, or what a scroll bar left of it.
+let drawnAt = document.getElementById("main").clientWidth;
+new ResizeObserver(([{ contentRect }]) => {
+  if (contentRect.width === drawnAt) return;
+  drawnAt = contentRect.width;
+  redraw();
+}).observe(document.getElementById("main"));

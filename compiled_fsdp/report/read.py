@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ TIMELINE = {
 }
 PROFILE = {"peak": NUMBER, "where": int, "at_rest": NUMBER, "during": [NUMBER], "kinds": dict, "storages": [list]}
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
-MEASURED_RUN = {"total": NUMBER, "times": [{**TIMES, "issuing": NUMBER}], "compute": [list], "has_arrivals": bool}
+MEASURED_RUN = {"total": NUMBER, "times": [{**TIMES, "issuing": NUMBER}], "compute": [list], "has_arrivals": bool, "of": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,15 @@ def _graph(path: Path, measured: dict[str, Any] | None) -> DumpedGraph:
     if measured is not None:
         check = Check(path.parent / MEASURED, DOING)
         check.same_length(f"graphs.{path.name} and the collectives", measured["times"], timeline["collectives"])
+        if measured["of"] != digest(path):
+            check.fail(f"{path.name} was measured before it was dumped again")
     texts = sorted(path.glob("[0-9][0-9]_*.txt"))
     return DumpedGraph(path.name, timeline, memory, _passes(path), _text(texts[-1]) if texts else "", measured)
+
+
+def digest(path: Path) -> str:
+    """Of the timeline of a dumped graph, so that a measured run is not shown with another graph."""
+    return hashlib.sha256((path / "timeline.json").read_bytes()).hexdigest()
 
 
 def _timeline(path: Path) -> dict[str, Any]:
@@ -147,10 +155,14 @@ def _memory(path: Path) -> dict[str, Any]:
 
 def _head(found: Any, check: Check) -> None:
     check(found, HEAD)
-    if found["format"] != FORMAT:
-        check.fail(f"format is {found['format']}, should be {FORMAT}")
+    _version(found, check)
     if found["executor"] not in EXECUTORS:
         check.fail(f"executor is {found['executor']!r}, should be one of {list(EXECUTORS)}")
+
+
+def _version(found: Any, check: Check) -> None:
+    if found["format"] != FORMAT:
+        check.fail(f"format is {found['format']}, should be {FORMAT}")
 
 
 def _stretches(rows: list[list[Any]], shapes: list[Any], where: str, check: Check) -> None:
@@ -169,6 +181,7 @@ def _measured(path: Path) -> dict[str, dict[str, Any]]:
     found = load(path, DOING)
     check = Check(path, DOING)
     check(found, {"format": int, "graphs": dict})
+    _version(found, check)
     graphs: dict[str, dict[str, Any]] = found["graphs"]
     for name, run in graphs.items():
         check(run, MEASURED_RUN, f"graphs.{name}")

@@ -8,14 +8,18 @@ function unitOf(module, units) {
   return inside.sort((a, b) => b.length - a.length)[0] ?? (module || "");
 }
 
-// Stretches of computation as one list by unit and one by kernel; neighbours in one unit are drawn together.
+// Stretches of computation by unit: neighbours in one unit are drawn together, and units differ in shade from the one before.
 function grouped(compute, units) {
-  const found = [];
+  const found = [], shades = new Map();
   for (const [begin, end, node, module] of compute) {
     const name = module === undefined ? "" : unitOf(module, units);
     const last = found[found.length - 1];
     if (last && last.name === name && begin - last.end < 1e-9) last.end = end;
-    else found.push({ begin, end, name, node, module });
+    else found.push({ begin, end, name, node, shade: 0 });
+  }
+  for (const group of found) {
+    if (group.name && !shades.has(group.name)) shades.set(group.name, shades.size % 2);
+    group.shade = shades.get(group.name) ?? 0;
   }
   return found;
 }
@@ -67,8 +71,7 @@ class Timeline {
 
   draw() {
     const height = this.height;
-    this.root.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
-    this.root.style.height = `${height}px`;
+    this.root.style.height = `${height + 2}px`; // with its border; no viewBox: one unit is one pixel
     this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
   }
@@ -100,14 +103,14 @@ class Timeline {
   }
 
   units(source, top) {
-    return source.groups.map((group, index) => {
+    return source.groups.map((group) => {
       const at = this.span(group.begin, group.end, 0.5);
       if (!at) return null;
       const name = group.name || (source.label === "measured" ? "computes" : "");
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${index % 2}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
+        svg("rect", { class: `unit-${group.shade}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
     });
   }
 
@@ -168,24 +171,29 @@ class Timeline {
     return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
   }
 
-  // What is to be said of a collective; `most` parameters are listed.
+  // What is to be said of a collective; `most` parameters are listed, and what does not depend on the source unless it is null.
   about(index, source, most) {
     const c = this.collectives[index], t = source.run.times[index];
+    const state = t.exposed > 0 ? el("span", { class: "is-exposed" }, `exposed for ${seconds(t.exposed)}`) : t.awaited === null ? "left in flight" : "hidden";
+    const when = [
+      [source.label, `on the wire from ${seconds(t.begin)} to ${seconds(t.end)} (${seconds(t.end - t.begin)})`],
+      ["started at", `${seconds(t.issued)}${t.issuing ? `, which took the thread ${seconds(t.issuing)}` : ""}`],
+      ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state]];
+    return [el("b", {}, nameOf(c)), definitions(most === null ? when : [...this.what(c, most), ...when])];
+  }
+
+  what(c, most) {
     const names = c.parameters.slice(0, most).map((p) => `${p.name} [${p.shape.join(", ")}] ${bytes(p.bytes)}`);
     const rest = c.parameters.length - names.length;
-    const state = t.exposed > 0 ? el("span", { class: "is-exposed" }, `exposed for ${seconds(t.exposed)}`) : t.awaited === null ? "left in flight" : "hidden";
-    return [el("b", {}, nameOf(c)), definitions([
-      ["parameters", el("span", {}, names.length ? names.map((n) => el("div", {}, n)) : "none of ours", rest > 0 ? `and ${rest} more` : null)],
+    return [["parameters", el("span", {}, names.length ? names.map((n) => el("div", {}, n)) : "none of ours", rest > 0 ? `and ${rest} more` : null)],
       ["bytes", `${bytes(c.bytes)} in full, each rank sends ${bytes(c.sent)}; ${c.dtype}`],
-      [source.label, `on the wire from ${seconds(t.begin)} to ${seconds(t.end)} (${seconds(t.end - t.begin)})`],
-      ["started at", `${seconds(t.issued)}${t.issuing ? `, which took the thread ${seconds(t.issuing)}` : ""}`], ["awaited at", t.awaited === null ? "not in this graph" : seconds(t.awaited)], ["so it is", state],
-      ["group", `${c.group}, ranks ${(this.graph.timeline.groups[c.group] ?? []).join(", ")}`], ["node", el("code", {}, `%${c.node}: ${c.op}`)]])];
+      ["group", groupText(this.graph, c.group)], ["node", el("code", {}, `%${c.node}: ${c.op}`)]];
   }
 
   select(index) {
     this.selected = this.selected === index ? null : index;
     this.detail.hidden = this.selected === null;
-    this.detail.replaceChildren(...(this.selected === null ? [] : this.sources.map((s) => el("div", {}, this.about(index, s, Infinity)))));
+    this.detail.replaceChildren(...(this.selected === null ? [] : this.sources.map((s, n) => el("div", {}, this.about(index, s, n ? null : Infinity)))));
     this.draw();
     this.onselect?.(this.selected);
   }

@@ -84,15 +84,19 @@ def _range(name: str, lane: int, start: float, begin: float, end: float, details
 
 
 def _memory(graph: DumpedGraph, run: dict[str, Any], start: float, pid: int) -> list[dict[str, Any]]:
-    """A counter of the bytes of each kind."""
-    kinds = graph.memory[graph.memory["executor"]]["kinds"]
+    """A counter of the bytes of each kind; of nodes that begin at the same time the one with the most counts."""
+    profile = graph.memory[graph.memory["executor"]]
+    most: dict[float, int] = {}
+    for index, when in enumerate(run["nodes"]):
+        if when not in most or profile["during"][index] > profile["during"][most[when]]:
+            most[when] = index
     return [
         {
             "ph": "C",
             "pid": pid,
             "name": "memory above rest, bytes",
             "ts": (start + when) * MICROSECONDS,
-            "args": {kind: curve[index] for kind, curve in kinds.items()},
+            "args": {kind: curve[index] for kind, curve in profile["kinds"].items()},
         }
-        for index, when in enumerate(run["nodes"])
+        for when, index in most.items()
     ]
