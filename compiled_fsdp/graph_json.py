@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,14 +61,6 @@ class Opaque:
 
     def __repr__(self) -> str:
         return self.__name__
-
-
-class ReadGraph:
-    """What stands for the graph's module: what passes that only read look at."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.meta: dict[str, Any] = {}
 
 
 # -- writing
@@ -195,7 +188,8 @@ def _read(values: Any) -> tuple[GraphModule, Plan, str]:
         raise FormatError("the graph has no output: the text is cut off")
     meta.set_for_backward(output(reader.graph), values["saved"])
     reader.graph.lint()
-    return cast("GraphModule", ReadGraph(reader.graph)), _plan_of(values["plan"]), str(values["pass"])
+    module = SimpleNamespace(graph=reader.graph, meta={})  # what passes that only read look at
+    return cast("GraphModule", module), _plan_of(values["plan"]), str(values["pass"])
 
 
 def _plan_of(values: dict[str, Any]) -> Plan:
