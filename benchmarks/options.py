@@ -23,7 +23,7 @@ BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
 DEFAULT_MINUTES = 5.0
 COMPARE_MINUTES = 12.0
 # What --resume does not have to share with the checkpoint: where to stop, not what to compute.
-FREE = ("minutes", "stop_after", "save_every", "world", "compare", "resume", "out", "text")
+FREE = ("minutes", "stop_after", "save_every", "world", "compare", "resume", "report", "out", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Options:
     reshard: bool | int | None
     compare: bool
     resume: bool
+    report: bool
     out: Path
     text: Path | None
 
@@ -214,6 +215,8 @@ def _parser() -> Parser:
         " so each takes fewer steps")  # fmt: skip
     add("--resume", action="store_true", help="continue from the checkpoint in --out; options not"
         " given are the checkpoint's")  # fmt: skip
+    add("--report", action="store_true", help="write report.html to --out: timeline, memory, buckets and passes of the compiled"
+        " step, with a profiled step laid over the predicted one; compiles without caches")  # fmt: skip
     add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
     add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
     return parser
@@ -256,8 +259,20 @@ def _check_values(options: Options) -> None:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
     if options.world > 0 and options.sequences % options.world:
         wrong.append(f"--world is {options.world}, does not divide the {options.sequences} sequences of a step")
+    wrong += _excluding(options)
+    if wrong:
+        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+
+
+def _excluding(options: Options) -> list[str]:
+    """Options that do not go together."""
+    wrong = []
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
+    if options.report and (options.impl == "stock" or options.backend == "eager"):
+        wrong.append(
+            f"--report shows our compiled graphs, and --impl {options.impl} --backend {options.backend} makes none; leave it out"
+        )
     if options.compare and options.stop_after is not None:
         wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
     if options.compare and options.save_every is not None:
@@ -266,8 +281,7 @@ def _check_values(options: Options) -> None:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
     if options.compare and options.impl == "stock":
         wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
-    if wrong:
-        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+    return wrong
 
 
 def _check_fields(stored: dict[str, object]) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from options import Options, check_machine, job, num_cores, parse
 from report import PICTURE, RESULTS, draw, table, verdict, write_results
 from rich.console import Console
 from screen import Screen, leave
+from step_report import StepReport
 from text import Text
 from torch.distributed.rendezvous import rendezvous
 from trainer import Trainer, variants
@@ -127,12 +129,16 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
         outcome.validation = [(step, loss) for step, loss in run["history"]["validation"]]
         screen.line(f"resuming from {options.out} at step {run['step']}")
     loop = Loop(trainer, screen, Budget(options, minutes), outcome, lambda: save(trainer, outcome))
-    loop.run()
+    step_report = StepReport(trainer) if options.report and variant == variants(options)[-1] else None
+    with step_report.dumped() if step_report else nullcontext():
+        loop.run()
     if variant == variants(options)[-1]:
         path = save(trainer, outcome)
         screen.line(f"saved the checkpoint {path}")
     loop.finish()
     loop.measure()
+    if step_report:
+        screen.line(f"report of a step: {step_report.write()}; for https://ui.perfetto.dev: {step_report.trace}")
     return outcome
 
 

@@ -31,6 +31,8 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     """The plan for this joint graph, with `kept` chosen; the plan as it is without a budget or without a backward."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
+    meta.begin_pass(gm, "fit_budget")
+    meta.consume(gm, "Plan.memory_budget")
     candidates = _candidates(gm.graph)
 
     def peak(count: int) -> int:

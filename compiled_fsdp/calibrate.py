@@ -13,7 +13,7 @@ import torch.distributed as dist
 from . import collectives as comm
 from . import schema
 from .costs import Costs, Link
-from .plan import current_plan, set_plan
+from .plan import current_plan, use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:
             costs = replace(plan.costs, links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known))
-        set_plan(replace(plan, costs=costs))
+        use(replace(plan, costs=costs))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

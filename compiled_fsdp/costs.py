@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import collectives as comm
 from . import schema
-from .graph import is_matmul, is_view, value
+from .graph import hint, is_matmul, is_view
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -102,11 +102,28 @@ class Costs:
         return link.seconds(sent, kinds.get(start.target, 0.0))
 
 
+def assumed(device: str) -> Costs:
+    """Round numbers for where nothing was measured: a core of a CPU over a fast network, or a data-centre GPU over NVLink."""
+    if device == "cpu":
+        return Costs(5e10, 1e10, 5e-6, (("", Link(1e-4, 1e9)),))
+    return Costs(3e14, 2e12, 5e-6, (("", Link(2e-5, 1e11)),))
+
+
 def flops(node: Node) -> float:
     """Floating-point operations of a matmul or an attention, by torch's formulas."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _as_now(n.meta["val"]))
     formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
-    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return float(formula(*args, **kwargs, out_val=_as_now(node.meta["val"])))
+
+
+def _as_now(val: Any) -> Any:
+    """A value with the sizes that it has now in the place of symbols: to compute with a symbol could fix it."""
+    if isinstance(val, list | tuple):
+        return [_as_now(v) for v in val]
+    if isinstance(val, torch.Tensor):
+        is_fixed = not any(isinstance(size, torch.SymInt) for size in val.shape)
+        return val if is_fixed else torch.empty([hint(size) for size in val.shape], dtype=val.dtype, device="meta")
+    return hint(val) if isinstance(val, torch.SymInt) else val
 
 
 def is_fusible(node: Node) -> bool:
@@ -122,7 +139,7 @@ def nbytes(node: Node) -> float:
     """Bytes of a node's tensors; symbolic sizes count as their hints."""
     found = node.meta.get("val")
     tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, list | tuple) else []
-    return float(sum(int(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
+    return float(sum(hint(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
 
 
 def traffic(start: Node) -> tuple[float, str]:

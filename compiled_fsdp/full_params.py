@@ -7,13 +7,12 @@ autograd saved stays valid.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import agreement
+from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
@@ -23,7 +22,8 @@ from .torch_private import preserve_version
 from .tree import in_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from .deferred import Value as Recorded
     from .flat import FlatParam, ShardedParam
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-@contextmanager
-def span(what: str, unit: str) -> Iterator[None]:
+WHO = "eager runtime"  # consumes options
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
     """A range in the profile, named as stock names it."""
-    with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
-        yield
+    return ranges.stock(f"FSDP::{what} ({unit})")
 
 
 class FullParams:
@@ -91,6 +92,7 @@ class FullParams:
 
     def start(self) -> None:
         """See `flat.Gather`."""
+        self.unit.options.consume(WHO, "overlap_optimizer")
         self.start_unshard()
         self.checksums = [flat.checksum() for flat in self.unit.flats]
 
@@ -176,6 +178,7 @@ class FullParams:
         gathers = []
         for members in buckets.values():
             names = ", ".join(param.fqn for _, _, param in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][1]))
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
             run.advance()
@@ -191,6 +194,7 @@ class FullParams:
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
             gathers.append((run, gather(run, members), members))
         return gathers

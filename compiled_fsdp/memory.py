@@ -10,11 +10,10 @@ How long each storage lives: `lifetimes.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from .graph import is_backward, output, placeholders
+from .graph import is_backward
+from .halves import handed_over, lifetimes_after, taken_over
 from .lifetimes import ACTIVATION, BUCKET, GATHERED, GRADIENT, IN_FLIGHT, OUTPUT, TEMPORARY, Curve, Lifetimes, Storage
 
 if TYPE_CHECKING:
@@ -121,41 +120,9 @@ def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> Mem
 def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> StepProfile:
     """The memory of a forward and of its backward; the user holds the outputs of forward until the end."""
     before = Lifetimes(forward, is_fused)
-    saved, taken = _handed_over(forward, backward)
-    held = dict.fromkeys(s for n in output(forward).all_input_nodes if n not in saved for s in before.of(n))
-    origin = {p: before.of(n)[0] if before.of(n) else None for n, p in zip(saved, taken, strict=True)}
-    resting = [p for p, storage in origin.items() if storage is None or storage in held]
-    after = Lifetimes(backward, is_fused, resting)
-    for storage in after.storages:
-        source = origin.get(storage.node)
-        if source is not None:
-            storage.kind, storage.owner = source.kind, source.owner
-    first = next(iter(backward.nodes))
-    after.storages += [Storage(first, s.num_bytes, OUTPUT, s.owner, is_kept=True) for s in held]
+    after = lifetimes_after(backward, handed_over(before, len(taken_over(backward))), is_fused)
     return StepProfile(profile_of(before), profile_of(after))
-
-
-def _handed_over(forward: Graph, backward: Graph) -> tuple[list[Node], list[Node]]:
-    """What forward saves, and backward's placeholders for it: forward returns it last, but for symbols, which come first there."""
-    returned: Any = output(forward).args[0]
-    taken = [p for p in placeholders(backward) if not _is_symbol(p) and not p.name.startswith("tangents")]
-    saved = [n for n in returned if n is not None and not _is_symbol(n)][-len(taken) :] if taken else []
-    if [_shape(n) for n in saved] != [_shape(p) for p in taken]:
-        raise ValueError(
-            f"profile_step: backward takes {[f'%{p.name}' for p in taken]}, and forward returns last "
-            f"{[f'%{n.name}' for n in saved]}; they should be the two halves of one graph"
-        )
-    return saved, taken
 
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
-
-
-def _is_symbol(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _shape(node: Node) -> tuple[object, ...]:
-    val = node.meta.get("val")
-    return tuple(val.shape) if isinstance(val, torch.Tensor) else ()

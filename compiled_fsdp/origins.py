@@ -1,6 +1,6 @@
 """Where the tensors in a node's value lie: a storage of their own, or that of another node that they are a view of.
 
-Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`, the hint of a `SymInt`.
+Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .collectives import WAIT
+from .graph import hint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ def key_of(tensor: Tensor) -> int:
 def num_bytes_of(tensor: Tensor) -> int:
     """Size of the whole storage; a hint if it is symbolic, and zero if only the data decides it."""
     size: Any = tensor.untyped_storage().nbytes()
-    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
+    return hint(size)
 
 
 def source_of(node: Node, i: int) -> tuple[Node, int] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from .options import Options
 from .spec import OWN_MESSAGE
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ class Plan:
         return LATENCIES * link.latency * link.bandwidth
 
 
-_current = Plan()
+_current = _DEFAULT = Plan()
+ASKED = (*FROM_COSTS, "recompute", "memory_budget", "costs")
+# What users set of the plan; `Plan.kept` is decided, not set.
+options = Options()
 
 
 def current_plan() -> Plan:
@@ -127,9 +131,16 @@ def current_plan() -> Plan:
 
 def set_plan(plan: Plan) -> None:
     """Use `plan` for graphs compiled from now on; call it alike on every rank. Compiled graphs keep theirs."""
-    global _current
     if not isinstance(plan, Plan):
         raise TypeError(f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)")
+    use(plan)
+    for name in ASKED:
+        options.ask(f"Plan.{name}", getattr(plan, name), getattr(_DEFAULT, name))
+
+
+def use(plan: Plan) -> None:
+    """Put a plan in the place of the current one, without taking it for what the user set."""
+    global _current
     _current = plan
 
 

@@ -61,6 +61,7 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
                 "parameters are dropped after forward, since backward gathers them. Set reshard_after_forward=False to keep them"
             )
             continue
+        unit.options.consume("resident parameters", "set_reshard_after_backward", "reshard_after_forward")
         started.append((runtime, runtime.start_gathers()))
     for runtime, gathers in started:
         _finish(runtime, gathers)

@@ -18,7 +18,7 @@ from . import collectives as comm
 from .deferred import Deferred
 from .errors import warn_once
 from .flat import OPEN
-from .full_params import FullParams, span
+from .full_params import WHO, FullParams, span
 from .schema import KEEP_SLICE
 from .torch_private import untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
@@ -75,6 +75,7 @@ class Runtime(FullParams):
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run
@@ -106,6 +107,8 @@ class Runtime(FullParams):
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
         following = tree.next_forward.get(self)
+        if self.prefetch["forward"]:
+            self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
         for target in self.prefetch["forward"] or ([following] if following else []):
             target.start_unshard()
 
@@ -169,6 +172,7 @@ class Runtime(FullParams):
         for lender in self.lenders:
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
+        self.unit.options.consume(WHO, "reshard_after_forward")
         if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
@@ -195,6 +199,7 @@ class Runtime(FullParams):
 
     def _unshard_for_backward(self) -> None:
         for runtime in (*self.lenders, self):
+            runtime.unit.options.consume(WHO, "set_unshard_in_backward")
             if runtime.unit.settings.unshard_in_backward:
                 runtime.unshard()
 
@@ -202,6 +207,8 @@ class Runtime(FullParams):
         tree = self.tree
         index = self.indices.pop() if self.indices else 0
         before = tree.order[index - 1] if index else None
+        if self.prefetch["backward"]:
+            self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
         for target in self.prefetch["backward"] or ([before] if before else []):
             if target.unit.settings.unshard_in_backward:
                 target.start_unshard()
@@ -213,6 +220,7 @@ class Runtime(FullParams):
         self._log("post_backward")
         self.slices.clear()
         self._close()
+        self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
             self.reshard()
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
@@ -228,6 +236,7 @@ class Runtime(FullParams):
                 grad, full.grad = full.grad, None
                 ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused:
+            self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
             ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
@@ -241,6 +250,7 @@ class Runtime(FullParams):
         """What becomes of these gradients."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)
+        self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)

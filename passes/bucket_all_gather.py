@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import Builder, erase_all, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.regions import Region, find_regions, together
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     for (*way, unit), members in units.items():
         is_alone = has_lists or not all(map(_may_share, members))
         alike.setdefault((*way, unit if is_alone else ""), []).append(members)
+    if alike:
+        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
+            consume(gm, option)
     for neighbours in alike.values():
         for bucket in together(neighbours, _nbytes, plan.bucket_limit(neighbours[0][0].spec.group)):
             merged = [region for members in bucket for region in members]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import ADD, CAT, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.regions import Region, find_regions, together
 from compiled_fsdp.schema import MARK_GRADS
 
@@ -47,6 +47,8 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
     for alike in _units(regions).values():
+        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
+            consume(gm, option)
         limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
         for neighbours in together(alike, lambda unit: unit.nbytes, limit):
             if len(neighbours) > 1:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.choices import Choices
 from compiled_fsdp.graph import find
+from compiled_fsdp.meta import consume
 from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
@@ -39,6 +40,8 @@ def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:
     nodes = find(gm.graph, UNSHARD, UNSHARD_SLICE, KEEP_SLICE, REDUCE_GRAD)
     inputs = {node: 2 if node.target is REDUCE_GRAD else 1 for node in nodes}
     specs = {node: ParamSpec.of(node.args[count:]) for node, count in inputs.items()}
+    for option in ("Plan.own_message", "Plan.reductions") if nodes else ():
+        consume(gm, option)
     choices = Choices.decide(list(specs.values()), plan)
     for node, spec in specs.items():
         chosen = replace(spec, own_message=choices.own_message[spec.group])

@@ -59,6 +59,9 @@ CHEAP = (
     torch.ops.prims.convert_element_type.default,
 )
 
+# What backward gathers follows from the class, and from what gradients depend on: never more than `set_unshard_in_backward` asks.
+OPTIONS = ("reshard_after_forward", "set_unshard_in_backward")
+
 
 def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
@@ -72,6 +75,8 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
             spec = replace(spec, reshard="keep")
             node.args = (node.args[0], *spec.args())  # type: ignore[arg-type]
         by_class[spec.reshard].append(node)
+        for option in OPTIONS:
+            meta.consume(gm, option, spec.unit)
     for node in by_class["keep"]:
         meta.save(node)
     _keep_slices(by_class["slice"], by_class["gather"], backward)

@@ -10,21 +10,26 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py")])
-# Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
+REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
+FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT])
+# Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version torch_private spec plan layout errors
-    meeting agreement gloo schema mesh tensor_parallel collectives meta ops
+    version options torch_private ranges log spec plan layout errors
+    meeting agreement runs gloo schema mesh tensor_parallel collectives meta ops
     graph regions meaning costs choices planner
-    fusion origins lifetimes memory
+    fusion origins lifetimes halves memory
+    records graph_json graph_record
     dump sequence
+    report
     passes
     partition budget splitting pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit tree resident full_params runtime stock_state fallback first_call
+    arguments calibrate deferred in_flight flat extension unit clock tree
+    resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
+    measured explanation explain dump_folder cli __main__
 """.split()
-# Calls at run time against the order, each inside a function: errors show nodes with the printer.
-AGAINST = {("errors", "dump")}
+# Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
+AGAINST = {("errors", "dump"), ("first_call", "explain")}
 
 
 @cache
@@ -33,7 +38,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def layer(path: Path) -> str:
-    return "passes" if path.parent.name == "passes" else path.stem
+    return path.parent.name if path.parent.name in ("passes", "report") else path.stem
 
 
 def is_typing_only(node: ast.stmt) -> bool:
@@ -49,7 +54,7 @@ def imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = "compiled_fsdp" + (".passes" if path.parent.name == "passes" else "")
+            package = "compiled_fsdp" + (f".{path.parent.name}" if path.parent.name in ("passes", "report") else "")
             above = f"{package}." if node.level else ""
             module = f"{above}{node.module or ''}".rstrip(".")
             found.extend(f"{module}.{alias.name}" for alias in node.names)
