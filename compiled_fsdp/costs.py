@@ -98,7 +98,7 @@ class Costs:
         """Seconds that a collective is on the wire."""
         sent, group = traffic(start)
         link = self.link(group)
-        kinds = {comm.REDUCE_SCATTER: link.scatter, comm.ALL_TO_ALL: link.exchange}
+        kinds: dict[object, float] = {comm.REDUCE_SCATTER: link.scatter, comm.ALL_TO_ALL: link.exchange}
         return link.seconds(sent, kinds.get(start.target, 0.0))
 
 

@@ -39,7 +39,7 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     return halves
 
 
-class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class Partitioner(CustomPartitionerFn):
     """Inductor's hook for splitting: `partition` for graphs with anything of ours, torch's own for all others."""
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
