@@ -139,7 +139,9 @@ class Evil:
 
 def test_metadata_that_would_run_code_is_refused(out: Path) -> None:
     (out / checkpoint.FOLDER / META).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(UsageError, match=r"builtins\.getattr does not belong in the metadata of a checkpoint"):
+    with pytest.raises(
+        UsageError, match=r"builtins\.getattr does not belong in the metadata|metadata is None"
+    ):  # torch 2.11
         checkpoint.load(out, *made())
     assert not Evil.ran
     with pytest.raises(pickle.UnpicklingError, match=r"os\.system|posix\.system"):
