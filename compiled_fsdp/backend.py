@@ -3,8 +3,7 @@
 The second runs the same passes and executes the final FX graph as it is: it compiles in about a second and computes with the
 same kernels as eager mode, which makes it the one to test and to debug with.
 
-Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`, the min-cut
-partitioner of `torch._functorch`.
+Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import torch
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from .inductor import install_passes, run_half, run_joint, use_gloo
+from .partition import partition
+from .plan import current_plan
 from .sequence import add_agreement
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(run_joint(joint), inputs, **options)
-    return halves
+    return partition(run_joint(joint), inputs, current_plan(), **options)
 
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:

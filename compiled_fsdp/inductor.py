@@ -27,6 +27,7 @@ from . import collectives as comm
 from . import dump, gloo
 from .graph import erase_all, find, value
 from .meta import get_tag
+from .partition import install_partitioner
 from .pin_order import pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
@@ -188,6 +189,7 @@ def install_passes() -> None:
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
+    install_partitioner()
 
 
 def _flatten(hook: Any) -> tuple[Any, ...]:

@@ -40,6 +40,8 @@ class Plan:
     bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while together they are no larger than
         this (full parameters, in bytes); 0: every unit communicates by itself; None: from costs, as much as keeps the link busy for
         `LATENCIES` times its latency.
+    recompute: whether backward computes again what pointwise kernels make from values that are saved anyway, also where a matmul
+        reads it (`partition.py`); False: as torch's partitioner decides. Activation checkpointing comes before it.
     memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
         or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
         `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
@@ -51,6 +53,7 @@ class Plan:
     backward_prefetch: float | None = DISTANCES["backward_prefetch"]
     reduces_in_flight: float | None = DISTANCES["reduces_in_flight"]
     bucket_bytes: int | None = BUCKET_BYTES
+    recompute: bool = True
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
@@ -65,6 +68,8 @@ class Plan:
         size = self.bucket_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
             raise ValueError(f"Plan: bucket_bytes={size!r}; should be a number of bytes, at least 0, or None (from costs)")
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"Plan: recompute={self.recompute!r}; should be True or False")
         budget = self.memory_budget
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if budget is not None and not (is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)):

@@ -106,13 +106,16 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     """Make backward read second gathers, through copies of what forward computed cheaply from the parameters.
 
     The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the slices, the
-    smallest values between them and backward, are what it saves.
+    smallest values between them and backward, are what it saves. What forward computes from the parameters and other values
+    is not computed again either: that would read the first gather in backward.
     """
     depends = set(sliced)
     for node in _from_weights(sliced + gathered, backward):
         if any(n in depends for n in node.all_input_nodes):
             depends.add(node)
     chain = sorted(depends)
+    for node in {user for node in chain for user in node.users} - depends - backward:
+        meta.save(node)
     uses = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
     first_use: dict[Node, Node] = {}
     for node in reversed(chain):
