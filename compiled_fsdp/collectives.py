@@ -47,8 +47,6 @@ STARTS = (
     schema.CUSTOM_REDUCE_SCATTER,
     schema.GATHER_AHEAD,
 )
-# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
-OWN_MESSAGE = 1 << 18
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
@@ -249,7 +247,7 @@ def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]
     start = 0
     is_open = False  # whether the next small parameter may join the last piece
     for place, spec in enumerate(specs):
-        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < OWN_MESSAGE
+        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < spec.own_message
         if is_small and is_open:
             last = pieces[-1]
             pieces[-1] = Message((*last.members, place), last.start, last.numel + spec.shard_numel)

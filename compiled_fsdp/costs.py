@@ -25,14 +25,26 @@ FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, operator.getitem)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One process group's connection: seconds until the first byte, and bytes a second from then on."""
+    """One process group's connection.
+
+    latency: seconds until the first byte.
+    bandwidth: bytes a second from then on, of all-gathers.
+    message: seconds for each further message of the same collective.
+    scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where they were not measured.
+    issue: seconds for each byte that starting a collective keeps the training thread: gloo sends from there what fits into the
+        socket at once.
+    """
 
     latency: float
     bandwidth: float
+    message: float = 0.0
+    scatter: float = 0.0
+    exchange: float = 0.0
+    issue: float = 0.0
 
-    def seconds(self, sent: float) -> float:
-        """For a collective in which each rank sends that many bytes."""
-        return self.latency + sent / self.bandwidth
+    def seconds(self, sent: float, bandwidth: float = 0.0) -> float:
+        """For a collective in which each rank sends that many bytes; `bandwidth` for another kind than all-gathers."""
+        return self.latency + sent / (bandwidth or self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,8 @@ class Costs:
         if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
             return 0.0
         if node.target in comm.STARTS:
-            return self.overhead
+            sent, group = traffic(node)
+            return self.overhead + sent * self.link(group).issue
         if is_matmul(node):
             seconds = flops(node) / self.flops
             return self.overhead + max(seconds, self._traffic(node))
@@ -84,7 +97,9 @@ class Costs:
     def wire(self, start: Node) -> float:
         """Seconds that a collective is on the wire."""
         sent, group = traffic(start)
-        return self.link(group).seconds(sent)
+        link = self.link(group)
+        kinds = {comm.REDUCE_SCATTER: link.scatter, comm.ALL_TO_ALL: link.exchange}
+        return link.seconds(sent, kinds.get(start.target, 0.0))
 
 
 def flops(node: Node) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 ADD = torch.ops.aten.add.Tensor
+CAT = torch.ops.aten.cat.default
 
 
 def value(node: Node) -> Tensor:

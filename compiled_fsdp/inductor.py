@@ -78,13 +78,14 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     from .passes.base import run_pipeline
     from .passes.pipeline import HALF, JOINT
     from .passes.verify import check
+    from .splitting import fit_split
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
     writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
     plan = current_plan()
     if plan.costs is not None:
-        plan = replace(plan, costs=plan.costs.fused(is_fused))
+        plan = fit_split(gm, replace(plan, costs=plan.costs.fused(is_fused)))
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
         writer.after_pass(gm, entry)

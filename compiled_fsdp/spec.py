@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # constants too, but every compilation would look at every entry there is.
 CONSTANTS = ModuleType("constants")
 
+# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
+OWN_MESSAGE = 1 << 18
+
 MEAN = "mean:"  # before a hook's key
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an op's arguments.
@@ -85,6 +88,7 @@ class ParamSpec:
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
         start of the all-gather to the plan.
+    own_message: a full parameter of fewer bytes shares a message with its neighbours and is copied out.
     """
 
     offset: int
@@ -114,6 +118,7 @@ class ParamSpec:
     reduces_in_flight: int = 0
     forward_after: tuple[str, ...] = ()
     backward_after: tuple[str, ...] = ()
+    own_message: int = OWN_MESSAGE
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

@@ -28,6 +28,7 @@ class Property(Enum):
     """What holds of a graph once a pass has run."""
 
     DEDUPED = "each parameter is unsharded once"
+    CHOSEN = "how each unit is gathered and reduced is chosen"
     DECIDED = "what backward gets from forward is decided"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"

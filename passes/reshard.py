@@ -109,13 +109,9 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     smallest values between them and backward, are what it saves. What forward computes from the parameters and other values
     is not computed again either: that would read the first gather in backward.
     """
-    depends = set(sliced)
-    for node in _from_weights(sliced + gathered, backward):
-        if any(n in depends for n in node.all_input_nodes):
-            depends.add(node)
-    chain = sorted(depends)
-    for node in {user for node in chain for user in node.users} - depends - backward:
-        meta.save(node)
+    chain = _chain(sliced, gathered, backward)
+    for reader in {user for node in chain for user in node.users}.difference(chain, backward):
+        meta.save(reader)
     uses = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
     first_use: dict[Node, Node] = {}
     for node in reversed(chain):
@@ -138,6 +134,15 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     for node, copy in copies.items():
         for user in uses[node]:
             user.replace_input_with(node, copy)
+
+
+def _chain(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> list[Node]:
+    """The sliced parameters and what forward computes cheaply from them and other parameters, in graph order."""
+    depends = set(sliced)
+    for node in _from_weights(sliced + gathered, backward):
+        if any(n in depends for n in node.all_input_nodes):
+            depends.add(node)
+    return sorted(depends)
 
 
 def _mapped(args: Any, copies: dict[Node, Node]) -> Any:

@@ -138,8 +138,10 @@ class TestFolder(GraphTest):
 rank0/000_joint/00_capture.txt
 rank0/000_joint/01_dedup_unshard.diff
 rank0/000_joint/01_dedup_unshard.txt
-rank0/000_joint/02_reshard.diff
-rank0/000_joint/02_reshard.txt
+rank0/000_joint/02_choose_collectives.diff
+rank0/000_joint/02_choose_collectives.txt
+rank0/000_joint/03_reshard.diff
+rank0/000_joint/03_reshard.txt
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
 rank0/001_forward/01_lower.txt
@@ -188,7 +190,7 @@ rank0/002_backward/memory.txt""",
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
                 """\
-# made by lower; holds: DEDUPED, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
+# made by lower; holds: DEDUPED, CHOSEN, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
 %primals_1: f32[2,4]
 %primals_2: f32[10]
 %tangents_1: f32[2,4]

@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py")])
 # Each line may import the lines above it, and within a line what stands further left. `passes` are the folder's files.
 ORDER = """
-    version plan torch_private spec layout errors
+    version torch_private spec plan layout errors
     meeting agreement gloo schema mesh tensor_parallel collectives meta ops
-    graph regions meaning costs planner
+    graph regions meaning costs choices planner
     fusion origins lifetimes memory
     dump sequence
     passes
-    budget pin_order inductor backend
+    partition budget splitting pin_order inductor backend
     arguments calibrate deferred in_flight flat extension unit tree resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
 """.split()
