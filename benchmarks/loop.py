@@ -176,8 +176,8 @@ class Loop:
         every = max(1, trainer.horizon // NUM_POINTS)
         if done % every == 0 and done + every / 2 < trainer.horizon:
             outcome.validation.append((done, trainer.validate(CURVE_BATCHES)))
-        every = trainer.options.save_every
-        if every is not None and done % every == 0:
+        save_every = trainer.options.save_every
+        if save_every is not None and done % save_every == 0:
             self.save()
 
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from screen import Screen, leave
 from step_report import StepReport
 from text import Text
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from trainer import Trainer, variants
 from usage import UsageError
@@ -114,7 +115,7 @@ def connect() -> None:
     """
     store, rank, world = next(rendezvous("env://"))
     name = meet(store, rank, world, START_S)
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world)
 
 
 def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:

@@ -275,7 +275,7 @@ class Captured:
             placed = comm.place(run, reduced, first.numel, specs[0])
         else:
             placed = comm.place_bucket(run, reduced, specs, first.numel)
-        lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, placed)] = result
+        lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, result)] = result
 
     def _parts(self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered) -> None:
         """Flat gradients of several units, out of one reduction."""

@@ -43,7 +43,7 @@ class Resident(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """To the flat buffer."""
         (flat,) = ctx.saved_tensors
-        return None, REDUCE_GRAD(grad, flat, *CONSTANTS[ctx.key]), None
+        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
 
 
 def prepare(runtimes: Iterable[FullParams]) -> None:

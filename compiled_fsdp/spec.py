@@ -6,8 +6,10 @@ a graph can be cached, dumped, written by hand in a test and read by a person wi
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields, replace
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Arguments of ops by their own text. Dynamo takes integers out of a global as constants; out of an object they would become
-# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them.
-CONSTANTS: dict[str, tuple[object, ...]] = {}
+# Arguments of ops by a digest of their text. Dynamo takes integers out of a module as constants; out of an object they would become
+# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them. Out of a dict they would be
+# constants too, but every compilation would look at every entry there is.
+CONSTANTS = ModuleType("constants")
 
 # A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
 OWN_MESSAGE = 1 << 18
@@ -133,10 +136,10 @@ class ParamSpec:
         return tuple(getattr(self, f.name) for f in fields(self))
 
     def as_constants(self) -> str:
-        """Enter the values into `CONSTANTS`, and return their key."""
-        key = repr(self)
-        CONSTANTS[key] = self.args()
-        return key
+        """Enter the values into `CONSTANTS`, and return their name there."""
+        name = f"spec_{hashlib.sha256(repr(self).encode()).hexdigest()[:32]}"
+        setattr(CONSTANTS, name, self.args())
+        return name
 
     @property
     def rows(self) -> int:

@@ -48,7 +48,7 @@ def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:
         if node.target is REDUCE_GRAD:
             chosen = reduced_by(chosen, choices.algorithm[spec.unit])
         if chosen != spec:
-            node.args = (*node.args[: inputs[node]], *chosen.args())  # type: ignore[assignment]
+            node.args = (*node.args[: inputs[node]], *chosen.args())  # type: ignore[arg-type]
     return gm
 
 
