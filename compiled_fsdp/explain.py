@@ -13,6 +13,7 @@ from .errors import named
 from .explanation import (
     BOTH,
     EAGER,
+    EMPTY,
     GRAPH,
     NEVER,
     NOT_YET,
@@ -129,7 +130,7 @@ def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict
         for p in unit.params
     ]
     infos = list(dict.fromkeys(flat.mesh_info for flat in unit.flats)) or [unit.mesh_info]
-    where = _where(unit, in_graphs) if has_run else NOT_YET
+    where = _where(unit, in_graphs, has_run=has_run)
     return UnitInfo(
         name=unit.name,
         where=where,
@@ -145,7 +146,11 @@ def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict
     )
 
 
-def _where(unit: Unit, in_graphs: set[str]) -> str:
+def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:
+    if not unit.flats:
+        return EMPTY
+    if not has_run:
+        return NOT_YET
     if unit.key in in_graphs:
         return BOTH if unit.num_eager_forwards else GRAPH
     if unit.num_eager_forwards:

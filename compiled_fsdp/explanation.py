@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 GRAPH, EAGER, BOTH, UNLOWERED = "in a graph", "eager", "in a graph and eager", "in a graph, not lowered"
-NEVER, NOT_YET = "never gathered", "not run yet"
-ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET)
+NEVER, NOT_YET, EMPTY = "never gathered", "not run yet", "without parameters"
+ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET, EMPTY)
 RESHARD = {
     "gather": "dropped after forward, gathered again in backward",
     "keep": "kept from forward to backward",
@@ -43,7 +43,8 @@ class Shared:
 class UnitInfo:
     """A unit.
 
-    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never gathered", or "not run yet".
+    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never gathered", "not run yet", or "without
+        parameters".
     why: reasons for running outside a graph.
     compute_dtype: of the gathered parameters.
     reshard: "gather", "keep" or "slice", as in `fsdp::unshard`.
@@ -181,7 +182,7 @@ class Explanation:
 def _head(e: Explanation) -> str:
     params = [p for unit in e.units for p in unit.params]
     size = f"{len(params)} parameters, {_mb(sum(p.num_bytes for p in params))} on {_count(e.world_size, 'rank')} together"
-    if all(u.where == NOT_YET for u in e.units):
+    if all(u.where in (NOT_YET, EMPTY) for u in e.units):
         return f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this again after a step"
     return f"{e.model}: {_count(len(e.units), 'unit')}, {size}"
 

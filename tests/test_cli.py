@@ -122,7 +122,7 @@ def test_explain(dumps, capsys):
     assert text.startswith(
         "rank 0, after its first step\nSequential: 3 units, 4 parameters, 160 bytes on 2 ranks together\n"
     )
-    assert "\n  2 in a graph: 0, 1\n  1 never gathered: Sequential\n" in text
+    assert "\n  2 in a graph: 0, 1\n  1 without parameters: Sequential\n" in text
     assert "  reshard_after_forward=True of 0, 1: reshard\n" in text
     status, text = run(capsys, "explain", dumps / "dumped", "--json")
     assert status == 0
