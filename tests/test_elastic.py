@@ -43,13 +43,14 @@ def agent(out: Path, port: int, *, is_host: bool, faults: list[object]) -> subpr
         f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --monitor-interval 0.2 --rdzv-id {JOB}"
     )
     rendezvous = (
-        f"--rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-conf is_host={int(is_host)},last_call_timeout=2"
+        f"--rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-conf is_host={int(is_host)},last_call_timeout=5"
     )
     command = [sys.executable, *torchrun.split(), *rendezvous.split(), str(ROOT / "tests" / "elastic_job.py"), *OPTIONS]
     command += ["--save-every", str(EVERY), "--out", str(out), "--text", str(ROOT / "benchmarks")]
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"FAULTS": json.dumps(faults), "MARKS": str(out)}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or an agent that joins late waits for an address for ever (torch 2.13)
     with (out / f"agent{int(is_host)}").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, text=True)
 
