@@ -8,7 +8,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 TYPED := build/typed
 
-.PHONY: train test test-clients soak lint types unit bench clean
+.PHONY: train test test-browser test-clients soak lint types unit bench clean
 
 train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for example ARGS="--compare"
 	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
@@ -29,6 +29,11 @@ types: $(VENV)/installed
 
 unit: $(VENV)/installed
 	$(PY) -m pytest $(ARGS)
+
+test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the path, CHROMIUM, or else the one that playwright fetches
+	$(PY) -m pip install --quiet --editable ".[browser]"
+	test -n "$$CHROMIUM" || command -v chromium-headless-shell chromium google-chrome || $(PY) -m playwright install --only-shell chromium
+	$(PY) -m pytest tests/test_report_browser.py $(ARGS)
 
 # In an environment of their own: these libraries are large, and must not change what the other tests run on.
 test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric on sharded models

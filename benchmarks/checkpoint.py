@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safe_read import Planner, Reader
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from usage import UsageError
 
 FOLDER, RUN = "checkpoint", "run.json"
-RUN_TYPES = {"options": dict, "step": int, "text": str, "history": dict, "files": dict}
+RUN_TYPES = {"job": str, "options": dict, "step": int, "text": str, "history": dict, "files": dict}
 
 
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> Path:
@@ -53,11 +54,11 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dic
 
 
 def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the tensors of `out/checkpoint` into the model and the optimizer."""
+    """Read the tensors of `out/checkpoint` into the model and the optimizer, at any number of ranks."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
-        load_shards(state, checkpoint_id=_whole(out))
+        load_shards(state, storage_reader=Reader(_whole(out)), planner=Planner())
     except CheckpointException as error:
         raise UsageError(f"reading the checkpoint {out / FOLDER}: {_first_cause(error)}") from error
     set_state_dict(
@@ -66,6 +67,11 @@ def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
+
+
+def exists(out: Path) -> bool:
+    """Whether there is a checkpoint, whole or not."""
+    return _whole(out).exists()
 
 
 def read_run(out: Path) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,11 @@ class Budget:
         """Make Ctrl-C and SIGTERM stop after the running step instead of killing."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = [signal.signal(number, self._on_signal) for number in numbers]
-        yield
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signal = signal.Signals(number).name
@@ -96,14 +98,18 @@ class Budget:
 class Loop:
     """Train one variant from step `len(outcome.losses)` on, and fill `outcome`."""
 
-    def __init__(self, trainer: Trainer, screen: Screen, budget: Budget, outcome: Outcome) -> None:
-        """Take the parts; nothing is run."""
-        self.trainer, self.screen, self.budget, self.outcome = trainer, screen, budget, outcome
+    def __init__(
+        self, trainer: Trainer, screen: Screen, budget: Budget, outcome: Outcome, save: Callable[[], object]
+    ) -> None:
+        """Take the parts, and what writes a checkpoint; nothing is run."""
+        self.trainer, self.screen, self.budget, self.outcome, self.save = trainer, screen, budget, outcome, save
         outcome.tokens_per_step = trainer.tokens_per_step
 
     def run(self) -> None:
         """Train to the horizon or to a stop; the first step of a session compiles."""
         trainer, outcome = self.trainer, self.outcome
+        if outcome.losses and len(outcome.losses) == trainer.horizon:  # restarted after the last step
+            return
         with self.budget.listening(), self.screen.progress(trainer.variant.name) as bar:
             start = time.monotonic()
             if not outcome.losses:
@@ -124,10 +130,8 @@ class Loop:
     def measure(self) -> None:
         """Profile further steps; for the end, since they move the weights on."""
         peak, comm = self.trainer.measure()
-        peaks, comms = ([None] * dist.get_world_size() for _ in range(2))
-        dist.all_gather_object(peaks, peak)
-        dist.all_gather_object(comms, comm)
-        self.outcome.peaks, self.outcome.comms = peaks, comms  # type: ignore[assignment]
+        self.outcome.peaks = [PeakMemory(*map(int, numbers)) for numbers in from_all([*astuple(peak)])]
+        self.outcome.comms = [CommReport(*map(int, n[:3]), *n[3:]) for n in from_all([*astuple(comm)])]
 
     def _phase(self, name: str) -> AbstractContextManager[object]:
         is_compiled = self.trainer.variant.is_compiled
@@ -162,7 +166,7 @@ class Loop:
         bar.update(done, horizon, recent, rate, eta_s)
 
     def _after_step(self, step_s: float) -> None:
-        """Set the horizon once the step time is known, and validate at the points of the curve."""
+        """Set the horizon once the step time is known, validate at the points of the curve, and save every so often."""
         trainer, outcome = self.trainer, self.outcome
         done = len(outcome.losses)
         if trainer.horizon is None and done >= WARMUP:
@@ -172,6 +176,9 @@ class Loop:
         every = max(1, trainer.horizon // NUM_POINTS)
         if done % every == 0 and done + every / 2 < trainer.horizon:
             outcome.validation.append((done, trainer.validate(CURVE_BATCHES)))
+        save_every = trainer.options.save_every
+        if save_every is not None and done % save_every == 0:
+            self.save()
 
 
 def agree(number: int) -> int:
@@ -179,3 +186,11 @@ def agree(number: int) -> int:
     tensor = torch.tensor(number)
     dist.broadcast(tensor, 0)
     return int(tensor)
+
+
+def from_all(numbers: list[float]) -> list[list[float]]:
+    """The numbers of every rank, by rank; float64 holds whole numbers below 2**53 exactly."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    return [tensor.tolist() for tensor in theirs]

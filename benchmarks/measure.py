@@ -8,6 +8,7 @@ than a plain one: take step times elsewhere. Where `fn` communicates, all ranks 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from compiled_fsdp import gloo
+from compiled_fsdp.report.measured import CARRIED
 
 WINDOW = "measure::window"
 WAIT = "measure::wait"
@@ -207,6 +210,27 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
         total_s=union_ns(issued + carried) / repeats / 1e9,
         exposed_s=union_ns(issued) / repeats / 1e9,
     )
+
+
+def record_step(fn: Callable[[], object], path: Path) -> None:
+    """Call `fn` once unseen, and once under the profiler, whose Chrome trace goes to `path`.
+
+    Where our runtime communicates by sends and receives, the trace gets a range `compiled_fsdp::carried` for each exchange: the
+    time until its messages had really arrived.
+    """
+    fn()
+    with _watched_exchanges() as exchanges, _profiled() as prof:
+        fn()
+        for entry in exchanges:
+            entry.wait()
+    prof.export_chrome_trace(str(path))
+    document = json.loads(path.read_text())
+    base = document.get("baseTimeNanoseconds", 0)
+    for entry in exchanges:
+        start, end = entry.span
+        when = {"ts": (start - base) / 1e3, "dur": (end - start) / 1e3}
+        document["traceEvents"].append({"ph": "X", "name": CARRIED, "pid": os.getpid(), "tid": "wire", **when})
+    path.write_text(json.dumps(document))
 
 
 def union_ns(spans: Iterable[tuple[int, int]]) -> int:

@@ -8,11 +8,11 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoint import read_run, verify
+from checkpoint import exists, read_run, verify
 from gpt import SIZES
 from text import Text, load_text, require_bytes
 from usage import UsageError
@@ -23,17 +23,21 @@ BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
 DEFAULT_MINUTES = 5.0
 COMPARE_MINUTES = 12.0
 # What --resume does not have to share with the checkpoint: where to stop, not what to compute.
-FREE = ("minutes", "stop_after", "compare", "resume", "out", "text")
+FREE = ("minutes", "stop_after", "save_every", "world", "compare", "resume", "report", "out", "text")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options; `steps` is None where the time budget is to set the number of steps."""
+    """All options; `steps` is None where the time budget is to set the number of steps.
+
+    `streams` is the number of ranks that the run was started with; a resumed one may have another `world`.
+    """
 
     size: str
     steps: int | None
     minutes: float | None
     stop_after: int | None
+    save_every: int | None
     batch: int
     length: int
     lr: float
@@ -43,13 +47,20 @@ class Options:
     front_end: str
     backend: str
     world: int
+    streams: int
     param_dtype: str
     reduce_dtype: str
     reshard: bool | int | None
     compare: bool
     resume: bool
+    report: bool
     out: Path
     text: Path | None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step on all ranks together."""
+        return self.batch * self.streams
 
     def saved(self) -> dict[str, object]:
         """Return the options that a resumed run must share with its checkpoint."""
@@ -74,19 +85,42 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the options; with --resume, those not given are the checkpoint's."""
+    """Read the options; with --resume, or where torchrun restarted the job, those not given are the checkpoint's."""
     parser = _parser()
     options = _to_options(parser.parse_args(argv))
+    if not options.resume and is_restarted(options.out):
+        parser.set_defaults(resume=True)
+        options = replace(options, resume=True)
     if options.resume:
         if options.compare:
             parser.error("--resume and --compare exclude each other; leave one out")
         stored = read_run(options.out)["options"]
         _check_fields(stored)
-        parser.set_defaults(**stored)
+        parser.set_defaults(**stored, world=int(os.environ.get("WORLD_SIZE", str(stored["streams"]))))
         options = _to_options(parser.parse_args(argv))
         _check_same(stored, options)
     _check_values(options)
     return options
+
+
+def job() -> str:
+    """What tells this job from others, the same after torchrun restarted it; empty if nothing does."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
+def is_restarted(out: Path) -> bool:
+    """Whether there is a checkpoint of this very job, to continue from.
+
+    Raises:
+        UsageError: torchrun restarted the job, and did not name it.
+    """
+    if not job() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        raise UsageError(
+            "restarting: torchrun gave the job no name, so that its checkpoints cannot be told from an older run's;"
+            " start it with torchrun --standalone, or with --rdzv-id"
+        )
+    return bool(job()) and exists(out) and read_run(out)["job"] == job()
 
 
 def check_machine(options: Options) -> Text:
@@ -124,7 +158,7 @@ def check_machine(options: Options) -> Text:
 def _check_checkpoint(options: Options, text: Text) -> None:
     stored = read_run(options.out)
     verify(options.out)
-    if stored["step"] == options.steps:
+    if stored["step"] == options.steps and not is_restarted(options.out):
         raise UsageError(
             f"resuming from {options.out}: all {options.steps} steps are done; the schedule has"
             " ended; for a longer run train anew with more --steps"
@@ -159,7 +193,10 @@ def _parser() -> Parser:
         f" --steps, a limit (default: {DEFAULT_MINUTES:g}, {COMPARE_MINUTES:g} with --compare,"
         " none with --steps)")  # fmt: skip
     add("--stop-after", type=int, metavar="N", help="pause after step N; --resume continues")
-    add("--batch", type=int, default=4, help="sequences per rank and step")
+    add("--save-every", type=int, metavar="N", help="also write the checkpoint every N steps; torchrun"
+        " --max-restarts continues from the last (default: at the end only)")  # fmt: skip
+    add("--batch", type=int, default=4, help="sequences per rank and step; a run resumed on another"
+        " number of ranks divides the same sequences among them")  # fmt: skip
     add("--length", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")
@@ -171,6 +208,7 @@ def _parser() -> Parser:
     add("--backend", choices=BACKENDS, default="inductor", help="of torch.compile; eager is none;"
         " compiled_fsdp_eager compiles in seconds, without a C++ compiler")  # fmt: skip
     add("--world", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks")
+    parser.set_defaults(streams=None)
     add("--param-dtype", choices=DTYPES, default="float32", help="of gathering and compute")
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradient reduction")
     add("--reshard", type=_reshard, default=True, metavar="{true,false,none,INT}",
@@ -180,6 +218,8 @@ def _parser() -> Parser:
         " so each takes fewer steps")  # fmt: skip
     add("--resume", action="store_true", help="continue from the checkpoint in --out; options not"
         " given are the checkpoint's")  # fmt: skip
+    add("--report", action="store_true", help="write report.html to --out: timeline, memory, buckets and passes of the compiled"
+        " step, with a profiled step laid over the predicted one; compiles without caches")  # fmt: skip
     add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
     add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
     return parser
@@ -197,13 +237,13 @@ def _to_options(namespace: argparse.Namespace) -> Options:
     values = vars(namespace)
     if values["minutes"] is None and values["steps"] is None:
         values["minutes"] = COMPARE_MINUTES if values["compare"] else DEFAULT_MINUTES
-    return Options(**values)
+    return Options(**{**values, "streams": values["streams"] or values["world"]})
 
 
 def _check_values(options: Options) -> None:
     """Raise one error that lists every value out of range."""
     bounds = {
-        "steps": 1, "stop_after": 1, "batch": 1, "length": 1, "world": 1, "clip": 0, "seed": 0,
+        "steps": 1, "stop_after": 1, "save_every": 1, "batch": 1, "length": 1, "world": 1, "clip": 0, "seed": 0,
     }  # fmt: skip
     wrong = [
         f"{_flag(name)} is {value}, must be at least {least}"
@@ -222,16 +262,31 @@ def _check_values(options: Options) -> None:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
     if options.front_end == "fsdp1" and not isinstance(options.reshard, bool):
         wrong.append(f"--reshard is {options.reshard}, --front-end fsdp1 knows true (FULL_SHARD) and false (SHARD_GRAD_OP)")
+    if options.world > 0 and options.sequences % options.world:
+        wrong.append(f"--world is {options.world}, does not divide the {options.sequences} sequences of a step")
+    wrong += _excluding(options)
+    if wrong:
+        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+
+
+def _excluding(options: Options) -> list[str]:
+    """Options that do not go together."""
+    wrong = []
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
+    if options.report and (options.impl == "stock" or options.backend == "eager"):
+        wrong.append(
+            f"--report shows our compiled graphs, and --impl {options.impl} --backend {options.backend} makes none; leave it out"
+        )
     if options.compare and options.stop_after is not None:
         wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
+    if options.compare and options.save_every is not None:
+        wrong.append("--save-every does not go with --compare, which saves at the end only; leave one out")
     if options.compare and options.steps is not None and options.minutes is not None:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
     if options.compare and options.impl == "stock":
         wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
-    if wrong:
-        raise UsageError(f"checking the options: {'; '.join(wrong)}")
+    return wrong
 
 
 def _check_fields(stored: dict[str, object]) -> None:

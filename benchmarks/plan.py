@@ -20,13 +20,13 @@ from compiled_fsdp.passes.pipeline import HALF, JOINT
 from llama import Llama, llama_405b
 from results import Panel, Report, Table, machine
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.partition import partition as partition_joint
 from compiled_fsdp.plan import current_plan
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
     def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, ...]:
         clock.lap(TRACING)
         joint = run_pipeline(joint, current_plan(), JOINT, clock.after_pass)
-        split = min_cut_rematerialization_partition(joint, inputs, **options)
+        split = partition_joint(joint, inputs, current_plan(), **options)
         clock.lap(PARTITION)
         for half in split:
             halves.append(run_pipeline(half, current_plan(), HALF, clock.after_pass))

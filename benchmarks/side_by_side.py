@@ -26,7 +26,7 @@ from gpt import GPTConfig
 from hosts import gloo_rate, sent_bytes
 from measure import communication, peak_tensor_bytes
 from screen import Screen, leave
-from variants import VARIANTS, Job, Step
+from variants import PREDICTIONS, VARIANTS, Job, Step
 
 NUM_WARMUP = 2
 # The losses of the first steps are compared: later ones drift apart, as AdamW divides rounding by rounding.
@@ -69,12 +69,13 @@ class Side:
     times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+    core: list[float] = field(default_factory=list)
 
     def run(self, num_steps: int, *, is_timed: bool) -> None:
         """Take some steps."""
         for _ in range(num_steps):
             dist.barrier()
-            sent, start = sent_bytes(), time.perf_counter()
+            sent, core, start = sent_bytes(), time.process_time(), time.perf_counter()
             loss = self.step(self.num_steps)
             seconds = time.perf_counter() - start
             self.num_steps += 1
@@ -83,6 +84,7 @@ class Side:
             if is_timed:
                 self.times.append(seconds)
                 self.sent.append(sent_bytes() - sent)
+                self.core.append(time.process_time() - core)
 
 
 # --- on each rank ---------------------------------------------------------------------------------
@@ -123,7 +125,11 @@ def summarize(side: Side, with_memory: bool) -> dict[str, Any]:
     """Return the results of one side, the same on every rank: the slowest or largest one's."""
     times = torch.tensor(side.times, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    found = {"sent_bytes": statistics.median(side.sent)}
+    found = {"sent_bytes": statistics.median(side.sent), "core_s": statistics.median(side.core)}
+    prediction = PREDICTIONS.get(side.name)
+    if prediction is not None:
+        found["predicted_s"] = prediction.predicted() or math.nan
+        found["measured_s"] = statistics.median(prediction.seconds[-len(side.times) :])
     if with_memory:
         found |= memory_of(side.step)
     elif VARIANTS[side.name].trains:

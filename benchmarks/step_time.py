@@ -25,6 +25,7 @@ COLUMNS = (
     "exposed s",
     "hidden s",
     "waits s",
+    "core s",
     "collectives",
     "sent MB",
     "loss gap",
@@ -33,7 +34,8 @@ _NOTES = (
     "**s/step**: median over the timed steps of the slowest rank, in turns with all other variants; two ranks, one core and one "
     "thread each. **of**: that over the step of another variant. **exposed**: step less its own floor (the local variant with "
     "the same kernels). **hidden**: time during which communication was under way and the training thread was not inside it, "
-    "profiled. **waits**: time that the training thread spent inside communication, profiled. **sent**: per rank, headers "
+    "profiled. **waits**: time that the training thread spent inside communication, profiled. **core**: "
+    "processor seconds of a step, all threads of the rank; the kernel's work on packets comes on top. **sent**: per rank, headers "
     "included.",
     f"**loss gap**: largest difference from stock eager's loss over the first {NUM_COMPARED} steps of either rank; above "
     f"{TOLERANCE} the run fails. Same model, initial weights, batches, fp32 and fused AdamW on all sides.",
@@ -70,7 +72,8 @@ def table(title: str, facts: list[str], result: dict[str, Any]) -> Table:
         times, sent = seen["times"], seen["sent_bytes"]
         communicates = name in split
         cells = [f"{split[name]['exposed']:.3f}", f"{split[name]['hidden']:.3f}"] if communicates else ["", ""]
-        cells += [f"{seen['exposed_s']:.3f}", f"{seen['num_collectives']:.0f}"] if communicates else ["", ""]
+        cells += [f"{seen['exposed_s']:.3f}"] if communicates else [""]
+        cells += [f"{seen['core_s']:.3f}", f"{seen['num_collectives']:.0f}" if communicates else ""]
         gap = seen["loss_difference"]
         rows.append(
             [
@@ -84,6 +87,28 @@ def table(title: str, facts: list[str], result: dict[str, Any]) -> Table:
             ]
         )
     return Table(title, facts, COLUMNS, rows)
+
+
+def against_floors(result: dict[str, Any]) -> list[str]:
+    """How near ours comes to what cannot be beaten, and the planner's prediction to what was measured."""
+    steps, seen, found = medians(result), result["variants"], []
+    if {"local_compile", "raw_collectives"} <= steps.keys():
+        floor = max(steps["local_compile"], steps["raw_collectives"])
+        core = max(floor, seen["local_compile"]["core_s"] + seen["raw_collectives"]["core_s"])
+        found += [
+            f"{name} over the larger of computing alone and communicating alone: {steps[name] / floor:.2f}; over what a rank's one "
+            f"core needs for both, {core:.3f} s: {steps[name] / core:.2f}."
+            for name in ("ours", "ours_costs", "ours_overlap")
+            if name in steps
+        ]
+    for name, variant in seen.items():
+        if "predicted_s" in variant:
+            ratio_ = variant["predicted_s"] / variant["measured_s"]
+            found.append(
+                f"{name}, forward and backward: {variant['predicted_s']:.3f} s predicted, {variant['measured_s']:.3f} s measured, "
+                f"ratio {ratio_:.2f}."
+            )
+    return found
 
 
 def panel(title: str, result: dict[str, Any]) -> Panel:

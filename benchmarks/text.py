@@ -68,15 +68,19 @@ def require_bytes(text: Text, length: int, folder: Path | None = None) -> None:
         )
 
 
-def random_crops(data: bytes, seed: int, step: int, rank: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [batch, length], that depend on nothing but the arguments.
+def random_crops(data: bytes, seed: int, step: int, part: range, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 [len(part), length]: of the sequences of a step, those in `part`.
 
-    A resumed run draws what the uninterrupted one would have drawn: no state to save.
+    The sequences come in streams of `batch`. A resumed run draws what the uninterrupted one would have drawn, at any number of
+    ranks: nothing depends on anything but the arguments, and there is no state to save.
     """
-    key = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-    starts = torch.randint(len(data) - length, (batch,), generator=generator)
-    return _crops(data, starts.tolist(), length)
+    first = part.start // batch
+    starts: list[int] = []
+    for stream in range(first, -(-part.stop // batch)):
+        key = hashlib.sha256(f"{seed} {step} {stream}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+        starts += torch.randint(len(data) - length, (batch,), generator=generator).tolist()
+    return _crops(data, starts[part.start - first * batch : part.stop - first * batch], length)
 
 
 def even_crops(

@@ -2,6 +2,7 @@
 
     python benchmarks/train.py                          # starts 2 ranks, about five minutes
     torchrun --nproc-per-node 2 benchmarks/train.py     # the same, started by hand
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/train.py --save-every 50   # survives lost ranks
     python benchmarks/train.py --compare                # beside stock FSDP2, about twelve minutes
 
 At the end: a table, a picture of the losses, results as JSON, and a sharded checkpoint in --out.
@@ -14,6 +15,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +23,21 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from loop import Budget, Loop, Outcome
-from options import Options, check_machine, num_cores, parse
+from options import Options, check_machine, job, num_cores, parse
 from report import PICTURE, RESULTS, draw, table, verdict, write_results
 from rich.console import Console
 from screen import Screen, leave
+from step_report import StepReport
 from text import Text
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from trainer import Trainer, variants
 from usage import UsageError
 
+from compiled_fsdp.meeting import meet
+
 USAGE_ERROR = 2
+START_S = 300.0  # in which the ranks have to find each other
 # With --compare, what a compiling variant needs beyond what an eager one does, in minutes.
 COMPILE_MINUTES = 0.75
 
@@ -78,7 +86,7 @@ def launch(options: Options, argv: list[str]) -> int:
 def work(options: Options, text: Text) -> None:
     """Train every variant on this rank and report on rank 0."""
     torch.set_num_threads(num_threads(options.world))
-    dist.init_process_group("gloo")
+    connect()
     screen = Screen(dist.get_rank())
     outcomes: list[Outcome] = []
     horizon, minutes = options.steps, options.minutes
@@ -99,6 +107,17 @@ def work(options: Options, text: Text) -> None:
     leave()
 
 
+def connect() -> None:
+    """Start the process group, in a part of the store that no rank of before a restart has written to.
+
+    torchrun keeps its store over restarts, and gloo takes the addresses that dead ranks left there for those of the living
+    (torch 2.13): ranks fail to connect, or hang.
+    """
+    store, rank, world = next(rendezvous("env://"))
+    name = meet(store, rank, world, START_S)
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world)
+
+
 def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
     """Train one variant, save it if it is the one asked for, validate and measure it."""
     options, variant = trainer.options, trainer.variant
@@ -110,13 +129,17 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
         outcome.losses = run["history"]["losses"]
         outcome.validation = [(step, loss) for step, loss in run["history"]["validation"]]
         screen.line(f"resuming from {options.out} at step {run['step']}")
-    loop = Loop(trainer, screen, Budget(options, minutes), outcome)
-    loop.run()
+    loop = Loop(trainer, screen, Budget(options, minutes), outcome, lambda: save(trainer, outcome))
+    step_report = StepReport(trainer) if options.report and variant == variants(options)[-1] else None
+    with step_report.dumped() if step_report else nullcontext():
+        loop.run()
     if variant == variants(options)[-1]:
         path = save(trainer, outcome)
         screen.line(f"saved the checkpoint {path}")
     loop.finish()
     loop.measure()
+    if step_report:
+        screen.line(f"report of a step: {step_report.write()}; for https://ui.perfetto.dev: {step_report.trace}")
     return outcome
 
 
@@ -125,6 +148,7 @@ def save(trainer: Trainer, outcome: Outcome) -> Path:
     options = replace(trainer.options, steps=trainer.horizon)
     history = {"losses": outcome.losses, "validation": outcome.validation}
     run = {
+        "job": job(),
         "options": options.saved(),
         "step": len(outcome.losses),
         "text": trainer.text.digest,

@@ -70,6 +70,8 @@ class Trainer:
         self.options, self.variant, self.text = options, variant, text
         self.horizon = options.steps
         self.rank = dist.get_rank()
+        share = options.sequences // options.world
+        self.part = range(self.rank * share, (self.rank + 1) * share)  # of the sequences of a step, this rank's
         torch.manual_seed(options.seed)
         model = GPT(SIZES[options.size])
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -87,14 +89,14 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         """Bytes of text that all ranks together train on in a step."""
-        return self.options.batch * self.options.length * self.options.world
+        return self.options.sequences * self.options.length
 
     def step(self, index: int, phase: Phase = nullcontext) -> Tensor:
         """Take optimizer step `index` and return this rank's loss; `phase` encloses the passes."""
         options = self.options
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * self.schedule(index)
-        tokens, targets = random_crops(self.text.train, options.seed, index, self.rank, options.batch, options.length)
+        tokens, targets = random_crops(self.text.train, options.seed, index, self.part, options.batch, options.length)
         with phase("forward"):
             loss = self.forward(tokens, targets)
         with phase("backward"):
@@ -131,7 +133,7 @@ class Trainer:
                     num_batches,
                     self.rank,
                     options.world,
-                    options.batch,
+                    len(self.part),
                     options.length,
                 )
                 total += self.model(tokens, targets)

@@ -7,6 +7,7 @@ that compute with the same kernels.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,17 @@ class Job:
     config: GPTConfig
     batch: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of forward and backward: what the planner expects once they are compiled, and what each step took."""
+
+    predicted: Callable[[], float | None]
+    seconds: list[float]
+
+
+PREDICTIONS: dict[str, Prediction] = {}  # of the variants that were built, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +91,14 @@ def build_ours_overlap(job: Job) -> Step:
 
 
 def build_ours_costs(job: Job) -> Step:
-    """Scheduled from costs; other variants of the same process keep the default plan."""
-    from compiled_fsdp import Plan, current_plan, planned, set_plan
+    """Everything decided from costs; other variants of the same process keep the default plan."""
+    from compiled_fsdp import Plan, current_plan, explain, fully_shard, planned, set_plan
 
-    step = build_ours(job)
-    plan = Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=None)
+    model = make_model(job)
+    shard(model, fully_shard)
+    seconds: list[float] = []
+    step = trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, seconds=seconds)
+    plan = Plan(None, None, None, bucket_bytes=None, split_bytes=None, own_message=None, reductions=None)
 
     def step_from_costs(index: int) -> Tensor | None:
         nonlocal plan
@@ -93,6 +108,10 @@ def build_ours_costs(job: Job) -> Step:
             plan = current_plan()  # with the costs that the first forward measured
         return loss
 
+    def predicted() -> float | None:
+        return explain(model, allow_unused=True).step.predicted_seconds
+
+    PREDICTIONS["ours_costs"] = Prediction(predicted, seconds)
     return step_from_costs
 
 
@@ -293,16 +312,23 @@ def trainer(
     job: Job,
     divide: int = 1,
     overlap: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
+    seconds: list[float] | None = None,
 ) -> Step:
-    """Return the training step that all share; `divide` where gradients arrive as sums over ranks."""
+    """Return the training step that all share; `divide` where gradients arrive as sums over ranks.
+
+    seconds: where each step's forward and backward are noted, without the optimizer.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if overlap is not None:
         overlap(model, optimizer)
     batches = make_batches(job)
 
     def step(index: int) -> Tensor:
+        begin = time.perf_counter()
         loss = run(*batches[index % NUM_BATCHES])
         (loss / divide if divide > 1 else loss).backward()
+        if seconds is not None:
+            seconds.append(time.perf_counter() - begin)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

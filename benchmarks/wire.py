@@ -26,7 +26,8 @@ def run(settings: Settings, screen: Screen) -> Report:
     for rate in settings.rates:
         screen.line(f"wire, {rate_name(rate)}")
         result = measure_at(rate, comparison)
-        tables.append(step_time.table(rate_name(rate), facts(rate, comparison, result), result))
+        lines = [*facts(rate, comparison, result), *step_time.against_floors(result)]
+        tables.append(step_time.table(rate_name(rate), lines, result))
         panels.append(step_time.panel(rate_name(rate), result))
     return Report("wire", "Training over a slow wire", tables, panels, step_time.notes(comparison))
 

@@ -31,6 +31,9 @@ from .costs import Costs as Costs
 from .costs import Link as Link
 from .dump import dumped_to as dumped_to
 from .errors import GraphInvariantError as GraphInvariantError
+from .explain import UnusedOptionError as UnusedOptionError
+from .explain import explain as explain
+from .explanation import Explanation as Explanation
 from .fallback import FallbackError as FallbackError
 from .fallback import set_fallback as set_fallback
 from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
@@ -56,6 +59,7 @@ __all__ = [
     "CommunicationError",
     "Costs",
     "DivergenceError",
+    "Explanation",
     "FSDPModule",
     "FallbackError",
     "FullOptimStateDictConfig",
@@ -78,9 +82,11 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "UnusedOptionError",
     "__version__",
     "current_plan",
     "dumped_to",
+    "explain",
     "fully_shard",
     "overlap_optimizer",
     "planned",

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .meeting import meet
 from .torch_private import group_named, group_store, group_timeout
 
 if TYPE_CHECKING:
@@ -184,15 +185,18 @@ def _digests(group: _Group, key: str) -> list[str]:
         silent = [rank for rank in missing if _is_silent(group, rank, beats)]
         waited = time.monotonic() - start
         if silent or waited > timeout:
-            raise DivergenceError(
-                f"compiled_fsdp: ranks {silent or missing} of process group {group.name!r} have not reached run {key} of that "
-                f"group after {waited:.0f} s"
-                + (f", and show no sign of life for {SILENCE_S:.0f} s" if silent else "")
-                + ". They died, stall before it, or took another way. If they only need longer, raise the timeout of "
-                "init_process_group, or call compiled_fsdp.warmup first"
-            )
+            after = f"{waited:.0f} s" + (f", and show no sign of life for {SILENCE_S:.0f} s" if silent else "")
+            raise DivergenceError(_not_there(silent or missing, group.name, f"run {key}", after))
         time.sleep(pause)
         pause = min(pause * 1.5, 0.25)
+
+
+def _not_there(ranks: list[int], name: str, run: str, after: str) -> str:
+    return (
+        f"compiled_fsdp: ranks {ranks} of process group {name!r} have not reached {run} of that group after {after}. They died, "
+        "stall before it, or took another way. If they only need longer, raise the timeout of init_process_group, or call "
+        "compiled_fsdp.warmup first"
+    )
 
 
 def _is_silent(group: _Group, rank: int, beats: dict[int, tuple[str, float]]) -> bool:
@@ -305,13 +309,20 @@ def _group(name: str) -> _Group | None:
         return known
     if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
         return None
-    store = group_store(process_group, "compiled_fsdp")
+    store = group_store(process_group, f"compiled_fsdp/{_meet(name, process_group)}")
     group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
-    if known is not None:  # a group of that name before: what it left in the store must not be taken for answers
-        group.number = group.settled = known.number
     _groups[name] = group
     _start_watcher()
     return group
+
+
+def _meet(name: str, process_group: dist.ProcessGroup) -> str:
+    timeout = group_timeout(process_group).total_seconds()
+    store = group_store(process_group, "compiled_fsdp")
+    try:
+        return meet(store, process_group.rank(), process_group.size(), timeout)
+    except TimeoutError as error:
+        raise DivergenceError(_not_there(list(error.args), name, "the first run", f"{timeout:.0f} s")) from None
 
 
 def _start_watcher() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -127,6 +128,14 @@ def fully_shard(
     lent = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
     unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard)
+    asked = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "ignored_params": ignored_params or None,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
+    _note_options(unit, asked, mp_policy, offload_policy, {id(p) for module in modules for p in module.parameters()})
     state = State(unit)
     shard_classes(modules, _to_mark(managed, ignored_params), unit, state)
     share_params(lent, state)
@@ -135,6 +144,22 @@ def fully_shard(
     install_passes()
     check_optimizers()
     return module
+
+
+def _note_options(
+    unit: Unit, asked: dict[str, Any], mp_policy: MixedPrecisionPolicy, offload: OffloadPolicy, params: set[int]
+) -> None:
+    """What this call was asked for, and what of it has had its effect by now."""
+    for name, value in asked.items():
+        unit.options.ask(name, value)
+    for field in fields(_FULL_PRECISION):
+        unit.options.ask(f"mp_policy.{field.name}", getattr(mp_policy, field.name), getattr(_FULL_PRECISION, field.name))
+    if isinstance(offload, CPUOffloadPolicy):
+        unit.options.ask("offload_policy", offload)
+        unit.options.consume("fully_shard: parameters are on the CPU as it is", "offload_policy")
+    unit.options.consume("fully_shard", "shard_placement_fn", "dp_mesh_dims")
+    if any(id(p) in params for p in asked["ignored_params"] or ()):
+        unit.options.consume("fully_shard", "ignored_params")
 
 
 def _resolve_reshard(value: bool | int | None, info: MeshInfo) -> bool | int | None:

@@ -3,8 +3,7 @@
 The second runs the same passes and executes the final FX graph as it is: it compiles in about a second and computes with the
 same kernels as eager mode, which makes it the one to test and to debug with.
 
-Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`, the min-cut
-partitioner of `torch._functorch`.
+Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`.
 """
 
 from __future__ import annotations
@@ -15,29 +14,70 @@ import torch
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import Interpreter
 
+from .collectives import WAIT
+from .dump import kind_of, trace_schedule
+from .graph import starts
 from .inductor import install_passes, run_half, run_joint, use_gloo
-from .sequence import add_agreement
+from .meta import get_tag
+from .partition import partition
+from .plan import current_plan
+from .ranges import title
+from .sequence import add_agreement, owner
+from .torch_private import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(run_joint(joint), inputs, **options)
-    return halves
+    return partition(run_joint(joint), inputs, current_plan(), **options)
 
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
     add_agreement(gm.graph)
     use_gloo(gm.graph)
+    trace_schedule(gm.graph, is_fused=False)
     gm.recompile()
-    runner: Callable[..., Any] = boxed_nop(gm, inputs)
-    return runner
+    plain: Callable[..., Any] = boxed_nop(gm, inputs)
+    names = _names(gm.graph)
+    if not names:
+        return plain
+
+    def run(args: list[Any]) -> Any:
+        return Named(gm, names).boxed_run(args) if is_profiling() else plain(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _names(graph: Graph) -> dict[Node, str]:
+    """Names in profiles of torch's own collectives, and of the waits for them."""
+    phase, found = kind_of(graph), {}
+    for node in (n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)):
+        op = node.target._opname  # type: ignore[union-attr]
+        found[node] = title(op, phase, owner(node))
+        found.update({user: title(f"wait {op}", phase, owner(node)) for user in node.users if user.target is WAIT})
+    return found
+
+
+class Named(Interpreter):
+    """Runs a graph with a range around each of these nodes; only while a profiler is on."""
+
+    def __init__(self, gm: GraphModule, names: dict[Node, str]) -> None:
+        super().__init__(gm)
+        self.names = names
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node."""
+        if n not in self.names:
+            return super().run_node(n)
+        with torch.profiler.record_function(self.names[n]):
+            return super().run_node(n)
 
 
 def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -4,8 +4,6 @@ Every all-gather that backward need not repeat takes its time off the wire, and 
 uses last are needed first in backward: they stay for the shortest, so they are kept first. As many are kept as the memory model
 (`memory.py`) finds room for, in a trial that splits and schedules a copy of the joint graph. The record is frozen before any
 rewriting, and a function of graph and plan alone.
-
-Private torch used here (tried on 2.13): the min-cut partitioner.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule
 
 from . import meta
 from .errors import warn_once
 from .graph import backward_nodes, find, output
 from .memory import profile_step
+from .partition import partition
 from .schema import UNSHARD
 from .spec import ParamSpec
 
@@ -33,6 +31,8 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     """The plan for this joint graph, with `kept` chosen; the plan as it is without a budget or without a backward."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
+    meta.begin_pass(gm, "fit_budget")
+    meta.consume(gm, "Plan.memory_budget")
     candidates = _candidates(gm.graph)
 
     def peak(count: int) -> int:
@@ -76,6 +76,6 @@ def _peak(gm: GraphModule, plan: Plan, *, is_fused: bool) -> int:
     backward_of = backward_nodes(copied)
     outputs = list(output(copied).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
-    forward, backward = min_cut_rematerialization_partition(trial, (), num_fwd_outputs=num_outputs)
+    forward, backward = partition(trial, (), plan, num_fwd_outputs=num_outputs)
     halves = [run_pipeline(half, plan, HALF) for half in (forward, backward)]
     return profile_step(halves[0].graph, halves[1].graph, is_fused).peak

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from . import collectives as comm
+from . import schema
 from .costs import Costs, Link
-from .plan import current_plan, set_plan
+from .plan import current_plan, use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from .mesh import MeshInfo
 
 REPEATS = 5
-SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to an all-gather
+SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collective
+MESSAGES = 8  # of the same collective, to see what each further one costs
 IN_FLIGHT = 4  # large ones that are started together, as a schedule does
 MATMUL = {"cpu": 512, "cuda": 4096}
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
@@ -46,8 +48,9 @@ def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
     for group in groups.values():  # along one axis, then along the other: then all have the same
         measured = _medians(measured, group, device)
     flops, bandwidth, overhead, *links = [float(f"{x:.{DIGITS}g}") for x in measured]
-    pairs = zip(links[::2], links[1::2], strict=True)
-    return Costs(flops, bandwidth, overhead, tuple((name, Link(*pair)) for name, pair in zip(groups, pairs, strict=True)))
+    count = len(links) // len(groups)
+    each = [Link(*links[n : n + count]) for n in range(0, len(links), count)]
+    return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
 
 
 def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
@@ -60,7 +63,7 @@ def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:
             costs = replace(plan.costs, links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known))
-        set_plan(replace(plan, costs=costs))
+        use(replace(plan, costs=costs))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -99,18 +102,44 @@ def _overhead(device: torch.device) -> float:
 
 
 def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Latency in seconds, and bytes a second when several all-gathers follow each other."""
+    """The fields of a `Link`; bandwidths are those of several collectives that follow each other."""
     name, size = group.group_name, group.size()
+    small = torch.ones(SMALL, dtype=torch.uint8, device=device)
+    large = torch.ones(LARGE // 4, device=device)
+    rows = large.expand(size, -1).contiguous()
 
-    def gather(nbytes: int, count: int) -> None:
-        shard = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        started = [comm.call(comm.ALL_GATHER, shard, size, name) for _ in range(count)]
-        for out in started:
-            comm.call(comm.WAIT, out)
+    def seconds(start: Callable[[], torch.Tensor], count: int = 1) -> float:
+        def run() -> None:
+            for out in [start() for _ in range(count)]:
+                comm.call(comm.WAIT, out)
 
-    latency = _seconds(lambda: gather(SMALL, 1), device)
-    large = _seconds(lambda: gather(LARGE, IN_FLIGHT), device)
-    return [latency, IN_FLIGHT * (size - 1) * LARGE / max(large - latency, 1e-9)]
+        return _seconds(run, device)
+
+    def bandwidth(start: Callable[[], torch.Tensor]) -> float:
+        return IN_FLIGHT * (size - 1) * LARGE / max(seconds(start, IN_FLIGHT) - latency, 1e-9)
+
+    pieces = [SMALL // MESSAGES] * MESSAGES
+    latency = seconds(lambda: comm.call(comm.ALL_GATHER, small, size, name))
+    several = seconds(lambda: comm.call(schema.ALL_GATHER, small, pieces, size, name))
+    return [
+        latency,
+        bandwidth(lambda: comm.call(comm.ALL_GATHER, large, size, name)),
+        max(several - latency, 0.0) / (MESSAGES - 1),
+        bandwidth(lambda: comm.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
+        bandwidth(lambda: comm.call(comm.ALL_TO_ALL, [rows], size, name)),
+        _issue(lambda: comm.call(comm.ALL_GATHER, large, size, name), (size - 1) * LARGE),
+    ]
+
+
+def _issue(start: Callable[[], torch.Tensor], sent: int) -> float:
+    """Seconds a byte until the start of a large collective returns."""
+    times = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        started = start()
+        times.append(time.perf_counter() - begin)
+        comm.call(comm.WAIT, started)
+    return statistics.median(times[1:]) / sent
 
 
 def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -43,12 +43,11 @@ STARTS = (
     REDUCE_SCATTER,
     ALL_TO_ALL,
     ALL_REDUCE,
+    schema.ALL_REDUCE,
     schema.CUSTOM_ALL_GATHER,
     schema.CUSTOM_REDUCE_SCATTER,
     schema.GATHER_AHEAD,
 )
-# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
-OWN_MESSAGE = 1 << 18
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
@@ -59,10 +58,12 @@ def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
     return op(*args, **kwargs)
 
 
-def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str) -> tuple[Tensor, Any]:
+def start_gather(
+    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str, phase: str = ""
+) -> tuple[Tensor, Any]:
     """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
     if gloo.is_gloo(group, shard.device):
-        return gloo.start(shard, sizes, group_size, group, what)
+        return gloo.start(shard, sizes, group_size, group, what, phase)
     out = shard.new_empty(gloo.gathered_shape(shard, group_size))
     outputs = list(out.view(-1).split([group_size * n for n in sizes]))
     pieces = list(shard.contiguous().view(-1).split(list(sizes)))
@@ -72,6 +73,31 @@ def start_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: st
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
     """Cast, if the dtypes differ."""
     return x if source == target else run(CONVERT, x, target)
+
+
+def gather_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide how this is gathered."""
+    options = ["mesh", "mp_policy.param_dtype"]
+    return [*options, "set_custom_all_gather"] if spec.gather_algorithm and spec.group_size > 1 else options
+
+
+def reduce_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide what becomes of this gradient."""
+    how = spec.reduction
+    kept = {"retain": ["set_requires_gradient_sync"], "scatter": ["set_requires_all_reduce"]}.get(how.sync, [])
+    if how.sync == "retain":
+        return ["mp_policy.reduce_dtype", *kept]
+    found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
+    if how.algorithm.startswith(CUSTOM):
+        found.append("set_custom_reduce_scatter")
+    if how.sync == "scatter":
+        return found
+    return [
+        *found,
+        "set_gradient_divide_factor",
+        "set_force_sum_reduction_for_comms",
+        *(["set_all_reduce_hook"] if how.hook else []),
+    ]
 
 
 def all_gather(run: Run, shard: Value, spec: ParamSpec) -> Value:
@@ -249,7 +275,7 @@ def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]
     start = 0
     is_open = False  # whether the next small parameter may join the last piece
     for place, spec in enumerate(specs):
-        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < OWN_MESSAGE
+        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < spec.own_message
         if is_small and is_open:
             last = pieces[-1]
             pieces[-1] = Message((*last.members, place), last.start, last.numel + spec.shard_numel)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import collectives as comm
 from . import schema
-from .graph import is_matmul, is_view, value
+from .graph import hint, is_matmul, is_view
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -25,14 +25,26 @@ FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, operator.getitem)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One process group's connection: seconds until the first byte, and bytes a second from then on."""
+    """One process group's connection.
+
+    latency: seconds until the first byte.
+    bandwidth: bytes a second from then on, of all-gathers.
+    message: seconds for each further message of the same collective.
+    scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where they were not measured.
+    issue: seconds for each byte that starting a collective keeps the training thread: gloo sends from there what fits into the
+        socket at once.
+    """
 
     latency: float
     bandwidth: float
+    message: float = 0.0
+    scatter: float = 0.0
+    exchange: float = 0.0
+    issue: float = 0.0
 
-    def seconds(self, sent: float) -> float:
-        """For a collective in which each rank sends that many bytes."""
-        return self.latency + sent / self.bandwidth
+    def seconds(self, sent: float, bandwidth: float = 0.0) -> float:
+        """For a collective in which each rank sends that many bytes; `bandwidth` for another kind than all-gathers."""
+        return self.latency + sent / (bandwidth or self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,8 @@ class Costs:
         if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
             return 0.0
         if node.target in comm.STARTS:
-            return self.overhead
+            sent, group = traffic(node)
+            return self.overhead + sent * self.link(group).issue
         if is_matmul(node):
             seconds = flops(node) / self.flops
             return self.overhead + max(seconds, self._traffic(node))
@@ -84,14 +97,33 @@ class Costs:
     def wire(self, start: Node) -> float:
         """Seconds that a collective is on the wire."""
         sent, group = traffic(start)
-        return self.link(group).seconds(sent)
+        link = self.link(group)
+        kinds: dict[object, float] = {comm.REDUCE_SCATTER: link.scatter, comm.ALL_TO_ALL: link.exchange}
+        return link.seconds(sent, kinds.get(start.target, 0.0))
+
+
+def assumed(device: str) -> Costs:
+    """Round numbers for where nothing was measured: a core of a CPU over a fast network, or a data-centre GPU over NVLink."""
+    if device == "cpu":
+        return Costs(5e10, 1e10, 5e-6, (("", Link(1e-4, 1e9)),))
+    return Costs(3e14, 2e12, 5e-6, (("", Link(2e-5, 1e11)),))
 
 
 def flops(node: Node) -> float:
     """Floating-point operations of a matmul or an attention, by torch's formulas."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _as_now(n.meta["val"]))
     formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
-    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return float(formula(*args, **kwargs, out_val=_as_now(node.meta["val"])))
+
+
+def _as_now(val: Any) -> Any:
+    """A value with the sizes that it has now in the place of symbols: to compute with a symbol could fix it."""
+    if isinstance(val, list | tuple):
+        return [_as_now(v) for v in val]
+    if isinstance(val, torch.Tensor):
+        is_fixed = not any(isinstance(size, torch.SymInt) for size in val.shape)
+        return val if is_fixed else torch.empty([hint(size) for size in val.shape], dtype=val.dtype, device="meta")
+    return hint(val) if isinstance(val, torch.SymInt) else val
 
 
 def is_fusible(node: Node) -> bool:
@@ -107,7 +139,7 @@ def nbytes(node: Node) -> float:
     """Bytes of a node's tensors; symbolic sizes count as their hints."""
     found = node.meta.get("val")
     tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, list | tuple) else []
-    return float(sum(int(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
+    return float(sum(hint(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
 
 
 def traffic(start: Node) -> tuple[float, str]:

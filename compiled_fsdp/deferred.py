@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import collectives as comm
+from . import ranges
 from .agreement import lost
 from .schema import HOOK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 
 class Value:
@@ -32,6 +34,7 @@ class Deferred:
 
     def __init__(self, what: str, group: str) -> None:
         self.what, self.group = what, group
+        self._started = "collective"  # the last op that was started, for profiles
         self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Value]] = []
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
@@ -65,13 +68,25 @@ class Deferred:
             if stop_at_wait and op is comm.WAIT:
                 self._steps = steps[i:]
                 return
-            result.tensor = self._wait(*_real(args)) if op is comm.WAIT else comm.call(op, *_real(args), **kwargs)
+            if op is comm.WAIT:
+                result.tensor = self._wait(*_real(args))
+            elif op in comm.STARTS:
+                self._started = op._opname
+                with self._range(self._started):
+                    result.tensor = comm.call(op, *_real(args), **kwargs)
+            else:
+                result.tensor = comm.call(op, *_real(args), **kwargs)
 
     def _wait(self, started: Any) -> Any:
         try:
-            return comm.call(comm.WAIT, started)
+            with self._range(f"wait {self._started}"):
+                return comm.call(comm.WAIT, started)
         except RuntimeError as error:
             raise lost(self.what, self.group, error) from error
+
+    def _range(self, op: str) -> AbstractContextManager[object]:
+        kind, _, carried = self.what.partition(" of ")
+        return ranges.around(op, "backward" if kind == "reduction" else ranges.phase_now(), carried)
 
 
 def _real(values: Any) -> Any:

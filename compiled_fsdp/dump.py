@@ -8,23 +8,31 @@ One node a line: name, dtype and shape, short op name, arguments, and the parame
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 import os
+import platform
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from . import meta
-from .collectives import WAIT
-from .graph import is_backward, starts
+from . import graph_json, log, meta
+from .collectives import CONVERT, WAIT
+from .costs import group_of
+from .graph import find, is_backward, is_matmul, starts
 from .memory import profile
-from .plan import current_plan
+from .plan import ASKED, current_plan
 from .planner import predict
+from .records import write_records
 from .regions import find_regions
 from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
+from .torch_private import group_named, is_traced, trace_artifact
+from .version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
     from .passes.base import Pass
+    from .plan import Plan
 
 _DTYPES = {
     torch.float32: "f32",
@@ -110,7 +119,10 @@ def _text(value: object) -> str:
 def _type(node: Node) -> str:
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
-        return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]"
+        shape = meta.get_symbols(node) or map(str, val.shape)
+        return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{','.join(shape)}]"
+    if isinstance(val, graph_json.Opaque):
+        return val.__name__
     if isinstance(val, list | tuple):
         return "tuple"
     return "" if val is None else type(val).__name__
@@ -122,7 +134,8 @@ def collectives(graph: Graph) -> list[str]:
     lines = []
     for node in graph.nodes:
         is_ours = node.op == "call_function" and (node.target in _SPEC_FROM or node.target in (WAIT, FREE))
-        if node in kept or is_ours:
+        is_cast = node.target is CONVERT and meta.get_tag(node) is not None
+        if node in kept or is_ours or is_cast:
             lines.append(_line(node))
     return lines
 
@@ -139,7 +152,9 @@ def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
 # -- the folder
 
 _folder: Path | None = None
+_written: Path | None = None
 _number = 0
+_groups: dict[str, list[int]] = {}  # that dumped graphs communicate over: names, and ranks
 
 
 def folder() -> Path | None:
@@ -165,56 +180,159 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
         _folder = before
 
 
-class Dump:
-    """The files of one graph: `rank0/003_backward/02_bucket_all_gather.txt`, and `.diff` beside it."""
+def rank_folder() -> Path | None:
+    """This rank's folder in the last dump that was written, if that still stands; None if nothing was dumped."""
+    return _written if _written is not None and _written.is_dir() else None
 
-    def __init__(self, gm: GraphModule, kind: str, held: Sequence[str] = ()) -> None:
-        global _number
+
+class Dump:
+    """One graph on its way through the passes, for everybody who wants to look: the folder, torch's structured trace, our log.
+
+    In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json` (`graph_json.py`) beside it. In the trace, the
+    texts as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a pass, at DEBUG with the graph.
+    """
+
+    def __init__(self, gm: GraphModule, kind: str, plan: Plan, held: Sequence[str] = (), is_fused: bool = False) -> None:
+        global _number, _written
         root = folder()
         self.path: Path | None = None
+        self.plan = plan
+        self.is_fused = is_fused
         self.held = list(held)
         self.step = 0
         self.before: list[str] = []
+        self.is_on = root is not None or is_traced() or log.is_on()
+        if not self.is_on:
+            return
+        self.name = f"{_number:03d}_{kind}"
+        _number += 1
         if root is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            self.path = root / f"rank{rank}" / f"{_number:03d}_{kind}"
+            _written = root / f"rank{rank}"
+            self.path = _written / self.name
             self.path.mkdir(parents=True, exist_ok=True)
-            _number += 1
-            self._write(gm.graph, "capture")
+        self.counts = Counts.of(gm.graph)
+        self._write_pass(gm, "capture")
 
     def after_pass(self, gm: GraphModule, entry: Pass) -> None:
         """Write the graph after a pass."""
         self.held.append(entry.provides.name)
-        if self.path is not None:
-            self._write(gm.graph, entry.name)
-            if entry.provides.name == "VERIFIED":
-                self._write_memory(gm.graph)
-                self._write_timeline(gm.graph)
+        if not self.is_on:
+            return
+        before, self.counts = self.counts, Counts.of(gm.graph)
+        log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
+        self._write_pass(gm, entry.name)
+        if entry.provides.name == "VERIFIED" and (self.path is not None or is_traced()):
+            self._write_memory(gm.graph)
+            self._write_timeline(gm.graph)
+            if self.path is not None:
+                write_records(gm.graph, self.path, self.is_fused)
+                self._write_settings(gm.graph)
+
+    def _write_settings(self, graph: Graph) -> None:
+        """What all graphs of this rank have in common, `settings.json`: written again as more groups become known."""
+        assert self.path is not None
+        for name in (group_of(start) for start in starts(graph)):
+            _groups[name] = dist.get_process_group_ranks(group_named(name))
+        (self.path.parent / "settings.json").write_text(f"{json.dumps(settings(), indent=1)}\n")
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""
-        assert self.path is not None
         plain, fused = profile(graph), profile(graph, is_fused=True)
-        (self.path / "memory.txt").write_text(f"as it is, {plain}\n\nunder Inductor, {fused}\n")
+        self._write("memory.txt", f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write_timeline(self, graph: Graph) -> None:
         """What the finished graph is expected to take, `timeline.txt`, for both executors; nothing without costs."""
-        assert self.path is not None
         costs = current_plan().costs
         if costs is not None:
             plain, fused = predict(graph, costs.fused(False)), predict(graph, costs.fused(True))
-            (self.path / "timeline.txt").write_text(f"as it is, {plain}\n\nunder Inductor, {fused}\n")
+            self._write("timeline.txt", f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
-    def _write(self, graph: Graph, name: str) -> None:
-        assert self.path is not None
+    def _write_pass(self, gm: GraphModule, name: str) -> None:
         stem = f"{self.step:02d}_{name}"
-        (self.path / f"{stem}.txt").write_text(f"{provenance(graph, name, self.held)}\n{show(graph)}\n")
-        now = collectives(graph)
-        if self.step:
-            changes = difflib.unified_diff(self.before, now, "before", f"after {name}", lineterm="", n=1)
-            (self.path / f"{stem}.diff").write_text("\n".join(changes) + "\n")
+        now = collectives(gm.graph)
+        if self.path is not None or is_traced():
+            self._write(f"{stem}.txt", f"{provenance(gm.graph, name, self.held)}\n{show(gm.graph)}\n")
+            if self.path is not None:
+                (self.path / f"{stem}.json").write_text(graph_json.to_text(gm.graph, name, self.plan))
+            if self.step:
+                changes = difflib.unified_diff(self.before, now, "before", f"after {name}", lineterm="", n=1)
+                self._write(f"{stem}.diff", "\n".join(changes) + "\n")
+        if log.is_on(logging.DEBUG):
+            log.log.debug("%s after %s\n%s", self.name, name, show(gm.graph))
         self.before = now
         self.step += 1
+
+    def _write(self, name: str, text: str) -> None:
+        if self.path is not None:
+            (self.path / name).write_text(text)
+        trace_artifact(f"compiled_fsdp_{self.name}_{name}", "string", lambda: text)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a log line about a pass compares.
+
+    places: for each start and wait of a collective, how many matmuls stand before it.
+    """
+
+    nodes: int
+    gathers: int
+    reductions: int
+    frees: int
+    places: dict[str, int]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Counts:
+        """Of a graph before or after lowering."""
+        places: dict[str, int] = {}
+        heavy = 0
+        kept = {*starts(graph)}
+        for node in graph.nodes:
+            heavy += is_matmul(node)
+            if node in kept or node.target is WAIT:
+                places[node.name] = heavy
+        unlowered = len(find(graph, UNSHARD, UNSHARD_SLICE)), len(find(graph, REDUCE_GRAD))
+        lowered = (sum(bool(r.starts) for r in find_regions(graph, kind)) for kind in ("gather", "reduce"))
+        gathers, reductions = (a + b for a, b in zip(unlowered, lowered, strict=True))
+        return cls(len(graph.nodes), gathers, reductions, len(find(graph, FREE)), places)
+
+    def changes(self, after: Counts) -> str:
+        """From here to there, in words."""
+        named = (("nodes", "nodes"), ("all-gathers", "gathers"), ("reductions", "reductions"), ("frees", "frees"))
+        found = [
+            f"{text} {getattr(self, name)} -> {getattr(after, name)}"
+            for text, name in named
+            if getattr(self, name) != getattr(after, name)
+        ]
+        moved = sum(place != after.places.get(name, place) for name, place in self.places.items())
+        if moved:
+            found.append(f"{moved} of {len(after.places)} starts and waits moved past matmuls")
+        return ", ".join(found) or "no change"
+
+
+def settings() -> dict[str, Any]:
+    """What all graphs of a dump have in common, `settings.json`."""
+    is_there = dist.is_initialized()
+    plan = current_plan()
+    return {
+        "versions": {"torch": torch.__version__, "compiled_fsdp": __version__, "python": platform.python_version()},
+        "rank": dist.get_rank() if is_there else 0,
+        "world_size": dist.get_world_size() if is_there else 1,
+        "backend": dist.get_backend() if is_there else "",
+        "plan": {name: str(getattr(plan, name)) for name in ASKED},
+        "groups": _groups,
+    }
+
+
+def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
+    """The collectives in order, as tlparse compares them between ranks: under the name and in the form in which Inductor writes
+    those that it knows. It leaves out ours (`fsdp::all_gather`), so where it would leave out some, all are written here.
+    """
+    found = starts(graph)
+    if not found or (is_fused and all(str(node.target).startswith("_c10d_functional.") for node in found)):
+        return
+    trace_artifact("inductor_collective_schedule", "json", lambda: [f"torch.ops.{node.target}" for node in found])
 
 
 def kind_of(graph: Graph) -> str:

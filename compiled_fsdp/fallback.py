@@ -54,14 +54,18 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
     _last_seen = reasons[-1]
     for entry in fresh:
         frames = [frame for frame in reversed(entry.user_stack) if not frame.filename.startswith(NOT_THE_USERS)]
-        where, names = "a call", [unit.name]
+        where, found = "a call", [unit]
         if frames:
             frame = frames[0]
             where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-            names = next(filter(None, ([u.name for u in neighbours if _contains(u, f)] for f in frames)), names)
+            found = next(filter(None, ([u for u in neighbours if _contains(u, f)] for f in frames)), [unit])
+        names = [u.name for u in found]
+        why = " ".join(line.strip() for line in entry.reason.strip().splitlines()[:2])
+        for broken in found:
+            broken.why_eager[f"{why} (at {where})"] = None
         text = (
             f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo broke the graph at {where}\n"
-            f"  {' '.join(line.strip() for line in entry.reason.strip().splitlines()[:2])}\n"
+            f"  {why}\n"
             "Its gathers are overlapped by a fixed rule instead of the plan, and so are those around it. Results are the same"
         )
         if _policy == "error":

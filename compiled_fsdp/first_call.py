@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .agreement import DivergenceError, agree, describe
 from .errors import warn_once
 from .ops import TRACED
 from .torch_private import local_tensor
+from .tree import TREES, Tree
 from .unit import taken
 
 if TYPE_CHECKING:
@@ -148,13 +149,36 @@ _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def check_optimizers() -> None:
-    """From now on, look at every optimizer before its first step."""
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_check_optimizer)
+    """From now on, look at every optimizer before its first step, and count its steps."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_check_optimizer))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-_hook: Any = None
+_hooks: list[Any] = []
+_trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree]]] = weakref.WeakKeyDictionary()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Count the step for the models that it trains; the first one is summed up, on rank 0."""
+    if optimizer not in _trained:
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _trained[optimizer] = [weakref.ref(tree) for tree in list(TREES) if _holds(tree, params)]
+    for reference in _trained[optimizer]:
+        tree = reference()
+        if tree is not None and tree.members and tree.clock.tick(optimizer):
+            on_first_step(tree)
+
+
+def _holds(tree: Tree, params: set[int]) -> bool:
+    return any(id(p.sharded) in params for runtime in tree.members for p in runtime.unit.params)
+
+
+def on_first_step(tree: Tree) -> None:
+    """What happens after the first step of a model."""
+    from .explain import after_first_step
+
+    after_first_step(tree)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:

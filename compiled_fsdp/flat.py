@@ -225,7 +225,9 @@ class FlatParam:
                 register_work(gathered, work)
                 return gathered
             work.wait()
-        started: Tensor = schema.ALL_GATHER(shard, list(piece.sizes), piece.group_size, piece.group, what=self._named(piece))
+        started: Tensor = schema.ALL_GATHER(
+            shard, list(piece.sizes), piece.group_size, piece.group, self._named(piece), "forward"
+        )
         return started
 
     def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
@@ -332,7 +334,7 @@ class FlatParam:
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
-                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece)),
+                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"),
             )
 
     def _named(self, piece: Piece) -> str:

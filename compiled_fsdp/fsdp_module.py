@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,13 +19,26 @@ from .collectives import CUSTOM
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
-from .unit import originals
+from .unit import Settings, originals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from .runtime import Runtime
-    from .unit import Settings
+
+DEFAULTS = {f.name: f.default for f in fields(Settings)}
+# What users call the fields of `Settings` that a setter changes by `_fsdp_set`.
+SETTERS = {
+    "reshard_after_backward": "set_reshard_after_backward",
+    "unshard_in_backward": "set_unshard_in_backward",
+    "divide_factor": "set_gradient_divide_factor",
+    "force_sum": "set_force_sum_reduction_for_comms",
+    "reduce_unused": "set_reduce_scatter_unused_params",
+    "max_reductions_in_flight": "set_reduce_scatter_max_input_buffers",
+    "all_reduce_hook": "set_all_reduce_hook",
+    "all_gather": "set_custom_all_gather",
+    "reduce_scatter": "set_custom_reduce_scatter",
+}
 
 
 class UnshardHandle(StockUnshardHandle):
@@ -143,6 +157,7 @@ class FSDPModule(StockFSDPModule):
             settings = state.unit.settings
             settings.requires_gradient_sync = settings.requires_all_reduce = requires_gradient_sync
             settings.is_accumulating |= not requires_gradient_sync
+            state.unit.options.ask("set_requires_gradient_sync", requires_gradient_sync, True)
             state.unit.publish()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -151,6 +166,7 @@ class FSDPModule(StockFSDPModule):
         for state in self._fsdp_below(recurse):
             state.unit.settings.requires_all_reduce = requires_all_reduce
             state.unit.settings.is_accumulating |= not requires_all_reduce
+            state.unit.options.ask("set_requires_all_reduce", requires_all_reduce, True)
             state.unit.publish()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -167,6 +183,7 @@ class FSDPModule(StockFSDPModule):
             )
         for state in self._fsdp_below(recurse):
             _check_sharding(state, "set_reshard_after_forward")
+            state.unit.options.ask("reshard_after_forward", reshard_after_forward)
             state.unit.set_reshard(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -180,7 +197,9 @@ class FSDPModule(StockFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, the end of a backward keeps the order that prefetching goes by; reductions are awaited all the same."""
         check_bool("set_is_last_backward", is_last_backward=is_last_backward)
-        self._fsdp_own().runtime.tree.is_last_backward = is_last_backward
+        state = self._fsdp_own()
+        state.runtime.tree.is_last_backward = is_last_backward
+        state.unit.options.ask("set_is_last_backward", is_last_backward, True)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this module's parameters: for those that no gradient depends on.
@@ -196,7 +215,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: an entry is not an FSDPModule.
         """
-        self._fsdp_own().runtime.set_prefetch("forward", [s.runtime for s in _states_of(modules)])
+        self._fsdp_prefetch("forward", _states_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Start the gathers of these when this module's backward begins, instead of what the plan would start there.
@@ -204,7 +223,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             ValueError: an entry is not an FSDPModule.
         """
-        self._fsdp_own().runtime.set_prefetch("backward", [s.runtime for s in _states_of(modules)])
+        self._fsdp_prefetch("backward", _states_of(modules))
 
     # -- reduction
 
@@ -255,6 +274,7 @@ class FSDPModule(StockFSDPModule):
         for state in self._fsdp_below(recurse):
             _check_sharding(state, "set_separate_reduce_scatter_group")
             state.unit.separate_reduce_groups(enable)
+            state.unit.options.ask("set_separate_reduce_scatter_group", enable, False)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
         """Call `hook(reduced)` with the unit's flat reduced gradient, before the last division; it may change it in place.
@@ -294,7 +314,8 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + register(comm))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Accepted: gathers wait for the current stream, which is never too early."""
+        """Accepted, and nothing more: gathers wait for the current stream, which is never too early."""
+        self._fsdp_own().unit.options.ask("set_post_optim_event", event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Buffers from the process group's allocator, where it has one: gloo has none.
@@ -306,6 +327,7 @@ class FSDPModule(StockFSDPModule):
         check_bool("set_allocate_memory_from_process_group_for_comm", enable=enable)
         self._fsdp_no_custom("set_allocate_memory_from_process_group_for_comm")
         self._fsdp_only_without_nccl("set_allocate_memory_from_process_group_for_comm")
+        self._fsdp_own().unit.options.ask("set_allocate_memory_from_process_group_for_comm", enable, False)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not there: needs NCCL's symmetric memory.
@@ -332,7 +354,13 @@ class FSDPModule(StockFSDPModule):
             settings: Settings = state.unit.settings
             for name, value in changes.items():
                 setattr(settings, name, value)
+                state.unit.options.ask(SETTERS[name], value, DEFAULTS[name])
             state.unit.publish()
+
+    def _fsdp_prefetch(self, direction: Literal["forward", "backward"], states: list[State]) -> None:
+        own = self._fsdp_own()
+        own.runtime.set_prefetch(direction, [state.runtime for state in states])
+        own.unit.options.ask(f"set_modules_to_{direction}_prefetch", [state.unit.name for state in states], [])
 
     def _fsdp_single_mesh(self, method: str, what: str) -> State:
         state = self._fsdp_own()

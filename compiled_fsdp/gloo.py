@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import ranges
 from .agreement import lost
 from .torch_private import group_named, register_work
 
@@ -37,7 +38,10 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
     works: each with the rank that it needs.
     what: what is communicated, for errors.
     group: outlives them, even if the process group is destroyed before anybody waits.
+    phase: for its range in a profile; "" where somebody else opens one.
     """
+
+    phase = ""
 
     def __init__(
         self, collective: str, works: list[tuple[int, Any]], buffers: tuple[Tensor, ...], what: str, group: dist.ProcessGroup
@@ -58,17 +62,20 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
         """
         _pending.discard(self)
         works, self.works = self.works, []
-        for peer, work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                words = self.collective.replace("_", "-") + (f" of {self.what}" if self.what else "")
-                raise lost(words, self.group.group_name, error, peer) from error
+        with ranges.around(f"wait {self.collective}", self.phase, self.what if self.phase else ""):
+            for peer, work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    words = self.collective.replace("_", "-") + (f" of {self.what}" if self.what else "")
+                    raise lost(words, self.group.group_name, error, peer) from error
         self.buffers = ()
         return True
 
 
-def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str, what: str = "") -> tuple[Tensor, Exchange]:
+def start(
+    shard: Tensor, sizes: Sequence[int], group_size: int, name: str, what: str = "", phase: str = ""
+) -> tuple[Tensor, Exchange]:
     """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where each comes out.
 
     As with every collective, all ranks of the group must start theirs in the same order.
@@ -77,17 +84,21 @@ def start(shard: Tensor, sizes: Sequence[int], group_size: int, name: str, what:
     out = shard.new_empty(gathered_shape(shard, group_size))
     received = [piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])]
     sent = [[piece] * group_size for piece in shard.view(-1).split(list(sizes))]
-    return out, _exchange("all_gather", out, sent, received, what, name)
+    work = _exchange("all_gather", out, sent, received, what, name)
+    work.phase = phase
+    return out, work
 
 
-def all_to_all(rows: Sequence[Tensor], group_size: int, name: str, what: str = "") -> Tensor:
+def all_to_all(rows: Sequence[Tensor], group_size: int, name: str, what: str = "", phase: str = "") -> Tensor:
     """Start to send row r of every piece [group_size, n_i] to rank r; see `start`, and `ops.py` for the result."""
     pieces = [piece.contiguous() for piece in rows]
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))
     received = [list(column.unbind()) for column in out.split(sizes, dim=1)]
     sent = [list(piece.unbind()) for piece in pieces]
-    register_work(out, _exchange("all_to_all", out, sent, received, what, name))
+    work = _exchange("all_to_all", out, sent, received, what, name)
+    work.phase = phase
+    register_work(out, work)
     return out
 
 

@@ -1,6 +1,6 @@
 """FX basics that every pass uses: insert a node with its fake value, find views, roots of additions, and phases.
 
-Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs.
+Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs; the hint of a `SymInt`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 ADD = torch.ops.aten.add.Tensor
+CAT = torch.ops.aten.cat.default
 
 
 def value(node: Node) -> Tensor:
@@ -35,6 +36,11 @@ def value(node: Node) -> Tensor:
         raise KeyError(f"node %{node.name} ({node.target}) has no meta['val']; insert nodes with graph.Builder")
     tensor: Tensor = node.meta["val"]
     return tensor
+
+
+def hint(size: Any) -> int:
+    """A size; of a symbol, what it is now, without a guard that would fix it to that; 0 where only the data decides."""
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
 class Builder:

@@ -26,10 +26,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from . import collectives as comm
 from . import dump, gloo
 from .graph import erase_all, find, value
-from .meta import get_tag
+from .graph_record import GraphRecord
+from .meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
+from .partition import install_partitioner
 from .pin_order import pin_order
 from .plan import current_plan
-from .schema import ALL_GATHER, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
 
 if TYPE_CHECKING:
@@ -66,7 +68,11 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
-    return run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint").after_pass)
+    gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint", plan).after_pass)
+    begin_pass(gm, "partition")
+    consume(gm, "Plan.recompute")
+    hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
+    return gm
 
 
 def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
@@ -77,30 +83,41 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     from .passes.base import run_pipeline
     from .passes.pipeline import HALF, JOINT
     from .passes.verify import check
+    from .splitting import fit_split
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
-    writer = dump.Dump(gm, dump.kind_of(gm.graph), [entry.provides.name for entry in JOINT])
     plan = current_plan()
     if plan.costs is not None:
-        plan = replace(plan, costs=plan.costs.fused(is_fused))
+        plan = fit_split(gm, replace(plan, costs=plan.costs.fused(is_fused)))
+    writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
         writer.after_pass(gm, entry)
         if os.environ.get("COMPILED_FSDP_VERIFY"):
             check(gm, plan, entry.name)
 
-    return run_pipeline(gm, plan, HALF, after_pass)
+    decided = handed_on(gm.graph.nodes)
+    gm = run_pipeline(gm, plan, HALF, after_pass)
+    consumed = {**decided, **take_consumed(gm)}
+    set_record(gm, GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text())
+    return gm
 
 
 def use_gloo(graph: Graph) -> None:
-    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. The last step for both executors."""
+    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. Name what our ops communicate.
+
+    The last step for both executors.
+    """
     for node in find(graph, comm.ALL_GATHER):
         shard, group_size, group = node.args
         if gloo.is_gloo(group, value(shard).device):  # type: ignore[arg-type]
             node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
-    for node in find(graph, ALL_GATHER, comm.ALL_TO_ALL):
-        node.kwargs = {"what": owner(node)}
+    for node in find(graph, comm.ALL_REDUCE):
+        if get_tag(node) is not None and gloo.is_gloo(node.args[2], value(node).device):  # type: ignore[arg-type]
+            node.target = ALL_REDUCE
+    for node in find(graph, ALL_GATHER, comm.ALL_TO_ALL, ALL_REDUCE):
+        node.kwargs = {"what": owner(node), "phase": dump.kind_of(graph)}
 
 
 class JointPass(CustomGraphPass):
@@ -130,6 +147,7 @@ class HalfPass(CustomGraphPass):
                 node.target, node.kwargs = COPY_COLUMNS, {}
         add_agreement(graph)
         use_gloo(graph)
+        dump.trace_schedule(graph, is_fused=True)
 
     def uuid(self) -> Any:
         """As for `JointPass`."""
@@ -188,6 +206,7 @@ def install_passes() -> None:
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
+    install_partitioner()
 
 
 def _flatten(hook: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import collectives as comm
-from .graph import is_sum, output, placeholders, sum_root, value
+from .graph import CAT, is_sum, output, placeholders, sum_root, value
 from .regions import Region, find_regions
 from .schema import (
     ADD_RETAINED,
@@ -105,12 +105,14 @@ class Lowered:
     stands_for: what results of communications stand for.
     effects: that the communications have.
     left: sums that the unit completes, so that the graph neither returns nor marks them.
+    parts: for each flat buffer, its reductions: parameters, what was captured of them, and the result before it is placed.
     """
 
     def __init__(self) -> None:
         self.stands_for: dict[Expr, Expr] = {}
         self.effects: list[Expr] = []
         self.left: set[Expr] = set()
+        self.parts: dict[Expr, list[Part]] = {}
 
 
 class Gather(NamedTuple):
@@ -129,6 +131,14 @@ class Reduce(NamedTuple):
     numel: int
     dtype: torch.dtype
     result: Expr
+
+
+class Part(NamedTuple):
+    """One of several reductions for a flat gradient."""
+
+    specs: tuple[ParamSpec, ...]
+    members: tuple[Reduce, ...]
+    reduced: Expr
 
 
 class Captured:
@@ -219,7 +229,18 @@ class Captured:
                         self._reduce(region, reading, lowered)
                     if i == 0:
                         lowered.effects += self.run.effects
+        for parts in lowered.parts.values():
+            if len(parts) > 1:
+                self._joined(parts, lowered)
         return lowered
+
+    def _joined(self, parts: list[Part], lowered: Lowered) -> None:
+        """A flat gradient of several reductions, side by side."""
+        parts = sorted(parts, key=lambda part: part.specs[0].offset)
+        specs = tuple(spec for part in parts for spec in part.specs)
+        members = [member for part in parts for member in part.members]
+        placed = comm.place_bucket(self.run, self.run(CAT, [part.reduced for part in parts]), specs, members[0].numel)
+        lowered.stands_for[placed] = self.run.sum_of(term for member in members for term in member.result.terms)
 
     def _gather(self, region: Region, members: tuple[Gather, ...], lowered: Lowered) -> None:
         specs, first = region.tag.specs, members[0].source
@@ -242,6 +263,7 @@ class Captured:
         if len({m.flat for m in members}) > 1:
             self._parts(region, members, reduced, lowered)
             return
+        lowered.parts.setdefault(first.flat, []).append(Part(specs, members, reduced))
         result = run.sum_of(term for member in members for term in member.result.terms)
         if any(node.target is REDUCE_LATER for node in region.nodes):
             started = run.effects[-1]  # the last collective; a hook, which could follow it, is never left to the unit
@@ -253,7 +275,7 @@ class Captured:
             placed = comm.place(run, reduced, first.numel, specs[0])
         else:
             placed = comm.place_bucket(run, reduced, specs, first.numel)
-        lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, placed)] = result
+        lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, result)] = result
 
     def _parts(self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered) -> None:
         """Flat gradients of several units, out of one reduction."""

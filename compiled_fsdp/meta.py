@@ -15,12 +15,15 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.fx import GraphModule, Node
 
     from .meaning import Captured
     from .spec import ParamSpec
 
 _KEY = "fsdp"
+_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
 _OUR_REGION = 1_000_000
@@ -71,6 +74,53 @@ def get_captured(gm: GraphModule) -> Captured | None:
     return captured
 
 
+# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision from it.
+Consumed = dict[tuple[str, str], dict[str, None]]
+
+
+def begin_pass(gm: GraphModule, name: str) -> None:
+    """From now on, what is consumed is consumed by this pass."""
+    gm.meta[_RUNNING] = name
+    gm.meta.setdefault(_CONSUMED, {})
+
+
+def consume(gm: GraphModule, option: str, unit: str = "") -> None:
+    """The running pass took a decision from an option; nothing is noted for a pass that is called by hand."""
+    if _RUNNING in gm.meta:
+        gm.meta[_CONSUMED].setdefault((option, unit), {})[gm.meta[_RUNNING]] = None
+
+
+def take_consumed(gm: GraphModule) -> Consumed:
+    """What the passes have consumed; forgotten by the graph."""
+    gm.meta.pop(_RUNNING, None)
+    consumed: Consumed = gm.meta.pop(_CONSUMED, {})
+    return consumed
+
+
+def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
+    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have consumed."""
+    consumed = take_consumed(gm)
+    for node in nodes:
+        node.meta[_CONSUMED] = consumed
+
+
+def handed_on(nodes: Iterable[Node]) -> Consumed:
+    """What the passes of the joint graph have consumed."""
+    consumed: Consumed = next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
+    return consumed
+
+
+def set_record(gm: GraphModule, text: str) -> None:
+    """Keep the record of a finished graph until it becomes an argument of the graph's first op."""
+    gm.meta[_RECORD] = text
+
+
+def take_record(gm: GraphModule) -> str:
+    """The record of a finished graph; "" if it has none."""
+    text: str = gm.meta.pop(_RECORD, "")
+    return text
+
+
 def recompute(node: Node) -> None:
     """Compute this again in backward instead of saving it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
@@ -94,6 +144,37 @@ def saved_for_backward(output: Node) -> list[Node]:
     kinds = output.meta.get("desc") or [None] * len(returned)
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in zip(returned, kinds, strict=True) if node is not None and isinstance(kind, ours)]
+
+
+def set_symbols(node: Node, shape: list[str]) -> None:
+    """Keep the shape of a rebuilt graph's node as it was printed, where its value has the sizes of one run."""
+    node.meta[_SYMBOLS] = shape
+
+
+def get_symbols(node: Node) -> list[str] | None:
+    """The shape as it was printed; None where the value has it."""
+    shape: list[str] | None = node.meta.get(_SYMBOLS)
+    return shape
+
+
+def is_for_backward(output: Node) -> list[bool] | None:
+    """For each value that a graph returns, whether it is saved for backward; None if torch does not say."""
+    kinds = output.meta.get("desc")
+    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
+    return None if kinds is None else [isinstance(kind, ours) for kind in kinds]
+
+
+def set_for_backward(output: Node, flags: list[bool] | None) -> None:
+    """Say what of a rebuilt graph's output is saved for backward."""
+    if flags is not None:
+        output.meta["desc"] = [None if flag else "" for flag in flags]
+
+
+def module_of(node: Node) -> str:
+    """The path of the module whose forward a node was traced in, or whose backward it belongs to; "" if torch does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
 
 
 def take_over(node: Node, original: Node) -> None:

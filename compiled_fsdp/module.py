@@ -156,7 +156,7 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
                 if handle.is_resident:
                     full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
                 else:
-                    full = UNSHARD(handle.flat, *CONSTANTS[handle.key])
+                    full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
                 full = view_of_flat(full, handle.view) if handle.view else full
                 full = full.detach() if handle.is_frozen else full
                 return as_dtensor(full, handle.full) if handle.full else full

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from . import agreement, gloo
+from . import agreement, gloo, ranges
 from . import collectives as comm
 from .errors import warn_once
+from .options import of_unit
+from .runs import note_run
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
 from .torch_private import group_named, reduce_op, register_work
@@ -88,6 +90,13 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def _consume(spec: ParamSpec, options: list[str]) -> None:
+    """An op that no pass lowered does as these say."""
+    unit = of_unit(spec.unit)
+    if unit is not None:
+        unit.consume("fsdp ops, not lowered", *options)
+
+
 def _own(result: Tensor, source: Tensor) -> Tensor:
     """Custom ops must not return views of their inputs (one rank: nothing was gathered)."""
     is_alias = result.untyped_storage()._cdata == source.untyped_storage()._cdata
@@ -102,6 +111,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
         "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
     )
+    _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
 
@@ -116,6 +126,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 @_real("reduce_grad")
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
         result = comm.reduce_grad(comm.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
     if result is None:
@@ -296,45 +307,62 @@ def _copy_columns_fake(columns: Tensor) -> Tensor:
 
 
 @_real("all_gather")
-def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in rank order.
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
-    out, work = comm.start_gather(shard, sizes, group_size, group, what)
-    register_work(out, work)
+    with ranges.around("all_gather", phase, what):
+        out, work = comm.start_gather(shard, sizes, group_size, group, what, phase)
+        register_work(out, work)
     return out
 
 
 @_fake("all_gather")
-def _all_gather_fake(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_gather_fake(
+    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = ""
+) -> Tensor:
     return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
 @_real("all_to_all")
-def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every piece of rank r."""
-    if gloo.is_gloo(group, rows[0].device):
-        return gloo.all_to_all(rows, group_size, group, what)
-    joined = torch.cat(list(rows), 1)
-    out = torch.empty_like(joined)
-    register_work(out, group_named(group).alltoall_base(out, joined, [], []))
-    return out
+    with ranges.around("all_to_all", phase, what):
+        if gloo.is_gloo(group, rows[0].device):
+            return gloo.all_to_all(rows, group_size, group, what, phase)
+        joined = torch.cat(list(rows), 1)
+        out = torch.empty_like(joined)
+        register_work(out, group_named(group).alltoall_base(out, joined, [], []))
+        return out
 
 
 @_fake("all_to_all")
-def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "") -> Tensor:
+def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
 
 
+@_real("all_reduce")
+def _all_reduce(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    with ranges.around("all_reduce", phase, what):
+        reduced: Tensor = comm.ALL_REDUCE(rows, op, group)
+        return reduced
+
+
+@_fake("all_reduce")
+def _all_reduce_fake(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    return torch.empty_like(rows)
+
+
 @_real("agree")
-def _agree(token: Tensor, text: str, groups: Sequence[str]) -> None:
+def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     """The token is there for compilers: an op that writes to something is neither dropped nor moved past its like."""
     agreement.before_run(text, groups)
+    note_run(record)
 
 
 @_fake("agree")
-def _agree_fake(token: Tensor, text: str, groups: Sequence[str]) -> None:
+def _agree_fake(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     return None
 
 

@@ -71,6 +71,7 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes
     _check(units, optimizer, max_ahead_bytes)
     for unit in units:
         unit.settings.overlap = True
+        unit.options.ask("overlap_optimizer", True)
         unit.publish()
     overlap = Overlap([state.runtime for state in states], base, max_ahead_bytes)
     for unit in units:

@@ -6,11 +6,12 @@ generated (collectives, waits, matmuls, attention) is made to follow the one bef
 out of a bucket to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
 
 Inductor also knows no sends and receives of ours: it writes the next value into a buffer that nothing reads any more, be it
-still on its way to other ranks. So what a collective reads, or what is left in flight, is never reused; it is freed as ever.
+still on its way to other ranks. So the wait of a collective counts as a reader of what the collective reads: until then the
+buffer is neither reused nor freed. What no wait in the graph follows (left in flight) is never reused.
 
-Private torch used here (tried on 2.13): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `add_fake_dep`,
-`compute_ancestors`, `V.graph.never_reuse_buffers`. `tests/numerics/test_inductor.py` compares the generated code with the plan
-and would notice a change.
+Private torch used here (tried on 2.13): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `StarDep`, `NodeUser`,
+`add_fake_dep`, `compute_ancestors`, `V.graph.never_reuse_buffers`. `tests/numerics/test_inductor.py` compares the generated code
+with the plan and would notice a change.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from torch._inductor.dependencies import WeakDep
-from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NodeUser
 from torch._inductor.virtualized import V
 
 from . import meta
-from .collectives import STARTS
+from .collectives import STARTS, WAIT
 from .schema import REDUCE_LATER
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ ASYNCHRONOUS = (*STARTS, REDUCE_LATER)
 
 def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """Add the ordering dependencies; the list itself is returned as it came."""
-    for node in nodes:  # tensor parallelism's own gathers too, which are no communication of a unit
-        if getattr(node.node, "op_overload", None) in ASYNCHRONOUS:
-            V.graph.never_reuse_buffers.update(read.name for read in node.read_writes.reads)
+    _keep_inputs(nodes)
     ours = [node for node in nodes if _is_ours(node)]
     if not ours:
         return nodes
@@ -50,6 +49,25 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
             anchor = node
     nodes[0].scheduler.compute_ancestors()
     return nodes
+
+
+def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:
+    """Let the wait of each collective read what the collective reads; of tensor parallelism's own too, which belong to no unit."""
+    under_way: dict[str, list[str]] = {}  # for each result not awaited yet: what is read for it
+    for node in nodes:
+        target = getattr(node.node, "op_overload", None)
+        reads = [read.name for read in node.read_writes.reads]
+        if target in ASYNCHRONOUS:
+            under_way.update(dict.fromkeys(node.get_buffer_names(), reads))
+        elif target is WAIT:
+            for name in {name for result in reads for name in under_way.pop(result, ())}:
+                node.add_fake_dep(StarDep(name))
+                if name in node.scheduler.name_to_buf:
+                    node.scheduler.name_to_buf[name].users.append(NodeUser(node))
+        else:  # a result on its way under another name
+            for sent in [under_way.pop(result) for result in reads if result in under_way]:
+                under_way.update(dict.fromkeys(node.get_buffer_names(), sent))
+    V.graph.never_reuse_buffers.update(name for reads in under_way.values() for name in reads)
 
 
 def _is_ours(node: BaseSchedulerNode) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from .options import Options
+from .spec import OWN_MESSAGE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -25,6 +28,9 @@ DISTANCES = {
     "reduces_in_flight": 1.0,
 }  # the default, and where nothing is known of costs
 
+FROM_COSTS = (*DISTANCES, "bucket_bytes", "split_bytes", "own_message", "reductions")  # None: decided from costs
+REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -40,6 +46,15 @@ class Plan:
     bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while together they are no larger than
         this (full parameters, in bytes); 0: every unit communicates by itself; None: from costs, as much as keeps the link busy for
         `LATENCIES` times its latency.
+    split_bytes: in a graph, a unit of more than this (full parameters, in bytes) is gathered, and reduced, in parts of about this
+        size, so that computing begins with the first and the last one alone stays exposed; 0: never; None: from costs, as far as it
+        makes the predicted time of a graph shorter (`splitting.py`).
+    own_message: in a graph, a parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one is
+        gathered straight into its place; None: from costs, where copying takes as long as a message.
+    reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo, whose reduce-scatter moves twice
+        the bytes, else reduce-scatter); None: from costs, for each unit the faster.
+    recompute: whether backward computes again what pointwise kernels make from values that are saved anyway, also where a matmul
+        reads it (`partition.py`); False: as torch's partitioner decides. Activation checkpointing comes before it.
     memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
         or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
         `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
@@ -51,6 +66,10 @@ class Plan:
     backward_prefetch: float | None = DISTANCES["backward_prefetch"]
     reduces_in_flight: float | None = DISTANCES["reduces_in_flight"]
     bucket_bytes: int | None = BUCKET_BYTES
+    split_bytes: int | None = 0
+    own_message: int | None = OWN_MESSAGE
+    reductions: str | None = "backend"
+    recompute: bool = True
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
@@ -62,9 +81,16 @@ class Plan:
                 continue
             if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
                 raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None (from costs)")
-        size = self.bucket_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise ValueError(f"Plan: bucket_bytes={size!r}; should be a number of bytes, at least 0, or None (from costs)")
+        for name in ("bucket_bytes", "split_bytes", "own_message"):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+                raise ValueError(f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None (from costs)")
+        if self.reductions not in REDUCTIONS:
+            raise ValueError(
+                f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for the cheaper by costs"
+            )
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"Plan: recompute={self.recompute!r}; should be True or False")
         budget = self.memory_budget
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
         if budget is not None and not (is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)):
@@ -75,7 +101,7 @@ class Plan:
     @property
     def is_from_costs(self) -> bool:
         """Whether anything is left to be decided from costs."""
-        return self.bucket_bytes is None or any(getattr(self, name) is None for name in DISTANCES)
+        return any(getattr(self, name) is None for name in FROM_COSTS)
 
     def distance(self, name: str) -> float | None:
         """The distance of this name; None if costs decide."""
@@ -92,7 +118,10 @@ class Plan:
         return LATENCIES * link.latency * link.bandwidth
 
 
-_current = Plan()
+_current = _DEFAULT = Plan()
+ASKED = (*FROM_COSTS, "recompute", "memory_budget", "costs")
+# What users set of the plan; `Plan.kept` is decided, not set.
+options = Options()
 
 
 def current_plan() -> Plan:
@@ -102,9 +131,16 @@ def current_plan() -> Plan:
 
 def set_plan(plan: Plan) -> None:
     """Use `plan` for graphs compiled from now on; call it alike on every rank. Compiled graphs keep theirs."""
-    global _current
     if not isinstance(plan, Plan):
         raise TypeError(f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)")
+    use(plan)
+    for name in ASKED:
+        options.ask(f"Plan.{name}", getattr(plan, name), getattr(_DEFAULT, name))
+
+
+def use(plan: Plan) -> None:
+    """Put a plan in the place of the current one, without taking it for what the user set."""
+    global _current
     _current = plan
 
 

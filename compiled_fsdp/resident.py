@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .runtime import Runtime
+    from .full_params import FullParams
 
 
-_there: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_there: weakref.WeakSet[FullParams] = weakref.WeakSet()
 
 
 class Resident(torch.autograd.Function):
@@ -43,10 +43,10 @@ class Resident(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """To the flat buffer."""
         (flat,) = ctx.saved_tensors
-        return None, REDUCE_GRAD(grad, flat, *CONSTANTS[ctx.key]), None
+        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
 
 
-def prepare(runtimes: Iterable[Runtime]) -> None:
+def prepare(runtimes: Iterable[FullParams]) -> None:
     """Before a compiled call: gather what is to stay, and drop what is out of date."""
     started = []
     for runtime in runtimes:
@@ -61,17 +61,18 @@ def prepare(runtimes: Iterable[Runtime]) -> None:
                 "parameters are dropped after forward, since backward gathers them. Set reshard_after_forward=False to keep them"
             )
             continue
+        unit.options.consume("resident parameters", "set_reshard_after_backward", "reshard_after_forward")
         started.append((runtime, runtime.start_gathers()))
     for runtime, gathers in started:
         _finish(runtime, gathers)
 
 
-def _is_left_over(runtime: Runtime) -> bool:
+def _is_left_over(runtime: FullParams) -> bool:
     """A frozen unit gets no gradient, after which it would have been dropped."""
     return runtime.unit.settings.reshard_after_backward and not any(p.sharded.requires_grad for p in runtime.unit.params)
 
 
-def _finish(runtime: Runtime, gathers: Any) -> None:
+def _finish(runtime: FullParams, gathers: Any) -> None:
     with torch.no_grad():
         for program, gathered, members in gathers:
             program.finish()
@@ -84,7 +85,7 @@ def _finish(runtime: Runtime, gathers: Any) -> None:
     runtime.unit.publish()
 
 
-def drop(runtime: Runtime) -> None:
+def drop(runtime: FullParams) -> None:
     """Forget the full parameters; graphs gather for themselves again."""
     if not runtime.unit.is_resident:
         return

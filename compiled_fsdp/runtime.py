@@ -2,85 +2,54 @@
 
 A unit is gathered before its forward and freed after it, gathered again before its backward, and its gradients are reduced
 after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`, in the background of what is
-computed meanwhile. The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what autograd
-saved stays valid.
+computed meanwhile.
 
-In which order units follow each other: `tree.py`.
+What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import agreement
 from . import collectives as comm
 from .deferred import Deferred
-from .deferred import Value as Recorded
 from .errors import warn_once
-from .extension import Extension, buckets, fill_all, gather
-from .flat import APART, OPEN
-from .resident import drop as drop_resident
+from .flat import OPEN
+from .full_params import WHO, FullParams, span
 from .schema import KEEP_SLICE
-from .spec import ParamSpec
-from .torch_private import preserve_version, untraced
+from .torch_private import untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
+    from .deferred import Value as Recorded
     from .flat import FlatParam, ShardedParam
     from .unit import Unit
 
 
-@contextmanager
-def span(what: str, unit: str) -> Iterator[None]:
-    """A range in the profile, named as stock names it."""
-    with torch.profiler.record_function(f"FSDP::{what} ({unit})"):
-        yield
-
-
-class Runtime:
+class Runtime(FullParams):
     """Gathers, frees and reduces one unit, called by the hooks on its modules.
 
-    is_unsharded: the modules hold full parameters.
     has_run: members of a list unit that ran in this forward; the last of them frees.
-    slices: what int reshard keeps between forward and backward, by parameter.
-    versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
-    pending: gathers under way.
-    checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
-    pending_extensions: the same of `extensions`.
-    extensions: how parameters that bring an all-gather of their own are gathered.
-    resident_versions: of the flat buffers when `resident.prepare` gathered them.
     indices: places of this unit in `tree.order` that backward has not come to.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
-    is_agreed: the other ranks ran this unit eagerly too.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        super().__init__(unit)
         self.tree = Tree()
         self.tree.members.add(self)
-        self.is_unsharded = False
         self.has_run: set[nn.Module] = set()
-        self.slices: dict[ShardedParam, Tensor] = {}
-        self.versions: list[int] = []
-        self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
-        self.pending_versions: list[int] = []
-        self.checksums: list[Tensor] = []
-        self.extensions: dict[ShardedParam, Extension] = {}
-        self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
-        self.resident_versions: list[int] = []
         self.indices: list[int] = []
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = False
-        self.is_agreed = False
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -106,6 +75,7 @@ class Runtime:
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run
@@ -137,6 +107,8 @@ class Runtime:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
         following = tree.next_forward.get(self)
+        if self.prefetch["forward"]:
+            self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
         by_default = [following] if following and self.unit.settings.forward_prefetch else []
         for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
@@ -201,6 +173,7 @@ class Runtime:
         for lender in self.lenders:
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
+        self.unit.options.consume(WHO, "reshard_after_forward")
         if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
@@ -230,6 +203,7 @@ class Runtime:
 
     def _unshard_for_backward(self) -> None:
         for runtime in (*self.lenders, self):
+            runtime.unit.options.consume(WHO, "set_unshard_in_backward")
             if runtime.unit.settings.unshard_in_backward:
                 runtime.unshard()
 
@@ -237,6 +211,8 @@ class Runtime:
         tree = self.tree
         index = self.indices.pop() if self.indices else 0
         before = tree.order[index - 1] if index else None
+        if self.prefetch["backward"]:
+            self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
         for target in self.prefetch["backward"] or ([before] if before else []):
             if target.unit.settings.unshard_in_backward:
                 target.start_unshard()
@@ -248,6 +224,7 @@ class Runtime:
         self._log("post_backward")
         self.slices.clear()
         self._close()
+        self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
             self.reshard()
         for param in self.unit.params:
@@ -267,6 +244,7 @@ class Runtime:
                 grad, full.grad = full.grad, None
                 ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused:
+            self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
             ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
@@ -280,6 +258,7 @@ class Runtime:
         """What becomes of these gradients."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)
+        self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
@@ -299,94 +278,12 @@ class Runtime:
             with torch.no_grad():
                 self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
 
-    # -- parameters
-
-    def start_unshard(self) -> None:
-        """Start to gather, unless gathered or under way already."""
-        if self.is_unsharded or self._has_pending():
-            return
-        self._check_not_meta()
-        self.drop_pending()
-        self.pending_versions = self.versions_now()
-        with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
-            self.pending = self.start_gathers()
-            self.pending_extensions = self._extension_gathers()
-            for program, *_ in self.pending_extensions:
-                program.advance()
-
-    @property
-    def flats(self) -> list[FlatParam]:
-        """See `flat.Gather`."""
-        return self.unit.flats
-
-    @property
-    def num_bytes(self) -> int:
-        """See `flat.Gather`."""
-        sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
-        return sum(numel * itemsize for numel, itemsize in sizes)
-
-    def start(self) -> None:
-        """See `flat.Gather`."""
-        self.start_unshard()
-        self.checksums = [flat.checksum() for flat in self.unit.flats]
-
-    def unshard(self) -> None:
-        """Gather, unless gathered already, and register the full parameters."""
-        if not in_backward():
-            self.unit.on_gather(self)
-        if self.is_unsharded:
-            return
-        self.start_unshard()
-        pending, self.pending = self.pending, []
-        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
-            flat.check_unwritten(checksum)
-        self.checksums = []
-        extensions, self.pending_extensions = self.pending_extensions, []
-        with (
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-            span("all_gather_copy_out", self.unit.name),
-        ):
-            for program, gathered, members in pending:
-                program.finish()
-                specs = [spec for _, spec in members]
-                for place, (param, _) in enumerate(members):
-                    _fill(param, gathered.tensor, specs, place)
-            for program, gathered, inputs in extensions:
-                program.finish()
-                fill_all(gathered.tensor, inputs)
-        for param in self.unit.params:
-            assert param.unsharded is not None
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
-            param.register(param.unsharded)
-        self.is_unsharded = True
-        self.versions = self.pending_versions
-
-    def reshard(self) -> None:
-        """Register the sharded parameters and empty the storage of the full ones."""
-        drop_resident(self)
-        if not self.is_unsharded:
-            return
-        for param in self.unit.params:
-            if param in self.extensions:
-                self.extensions[param].free()
-            else:
-                param.gathered.untyped_storage().resize_(0)
-            param.register(param.sharded)
-        self.is_unsharded = False
+    # -- at rest
 
     def reshard_if_idle(self) -> None:
         """Reshard, unless the backward that is running still needs the full parameters."""
         if self not in self.tree.backward and self.unit.settings.reshard_after_backward:
             self.reshard()
-
-    def drop_pending(self) -> None:
-        """Await gathers under way, which nobody used or which are out of date, and forget them."""
-        for program, *_ in (*self.pending, *self.pending_extensions):
-            program.finish()
-        self.pending, self.pending_extensions, self.checksums = [], [], []
-        for flat in self.unit.flats:
-            flat.drop_ahead()
 
     def reset(self) -> None:
         """Back to rest after an exception."""
@@ -402,15 +299,6 @@ class Runtime:
         """A line as stock writes it."""
         log.debug("FSDP::%s%s", what, "" if self.unit.is_outermost else f" ({self.unit.name})")
 
-    def _has_pending(self) -> bool:
-        if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():
-            self.drop_pending()
-        return bool(self.pending or self.pending_extensions)
-
-    def versions_now(self) -> list[int]:
-        """Of the flat buffers: how often they were written."""
-        return [version for flat in self.unit.flats for version in flat.version()]
-
     def _open(self) -> None:
         """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""
         for param in self.unit.params:
@@ -421,75 +309,6 @@ class Runtime:
         for param in self.unit.params:
             param.show_handle(param.handle)
             param.end_forward()
-
-    def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
-        """Start one all-gather for each (compute dtype, group) over all flat buffers."""
-        self.unit.was_read = True
-        if not self.is_agreed:
-            self._agree()
-        buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
-        for flat in self.unit.flats:
-            whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
-            for param in flat.params:
-                if param.handle is APART:
-                    continue
-                spec, source = param.spec, whole
-                if param in self.slices:
-                    spec = spec.over_post_group()
-                    kept = self.slices[param]
-                    source = comm.Source(kept, kept.numel(), kept.dtype)
-                buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
-        gathers = []
-        for members in buckets.values():
-            names = ", ".join(param.fqn for _, _, param in members)
-            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
-            gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
-            run.advance()
-            gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
-        return gathers
-
-    def _extension_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
-        """One all-gather for each group, of what the subclasses contribute."""
-        for flat in self.unit.flats:
-            for param in flat.params:
-                if param.handle is APART and param not in self.extensions:
-                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
-        gathers = []
-        for members in buckets(self.extensions.values()):
-            names = ", ".join(extension.param.fqn for extension, _ in members)
-            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
-            gathers.append((run, gather(run, members), members))
-        return gathers
-
-    def _agree(self) -> None:
-        """Before the first gather: the other ranks are about to gather the same, eagerly too."""
-        names = ", ".join(param.fqn for param in self.unit.params)
-        groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
-        agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
-        self.is_agreed = True
-
-    def _check_not_meta(self) -> None:
-        meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
-        if meta:
-            raise RuntimeError(
-                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
-                "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
-            )
-
-
-def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
-    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
-    spec = specs[place]
-    if param.unsharded is None or param.unsharded.dtype != spec.dtype:
-        full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
-        param.set_gathered(full)
-    full = param.gathered
-    columns = comm.columns(comm.call, gathered, specs, place)
-    with preserve_version(full):
-        full.untyped_storage().resize_(columns.numel() * columns.element_size())
-        padded = full.as_strided(spec.padded_shape, full.stride())
-        apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
-        apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))
 
 
 class _Watch(torch.autograd.Function):

@@ -15,9 +15,10 @@
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, sizes, group_size, group, what) -> gathered` | started, not awaited: pieces of `shard` gathered side by side |
-| `all_to_all(rows, group_size, group, what) -> received` | started, not awaited: row r of each piece goes to rank r |
-| `agree(token, text, groups)` | compares a graph's collectives between the ranks, the first time; see `agreement.py` |
+| `all_gather(shard, sizes, group_size, group, what, phase) -> gathered` | started, not awaited: pieces gathered side by side |
+| `all_to_all(rows, group_size, group, what, phase) -> received` | started, not awaited: row r of each piece goes to rank r |
+| `all_reduce(rows, op, group, what, phase) -> reduced` | torch's, started, not awaited, with a name in profiles |
+| `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time, and says what runs |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
@@ -36,7 +37,7 @@ SPEC = (
     "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str reduce_op, "
     "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str replicate_group, str sync, "
     "bool is_accumulating, str hook, bool overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, "
-    "str[] backward_after, float forward_ahead, float backward_ahead"
+    "str[] backward_after, SymInt own_message, float forward_ahead, float backward_ahead"
 )
 
 # Each run of these does something on the host: no CUDA graph may replay them.
@@ -62,9 +63,10 @@ library.define(
 )
 library.define("flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor")
 library.define("copy_columns(Tensor columns) -> Tensor")
-library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='') -> Tensor")
-library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='') -> Tensor")
-library.define("agree(Tensor(a!) token, str text, str[] groups) -> ()", tags=HOST)
+library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str phase='') -> Tensor")
+library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor")
+library.define("all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor")
+library.define("agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()", tags=HOST)
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -84,6 +86,7 @@ FLATTEN_GRAD = fsdp.flatten_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default
+ALL_REDUCE = fsdp.all_reduce.default
 AGREE = fsdp.agree.default
 FREE = fsdp.free.default
 

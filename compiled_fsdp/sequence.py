@@ -9,7 +9,7 @@ import torch
 from .costs import group_of
 from .dump import printable
 from .graph import Builder, is_backward, placeholders, starts, value
-from .meta import get_tag
+from .meta import get_tag, take_record
 from .schema import AGREE, ALL_GATHER, GATHER_AHEAD
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
     return "\n".join([f"a {kind} graph of {len(lines)} collectives", *lines]), list(groups)
 
 
+def sequence_over(graph: Graph, group: str) -> list[str]:
+    """The lines of the collectives over one group."""
+    lines = sequence(graph)[0].splitlines()[1:]
+    return [line for node, line in zip(starts(graph), lines, strict=True) if group_of(node) == group]
+
+
 def _sizes(node: Node) -> str:
     """Elements of each message."""
     if node.target in (ALL_GATHER, GATHER_AHEAD):
@@ -50,12 +56,14 @@ def owner(node: Node) -> str:
 
 
 def add_agreement(graph: Graph) -> None:
-    """Begin a graph that communicates for us with the comparison; its argument travels with the compiled code."""
+    """Begin a graph of ours with the comparison, if it communicates, and its record; both travel with the compiled code."""
     tensors = [n for n in placeholders(graph) if isinstance(n.meta.get("val"), torch.Tensor)]
-    if not tensors or not any(get_tag(node) is not None for node in starts(graph)):
+    record = take_record(graph.owning_module)  # type: ignore[arg-type]
+    communicates = any(get_tag(node) is not None for node in starts(graph))
+    if not tensors or not (communicates or record):
         return
-    text, groups = sequence(graph)
+    text, groups = sequence(graph) if communicates else ("", [])
     first = next(n for n in graph.nodes if n.op != "placeholder")
     run = Builder(first, first)
     token = run(torch.ops.aten.new_empty.default, tensors[0], [1], dtype=torch.uint8)
-    run(AGREE, token, text, groups)
+    run(AGREE, token, text, groups, record)

@@ -6,8 +6,10 @@ a graph can be cached, dumped, written by hand in a test and read by a person wi
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields, replace
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Arguments of ops by their own text. Dynamo takes integers out of a global as constants; out of an object they would become
-# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them.
-CONSTANTS: dict[str, tuple[object, ...]] = {}
+# Arguments of ops by a digest of their text. Dynamo takes integers out of a module as constants; out of an object they would become
+# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them. Out of a dict they would be
+# constants too, but every compilation would look at every entry there is.
+CONSTANTS = ModuleType("constants")
+
+# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
+OWN_MESSAGE = 1 << 18
 
 MEAN = "mean:"  # before a hook's key
 
@@ -82,6 +88,7 @@ class ParamSpec:
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
         start of the all-gather to the plan.
+    own_message: a full parameter of fewer bytes shares a message with its neighbours and is copied out.
     forward_ahead, backward_ahead: how many units ahead of its use the all-gather may start at most; negative: as the plan says.
     """
 
@@ -112,6 +119,7 @@ class ParamSpec:
     reduces_in_flight: int = 0
     forward_after: tuple[str, ...] = ()
     backward_after: tuple[str, ...] = ()
+    own_message: int = OWN_MESSAGE
     forward_ahead: float = -1.0
     backward_ahead: float = -1.0
 
@@ -131,10 +139,10 @@ class ParamSpec:
         return tuple(getattr(self, f.name) for f in fields(self))
 
     def as_constants(self) -> str:
-        """Enter the values into `CONSTANTS`, and return their key."""
-        key = repr(self)
-        CONSTANTS[key] = self.args()
-        return key
+        """Enter the values into `CONSTANTS`, and return their name there."""
+        name = f"spec_{hashlib.sha256(repr(self).encode()).hexdigest()[:32]}"
+        setattr(CONSTANTS, name, self.args())
+        return name
 
     @property
     def rows(self) -> int:

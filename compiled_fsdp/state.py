@@ -14,6 +14,7 @@ from .errors import warn_once
 from .extension import WHY_EAGER
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
+from .options import of_unit
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
@@ -144,18 +145,30 @@ def adopt_nested(root: nn.Module) -> None:
                 outer.runtime.tree.absorb(state.runtime.tree)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_read(unit_key: str, option: str) -> None:
+    """The hook of a unit reads an option: in eager mode each time, in a graph while it is traced."""
+    options = of_unit(unit_key)
+    if options is not None:
+        options.consume("forward hook", option)
+
+
 class PreForward:
     """Forward pre-hook of a unit's module: casts inputs, and in eager mode gathers."""
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What forward is to get."""
         policy = self.state.unit.mp_policy
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args = cast_floating(args, policy.param_dtype)
-            kwargs = cast_floating(kwargs, policy.param_dtype)
+        if policy.param_dtype is not None:
+            if policy.cast_forward_inputs:
+                args = cast_floating(args, policy.param_dtype)
+                kwargs = cast_floating(kwargs, policy.param_dtype)
+            else:
+                _note_read(self.unit_key, "mp_policy.cast_forward_inputs")
         if torch.compiler.is_dynamo_compiling():
             if self.state.unit.settings.reduce_unused:
                 torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
@@ -172,13 +185,17 @@ class PostForward:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What the caller is to get."""
         if not torch.compiler.is_dynamo_compiling():
             output = self.state.runtime.post_forward(module, output)
         dtype = self.state.unit.mp_policy.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
+        if dtype is None:
+            return output
+        _note_read(self.unit_key, "mp_policy.output_dtype")
+        return cast_floating(output, dtype)
 
 
 # Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take the graph's branch.

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch._logging._internal
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.utils import guard_failures
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -211,3 +215,50 @@ def plain_name(path: str) -> str:
 def rebind_compiled(module: Any) -> None:
     """Let an `OptimizedModule` compile the `__call__` of the class that its module has now."""
     module._initialize()
+
+
+def register_log(name: str) -> None:
+    """Let `torch._logging.set_logs` and `TORCH_LOGS` know a logger by its name."""
+    torch._logging._internal.register_log(name, name)
+
+
+def is_traced() -> bool:
+    """Whether torch's structured trace (`TORCH_TRACE`) is written: its handler takes itself away at first use if it is not."""
+    handlers = torch._logging._internal.trace_log.handlers
+    return any(isinstance(handler, torch._logging._internal.LazyTraceHandler) for handler in handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], Any]) -> None:
+    """One artifact of torch's structured trace: "string" or "json"; the payload is computed only if there is a trace."""
+    if is_traced():
+        torch._logging._internal.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
+        )
+
+
+def recompiles() -> list[tuple[str, str]]:
+    """Every guard that failed and made Dynamo compile again: the function, and why; since the last `torch._dynamo.reset`."""
+    found: dict[tuple[str, str], None] = {}
+    for code, reasons in guard_failures.items():
+        for reason in reasons:
+            found[f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})", str(reason)] = None
+    return list(found)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is on; costs nothing, unlike an empty `record_function`."""
+    is_on: bool = _profiler_enabled()
+    return is_on
+
+
+def allocations(profile: Any, device: str) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocation in a finished profile, and, with negative bytes, release."""
+    found = []
+    stack = list(profile.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == device:
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return found

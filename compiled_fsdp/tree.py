@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from . import ranges
+from .clock import Clock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
 
 
+# Of all models; those without members were absorbed by others.
+TREES: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
 class Tree:
     """What the units below one outermost module share.
 
@@ -41,10 +48,13 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    clock: of its optimizer's steps.
     """
 
     def __init__(self) -> None:
         self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.clock = Clock()
+        TREES.add(self)
         self.order: list[Runtime] = []
         self.next_forward: dict[Runtime, Runtime] = {}
         self.last_forward: Runtime | None = None
@@ -79,6 +89,9 @@ class Tree:
     def add_reduction(self, reduction: Reduction) -> None:
         """Let a reduction run in the background; await the oldest if too many are under way."""
         self.in_flight.append(reduction)
+        for runtime in self.members:
+            if runtime.unit.settings.max_reductions_in_flight:
+                runtime.unit.options.consume("eager runtime", "set_reduce_scatter_max_input_buffers")
         limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish()
@@ -89,7 +102,7 @@ class Tree:
         reached, used = list(self.backward), list(self.used)
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
-        with torch.profiler.record_function("FSDP::root_post_backward_callback"):
+        with ranges.stock("FSDP::root_post_backward_callback"):
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()
@@ -103,6 +116,8 @@ class Tree:
                 runtime.unit.on_end_of_backward()
         self.used.clear()
         self.last_forward = None
+        for runtime in self.members:
+            runtime.unit.options.consume("eager runtime", "set_is_last_backward")
         if self.is_last_backward:
             self.order.clear()
             for runtime in self.members:
@@ -143,6 +158,7 @@ class Reduction:
         with torch.no_grad():
             for program, flat, result, params in self.programs:
                 if may_leave and result is not None and flat.unit.settings.overlap and program.is_local:
+                    flat.unit.options.consume("eager runtime", "overlap_optimizer")
                     flat.deliver_later(program, result, params)
                     continue
                 program.finish()

@@ -20,6 +20,7 @@ from .extension import has_extension
 from .flat import APART, FlatParam, Handle, ShardedParam
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .options import Options, register
 from .spec import MEAN, ParamSpec
 from .tensor_parallel import full_of, key_of
 from .torch_private import local_tensor, make_dtensor
@@ -132,6 +133,11 @@ class Unit:
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
         self.kind = self.name = type(modules[0]).__name__
+        self.options = Options()
+        register(self.number, self.options)
+        # Why it ran outside a graph inside a compiled model, if Dynamo said so.
+        self.why_eager: dict[str, None] = {}
+        self.num_eager_forwards = 0
         # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from compiled_fsdp.meaning import Captured
-from compiled_fsdp.meta import set_captured
+from compiled_fsdp.meta import begin_pass, set_captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ class Property(Enum):
 
     DEDUPED = "each parameter is unsharded once"
     JOINED = "the gradients of a flat parameter's views are put together once"
+    CHOSEN = "how each unit is gathered and reduced is chosen"
     DECIDED = "what backward gets from forward is decided"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"
@@ -92,11 +93,13 @@ def run_pipeline(
 ) -> GraphModule:
     """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests).
 
-    What the graph was before the first pass is kept with it meanwhile, for `verify`.
+    What the graph was before the first pass is kept with it meanwhile, for `verify`. Which options the passes have consumed is
+    left with it: see `meta.take_consumed`.
     """
     is_half = any(entry.stage is Stage.HALF for entry in passes)
     set_captured(gm, Captured(gm.graph) if is_half else None)
     for entry in passes:
+        begin_pass(gm, entry.name)
         gm = entry.function(gm, plan)
         gm.graph.lint()
         if after_pass is not None:

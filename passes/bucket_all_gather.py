@@ -24,7 +24,7 @@ Large, if both are large (a message each, whose rows come out side by side; see 
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the place of the first; a small
     parameter is copied out where it was gathered before, so that only those in use exist twice. Units share it while together
-    they are no larger than `plan.bucket_limit`.
+    they are no larger than `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. Each unit for itself, whatever its
     size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
 """
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import Builder, erase_all, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.regions import Region, find_regions, together
 
 if TYPE_CHECKING:
@@ -57,12 +57,24 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     for (*way, unit), members in units.items():
         is_alone = has_lists or not all(map(_may_share, members))
         alike.setdefault((*way, unit if is_alone else ""), []).append(members)
+    if alike:
+        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
+            consume(gm, option)
     for neighbours in alike.values():
         for bucket in together(neighbours, _nbytes, plan.bucket_limit(neighbours[0][0].spec.group)):
             merged = [region for members in bucket for region in members]
-            if len(merged) > 1:
-                _merge(merged)
+            for part in _parts(merged, plan.split_bytes or 0):
+                if len(part) > 1:
+                    _merge(part)
     return gm
+
+
+def _parts(bucket: list[Region], limit: int) -> list[list[Region]]:
+    """A bucket cut along its flat buffer into parts of about this size, each in the order of the graph."""
+    if not limit or not all(map(_may_share, bucket)) or _nbytes(bucket) <= limit:
+        return [bucket]
+    along = sorted(bucket, key=lambda region: region.spec.offset)
+    return [sorted(part, key=lambda region: region.nodes[0]) for part in together(along, lambda r: _nbytes([r]), limit)]
 
 
 def _may_share(region: Region) -> bool:

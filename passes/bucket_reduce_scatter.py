@@ -19,7 +19,8 @@ Requires: a lowered graph.
 Ensures: one reduction for each flat gradient and way of reducing, where its last gradient is ready. Where parameters have no
     gradient, zeros fill their place and nothing is communicated for them.
     What is kept after the shard axis (`sync="scatter"`) is reduced once for each flat buffer too. Units share a reduction, and copy
-    their flat gradients out of its result, while together they are no larger than `plan.bucket_limit`.
+    their flat gradients out of its result, while together they are no larger than `plan.bucket_limit`; one larger than
+    `plan.split_bytes` is reduced in parts of about that, each where its last gradient is ready.
 Leaves alone: a sum with a term that is not a reduction, or that is read by something else too. Each unit for itself, whatever its
     size: where gradients are kept for a later backward, or the user gave a reduction, a hook, a bound on reductions under way or
     `overlap_optimizer`.
@@ -31,8 +32,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import ADD, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.graph import ADD, CAT, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.regions import Region, find_regions, together
 from compiled_fsdp.schema import MARK_GRADS
 
@@ -46,14 +47,24 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
     for alike in _units(regions).values():
+        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
+            consume(gm, option)
         limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
         for neighbours in together(alike, lambda unit: unit.nbytes, limit):
             if len(neighbours) > 1:
                 _share(neighbours)
+            elif len(parts := neighbours[0].parts(plan.split_bytes or 0)) > 1:
+                _split(neighbours[0].root, parts)
             elif len(neighbours[0].bucket) > 1:
                 _merge(neighbours[0].root, neighbours[0].bucket)
+    _merge_scattered(list(regions.values()))
+    return gm
+
+
+def _merge_scattered(regions: list[Region]) -> None:
+    """One reduction over the shard axis for each flat buffer whose gradients are kept after it."""
     scattered: dict[Node, list[Region]] = {}
-    for region in regions.values():
+    for region in regions:
         if region.spec.sync == "scatter":
             scattered.setdefault(region.sources[-1], []).append(region)
     for bucket in scattered.values():
@@ -61,7 +72,6 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
             _reduce(members, bucket[0].sources[-1])
             for region in members:
                 erase_all(region.nodes)
-    return gm
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +84,36 @@ class Unit:
     @property
     def nbytes(self) -> float:
         """Of the full gradients, as they are reduced."""
-        return sum(r.spec.group_size * r.spec.shard_numel * r.spec.reduce_dtype.itemsize for r in self.bucket)
+        return sum(map(_nbytes, self.bucket))
+
+    def parts(self, limit: int) -> list[list[Region]]:
+        """Cut along the flat buffer into parts of about this size; whole if it is to stay alone."""
+        if not limit or self.is_alone or self.nbytes <= limit:
+            return [self.bucket]
+        return together(sorted(self.bucket, key=lambda r: r.spec.offset), _nbytes, limit)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether something of the user's or of the unit's own depends on this reduction as it is."""
+        spec, how = self.bucket[0].spec, self.bucket[0].spec.reduction
+        ways = {(r.spec.unit, r.spec.group, r.spec.reduction) for r in self.bucket}
+        is_plain = how.sync == "reduce" and not (how.is_accumulating or how.hook or how.algorithm.startswith(comm.CUSTOM))
+        readers = {user.target for user in self.root.users}
+        is_bound = bool(spec.overlap or spec.reduces_in_flight) or spec.group_size == 1
+        return len(ways) > 1 or not is_plain or is_bound or not readers <= {MARK_GRADS, "output"}
 
     @property
     def way(self) -> tuple[object, ...]:
         """The same for units that may share a reduction; of its own for others."""
-        spec, flat = self.bucket[0].spec, value(self.root)
-        ways = {(r.spec.unit, r.spec.group, r.spec.reduction) for r in self.bucket}
-        how = spec.reduction
-        is_plain = how.sync == "reduce" and not (how.is_accumulating or how.hook or how.algorithm.startswith(comm.CUSTOM))
-        is_alone = spec.overlap or spec.reduces_in_flight or spec.group_size == 1
-        readers = {user.target for user in self.root.users}
-        if len(ways) > 1 or not is_plain or is_alone or not readers <= {MARK_GRADS, "output"}:
+        spec = self.bucket[0].spec
+        if self.is_alone:
             return (self.root,)
-        return (spec.group, spec.reduce_group, spec.dtype, spec.reduction, flat.dtype)
+        return (spec.group, spec.reduce_group, spec.dtype, spec.reduction, value(self.root).dtype)
+
+
+def _nbytes(region: Region) -> int:
+    spec = region.spec
+    return spec.group_size * spec.shard_numel * spec.reduce_dtype.itemsize
 
 
 def _units(regions: dict[Node, Region]) -> dict[tuple[object, ...], list[Unit]]:
@@ -118,6 +144,20 @@ def _share(units: list[Unit]) -> None:
     for unit, bucket in zip(units, ordered, strict=True):
         erase_unused(unit.root, ADD)
         for region in bucket:
+            erase_all(region.nodes)
+
+
+def _split(root: Node, parts: list[list[Region]]) -> None:
+    """Several reductions for one flat gradient, each where the last of its gradients is ready."""
+    mark = next(user for user in root.users if user.target is MARK_GRADS)
+    reduced = [_reduce(part, mark.args[1]) for part in parts]  # type: ignore[arg-type]
+    run = Builder(mark, mark)
+    specs = tuple(r.spec for part in parts for r in part)
+    whole = run(CAT, [result for _, result in reduced])
+    root.replace_all_uses_with(comm.place_bucket(run, whole, specs, value(root).numel()))
+    erase_unused(root, ADD)
+    for part in parts:
+        for region in part:
             erase_all(region.nodes)
 
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import downstream, move_before, output, point
+from compiled_fsdp.meta import consume
 from compiled_fsdp.plan import DISTANCES
 from compiled_fsdp.planner import wait_anchors
 from compiled_fsdp.regions import Region, find_regions
@@ -47,6 +48,11 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
     is_from_costs = plan.distance("reduces_in_flight") is None and not any(r.spec.reduces_in_flight for r in regions)
+    for region in regions:
+        is_set = region.spec.reduces_in_flight > 0
+        consume(
+            gm, *(("set_reduce_scatter_max_input_buffers", region.spec.unit) if is_set else ("Plan.reduces_in_flight", ""))
+        )
     if not is_from_costs and not any(distances(regions, plan)):
         return gm
     end = output(gm.graph)
@@ -54,6 +60,7 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     for stage in reversed(range(last)):
         if is_from_costs and stage == 0:
             assert plan.costs is not None
+            consume(gm, "Plan.costs")
             anchors = wait_anchors(gm.graph, plan.costs)
             decided = [(r.waits[0], anchors[r.starts[0]] or end) for r in regions]
         else:

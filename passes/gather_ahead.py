@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.collectives import ALL_GATHER, GATHERS
 from compiled_fsdp.graph import Builder, is_backward, value
+from compiled_fsdp.meta import consume
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import GATHER_AHEAD
 
@@ -39,6 +40,7 @@ def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:
     for region in find_regions(gm.graph, "gather"):
         if region.spec.overlap and [n.target in GATHERS for n in region.starts] == [True] and _is_piece(region):
             _replace(region)
+            consume(gm, "overlap_optimizer", region.spec.unit)
     return gm
 
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.graph import Builder, downstream, erase_all, output, value
+from compiled_fsdp.meta import consume
 from compiled_fsdp.planner import UNITS_IN_FLIGHT
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import MARK_GRADS, REDUCE_LATER
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 def leave_in_flight(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     for region in decide(gm.graph):
+        consume(gm, "overlap_optimizer", region.spec.unit)
         _leave(region, output(gm.graph))
     return gm
 

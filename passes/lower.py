@@ -30,7 +30,7 @@ import torch
 
 from compiled_fsdp import collectives as comm
 from compiled_fsdp.graph import ADD, Builder, erase_unused, find, output, sum_root, value
-from compiled_fsdp.meta import CommTag
+from compiled_fsdp.meta import CommTag, consume
 from compiled_fsdp.schema import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.spec import ParamSpec
 
@@ -51,9 +51,14 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
             marks.setdefault(root, (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
         else:
             _return_none(root)
+        for option in comm.reduce_options(spec):
+            consume(gm, option, spec.unit)
     for root, (flat, offsets) in marks.items():
         Builder(root.next, root)(MARK_GRADS, root, flat, sorted(offsets))
     for region, node in enumerate(find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)):
+        for spec in [ParamSpec.of(node.args[1:])] if node.target is not REDUCE_GRAD else []:
+            for option in comm.gather_options(spec):
+                consume(gm, option, spec.unit)
         result = _lower_reduce(node, region) if node.target is REDUCE_GRAD else _lower_gather(node, region)
         if result is not None:
             node.replace_all_uses_with(result)

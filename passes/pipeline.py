@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
+from .choose_collectives import choose_collectives
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
 from .free import free
@@ -20,6 +21,7 @@ PIPELINE = check_order(
     (
         Pass(dedup_unshard, Stage.JOINT, (), Property.DEDUPED),
         Pass(join_grads, Stage.JOINT, (Property.DEDUPED,), Property.JOINED),
+        Pass(choose_collectives, Stage.JOINT, (Property.DEDUPED,), Property.CHOSEN),
         Pass(reshard, Stage.JOINT, (Property.DEDUPED,), Property.DECIDED),
         Pass(lower, Stage.HALF, (Property.DECIDED,), Property.LOWERED),
         Pass(bucket_all_gather, Stage.HALF, (Property.LOWERED,), Property.GATHERS_BUCKETED),

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.graph import is_backward, move_before, point
+from compiled_fsdp.meta import consume
 from compiled_fsdp.plan import DISTANCES
 from compiled_fsdp.planner import gather_anchors
 from compiled_fsdp.regions import Region, find_regions
@@ -54,11 +55,16 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     distance = plan.distance(name)
     if distance is None and not any(after):
         assert plan.costs is not None
+        consume(gm, "Plan.costs")
         anchors = gather_anchors(graph, plan.costs)
         decided = [(region, anchors[region.starts[0]]) for region in regions]
     else:
         by_default = DISTANCES[name] if distance is None else distance
-        decided = decide(regions, by_default, after, beginnings(graph, regions))
+        begin = beginnings(graph, regions)
+        decided = decide(regions, by_default, after, begin)
+        _note_lists(gm, after, begin)
+    if regions:
+        consume(gm, f"Plan.{name}")
     for region, anchor in bounded(decided, is_backward(graph)):
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
@@ -107,6 +113,13 @@ def decide(
             _say_missing(region, [unit for unit in units if unit not in begin])
         decided.append((region, min([point(waits, position, waits[i]), waits[i], *listed])))
     return decided
+
+
+def _note_lists(gm: GraphModule, after: list[tuple[str, ...]], begin: dict[str, Node]) -> None:
+    """Whose explicit lists were followed."""
+    option = f"set_modules_to_{'backward' if is_backward(gm.graph) else 'forward'}_prefetch"
+    for unit in dict.fromkeys(unit for units in after for unit in units if unit in begin):
+        consume(gm, option, unit)
 
 
 def _say_missing(region: Region, units: list[str]) -> None:

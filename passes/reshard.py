@@ -59,6 +59,9 @@ CHEAP = (
     torch.ops.prims.convert_element_type.default,
 )
 
+# What backward gathers follows from the class, and from what gradients depend on: never more than `set_unshard_in_backward` asks.
+OPTIONS = ("reshard_after_forward", "set_unshard_in_backward")
+
 
 def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
@@ -72,6 +75,8 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
             spec = replace(spec, reshard="keep")
             node.args = (node.args[0], *spec.args())  # type: ignore[arg-type]
         by_class[spec.reshard].append(node)
+        for option in OPTIONS:
+            meta.consume(gm, option, spec.unit)
     for node in by_class["keep"]:
         meta.save(node)
     _keep_slices(by_class["slice"], by_class["gather"], backward)
@@ -106,13 +111,12 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     """Make backward read second gathers, through copies of what forward computed cheaply from the parameters.
 
     The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the slices, the
-    smallest values between them and backward, are what it saves.
+    smallest values between them and backward, are what it saves. What forward computes from the parameters and other values
+    is not computed again either: that would read the first gather in backward.
     """
-    depends = set(sliced)
-    for node in _from_weights(sliced + gathered, backward):
-        if any(n in depends for n in node.all_input_nodes):
-            depends.add(node)
-    chain = sorted(depends)
+    chain = _chain(sliced, gathered, backward)
+    for reader in {user for node in chain for user in node.users}.difference(chain, backward):
+        meta.save(reader)
     uses = {node: [u for u in node.users if u in backward and u.op != "output"] for node in chain}
     first_use: dict[Node, Node] = {}
     for node in reversed(chain):
@@ -135,6 +139,15 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
     for node, copy in copies.items():
         for user in uses[node]:
             user.replace_input_with(node, copy)
+
+
+def _chain(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> list[Node]:
+    """The sliced parameters and what forward computes cheaply from them and other parameters, in graph order."""
+    depends = set(sliced)
+    for node in _from_weights(sliced + gathered, backward):
+        if any(n in depends for n in node.all_input_nodes):
+            depends.add(node)
+    return sorted(depends)
 
 
 def _mapped(args: Any, copies: dict[Node, Node]) -> Any:

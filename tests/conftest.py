@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 from pool import Pool
+from reported import record
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, set_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 os.environ["COMPILED_FSDP_VERIFY"] = "1"  # after every pass, in this process and those that it starts
@@ -33,6 +35,14 @@ def four() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def dump(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of two ranks for the tests of the report, with a measured step on each; to be copied by who changes it."""
+    folder = tmp_path_factory.mktemp("report") / "dump"
+    two.run(record, str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
+from compiled_fsdp.passes.base import run_pipeline
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.verify import check
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
@@ -31,7 +32,7 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, output, starts
-from compiled_fsdp.meta import get_tag
+from compiled_fsdp.meta import get_captured, get_tag, set_captured
 from compiled_fsdp.plan import Plan
 from compiled_fsdp.schema import ADD_RETAINED, FREE, KEEP_SLICE, MARK_GRADS, RETAIN
 from compiled_fsdp.spec import ParamSpec
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.fx import Graph, GraphModule, Node
+
+    from compiled_fsdp.meaning import Captured
 
 aten = torch.ops.aten
 
@@ -195,12 +198,21 @@ class Subject:
 
     def compiled(self, change: Callable[[GraphModule, Plan], GraphModule] | None = None) -> GraphModule:
         """The final graph, changed just before `verify` would look at it; the captured meaning stays with it."""
-        kept: list[Any] = []
-        passes: list[Pass] = [entry for entry in HALF if entry.name != "verify"]
+        final, meaning = self._final
+        gm = copy.deepcopy(final)
         if change is not None:
-            passes.append(Pass(change, Stage.HALF, (), Property.VERIFIED))
-        gm = copy.deepcopy(self.captured)
-        return run_pipeline(gm, self.plan, passes, lambda gm, entry: kept.append(gm.meta.get("fsdp")))
+            set_captured(gm, meaning)
+            gm = change(gm, self.plan)
+            gm.graph.lint()
+        return gm
+
+    @cached_property
+    def _final(self) -> tuple[GraphModule, Captured | None]:
+        """Made once for all mutants."""
+        kept: list[Captured | None] = []
+        passes = [entry for entry in HALF if entry.name != "verify"]
+        gm = run_pipeline(copy.deepcopy(self.captured), self.plan, passes, lambda gm, _: kept.append(get_captured(gm)))
+        return gm, kept[-1]
 
     def caught(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str | None:
         """The rule that the changed graph breaks, if `verify` sees one."""
@@ -259,6 +271,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PLANS = (Plan(1, 1, 1, 0), Plan(2, 1, 2, 0), Plan(0, 0, 0, 0), Plan(1, 1, 1))
 
 
+@cache
 def subjects() -> list[Subject]:
     """Forward and backward of every setting, under every plan."""
     from passes_harness import fake_ranks

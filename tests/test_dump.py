@@ -135,53 +135,85 @@ class TestFolder(GraphTest):
             self.assertExpectedInline(
                 "\n".join(found),
                 """\
+rank0/000_joint/00_capture.json
 rank0/000_joint/00_capture.txt
 rank0/000_joint/01_dedup_unshard.diff
+rank0/000_joint/01_dedup_unshard.json
 rank0/000_joint/01_dedup_unshard.txt
 rank0/000_joint/02_join_grads.diff
+rank0/000_joint/02_join_grads.json
 rank0/000_joint/02_join_grads.txt
-rank0/000_joint/03_reshard.diff
-rank0/000_joint/03_reshard.txt
+rank0/000_joint/03_choose_collectives.diff
+rank0/000_joint/03_choose_collectives.json
+rank0/000_joint/03_choose_collectives.txt
+rank0/000_joint/04_reshard.diff
+rank0/000_joint/04_reshard.json
+rank0/000_joint/04_reshard.txt
+rank0/001_forward/00_capture.json
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
+rank0/001_forward/01_lower.json
 rank0/001_forward/01_lower.txt
 rank0/001_forward/02_bucket_all_gather.diff
+rank0/001_forward/02_bucket_all_gather.json
 rank0/001_forward/02_bucket_all_gather.txt
 rank0/001_forward/03_bucket_reduce_scatter.diff
+rank0/001_forward/03_bucket_reduce_scatter.json
 rank0/001_forward/03_bucket_reduce_scatter.txt
 rank0/001_forward/04_prefetch_all_gather.diff
+rank0/001_forward/04_prefetch_all_gather.json
 rank0/001_forward/04_prefetch_all_gather.txt
 rank0/001_forward/05_delay_wait.diff
+rank0/001_forward/05_delay_wait.json
 rank0/001_forward/05_delay_wait.txt
 rank0/001_forward/06_leave_in_flight.diff
+rank0/001_forward/06_leave_in_flight.json
 rank0/001_forward/06_leave_in_flight.txt
 rank0/001_forward/07_free.diff
+rank0/001_forward/07_free.json
 rank0/001_forward/07_free.txt
 rank0/001_forward/08_verify.diff
+rank0/001_forward/08_verify.json
 rank0/001_forward/08_verify.txt
 rank0/001_forward/09_gather_ahead.diff
+rank0/001_forward/09_gather_ahead.json
 rank0/001_forward/09_gather_ahead.txt
+rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
+rank0/001_forward/timeline.json
+rank0/002_backward/00_capture.json
 rank0/002_backward/00_capture.txt
 rank0/002_backward/01_lower.diff
+rank0/002_backward/01_lower.json
 rank0/002_backward/01_lower.txt
 rank0/002_backward/02_bucket_all_gather.diff
+rank0/002_backward/02_bucket_all_gather.json
 rank0/002_backward/02_bucket_all_gather.txt
 rank0/002_backward/03_bucket_reduce_scatter.diff
+rank0/002_backward/03_bucket_reduce_scatter.json
 rank0/002_backward/03_bucket_reduce_scatter.txt
 rank0/002_backward/04_prefetch_all_gather.diff
+rank0/002_backward/04_prefetch_all_gather.json
 rank0/002_backward/04_prefetch_all_gather.txt
 rank0/002_backward/05_delay_wait.diff
+rank0/002_backward/05_delay_wait.json
 rank0/002_backward/05_delay_wait.txt
 rank0/002_backward/06_leave_in_flight.diff
+rank0/002_backward/06_leave_in_flight.json
 rank0/002_backward/06_leave_in_flight.txt
 rank0/002_backward/07_free.diff
+rank0/002_backward/07_free.json
 rank0/002_backward/07_free.txt
 rank0/002_backward/08_verify.diff
+rank0/002_backward/08_verify.json
 rank0/002_backward/08_verify.txt
 rank0/002_backward/09_gather_ahead.diff
+rank0/002_backward/09_gather_ahead.json
 rank0/002_backward/09_gather_ahead.txt
-rank0/002_backward/memory.txt""",
+rank0/002_backward/memory.json
+rank0/002_backward/memory.txt
+rank0/002_backward/timeline.json
+rank0/settings.json""",
             )
             backward = Path(name) / "rank0" / "002_backward"
             self.assertRegex(
@@ -190,7 +222,7 @@ rank0/002_backward/memory.txt""",
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
                 """\
-# made by lower; holds: DEDUPED, JOINED, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
+# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
 %primals_1: f32[2,4]
 %primals_2: f32[10]
 %tangents_1: f32[2,4]

@@ -129,7 +129,7 @@ class TestPipeline(GraphTest):
             ["capture", *(entry.name for entry in HALF)],
         )
         self.assertExpectedInline(
-            body(found["joint/03_reshard"]),
+            body(found["joint/04_reshard"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]
@@ -189,9 +189,8 @@ return [%mul_1, %mm_5, %add_1, %add]""",
 %relu_1: f32[3,4] = relu(%mm_1)
 %unshard_3: f32[3,1] = unshard(%primals_3, 'blocks.1.scale', reshard=gather)
 %mul_1: f32[3,4] = mul(%relu_1, %unshard_3)
-%t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
-return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
+return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
             body(found["forward/01_lower"]),
@@ -223,9 +222,8 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_3: f32[4,1] = view(%wait_tensor_default_3, [4, 1])  # blocks.1: gather
 %slice_tensor_5: f32[3,1] = slice(%view_default_3, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_5)
-%t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
-return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
+return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
             body(found["forward/02_bucket_all_gather"]),
@@ -261,9 +259,8 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
 %slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
-%t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
-return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
+return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
             body(found["forward/04_prefetch_all_gather"]),
@@ -299,9 +296,8 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
 %slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
-%t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
-return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
+return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
             body(found["forward/08_verify"]),
@@ -339,9 +335,8 @@ free(%wait_tensor_default_5)
 %view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.1: gather
 %slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.1: gather
 %mul_1: f32[3,4] = mul(%relu_1, %slice_tensor_11)
-%t: f32[4,3] = t(%mul)
 %t_2: f32[4,3] = t(%primals_1)
-return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
+return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
             body(found["backward/00_capture"]),
@@ -350,7 +345,6 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %primals_3: f32[10]
 %relu: f32[3,4]
 %relu_1: f32[3,4]
-%t: f32[4,3]
 %t_2: f32[4,3]
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
@@ -361,6 +355,9 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
+%unshard_1: f32[3,1] = unshard(%primals_2, 'blocks.0.scale', reshard=gather)
+%mul: f32[3,4] = mul(%relu, %unshard_1)
+%t: f32[4,3] = t(%mul)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
 %unshard_2: f32[4,4] = unshard(%primals_3, 'blocks.1.weight', reshard=gather)
 %t_1: f32[4,4] = t(%unshard_2)
@@ -368,7 +365,6 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t, %t_2]""",
 %reduce_grad_1: f32[10] = reduce_grad(%mm_2, %primals_3, 'blocks.1.weight', reshard=gather)
 %add: f32[10] = add(%reduce_grad, %reduce_grad_1)
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
-%unshard_1: f32[3,1] = unshard(%primals_2, 'blocks.0.scale', reshard=gather)
 %mul_5: f32[3,4] = mul(%mm_3, %unshard_1)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %reduce_grad_2: f32[10] = reduce_grad(%sum_2, %primals_2, 'blocks.0.scale', reshard=gather)
@@ -390,7 +386,6 @@ return [%mm_5, %add_1, %add]""",
 %primals_3: f32[10]
 %relu: f32[3,4]
 %relu_1: f32[3,4]
-%t: f32[4,3]
 %t_2: f32[4,3]
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
@@ -411,28 +406,30 @@ return [%mm_5, %add_1, %add]""",
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
+%slice_tensor_2: f32[2] = slice(%primals_2, 0, 8, 10)  # blocks.0: gather
+%all_gather_into_tensor_default_1: f32[4] = all_gather_into_tensor(%slice_tensor_2, 2, '0')  # blocks.0: gather
+%wait_tensor_default_2: f32[4] = wait_tensor(%all_gather_into_tensor_default_1)  # blocks.0: gather
+%view_default_1: f32[4,1] = view(%wait_tensor_default_2, [4, 1])  # blocks.0: gather
+%slice_tensor_3: f32[3,1] = slice(%view_default_1, 0, 0, 3)  # blocks.0: gather
+%mul: f32[3,4] = mul(%relu, %slice_tensor_3)
+%t: f32[4,3] = t(%mul)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
-%slice_tensor_2: f32[8] = slice(%primals_3, 0, 0, 8)  # blocks.1: gather
-%all_gather_into_tensor_default_1: f32[16] = all_gather_into_tensor(%slice_tensor_2, 2, '0')  # blocks.1: gather
-%wait_tensor_default_2: f32[16] = wait_tensor(%all_gather_into_tensor_default_1)  # blocks.1: gather
-%view_default_1: f32[4,4] = view(%wait_tensor_default_2, [4, 4])  # blocks.1: gather
-%t_1: f32[4,4] = t(%view_default_1)
+%slice_tensor_4: f32[8] = slice(%primals_3, 0, 0, 8)  # blocks.1: gather
+%all_gather_into_tensor_default_2: f32[16] = all_gather_into_tensor(%slice_tensor_4, 2, '0')  # blocks.1: gather
+%wait_tensor_default_3: f32[16] = wait_tensor(%all_gather_into_tensor_default_2)  # blocks.1: gather
+%view_default_2: f32[4,4] = view(%wait_tensor_default_3, [4, 4])  # blocks.1: gather
+%t_1: f32[4,4] = t(%view_default_2)
 %mm_3: f32[3,4] = mm(%threshold_backward, %t_1)
 %reshape_default_2: f32[2,8] = reshape(%mm_2, [2, 8])  # blocks.1: reduce
 %reshape_default_3: f32[16] = reshape(%reshape_default_2, [16])  # blocks.1: reduce
 %reduce_scatter_tensor_default_1: f32[8] = reduce_scatter_tensor(%reshape_default_3, 'sum', 2, '0')  # blocks.1: reduce
-%wait_tensor_default_3: f32[8] = wait_tensor(%reduce_scatter_tensor_default_1)  # blocks.1: reduce
-%div_tensor_1: f32[8] = div(%wait_tensor_default_3, 2.0)  # blocks.1: reduce
+%wait_tensor_default_4: f32[8] = wait_tensor(%reduce_scatter_tensor_default_1)  # blocks.1: reduce
+%div_tensor_1: f32[8] = div(%wait_tensor_default_4, 2.0)  # blocks.1: reduce
 %constant_pad_nd_default_2: f32[10] = constant_pad_nd(%div_tensor_1, [0, 2])  # blocks.1: reduce
 %add: f32[10] = add(%constant_pad_nd_default_1, %constant_pad_nd_default_2)
 mark_grads_(%add, %primals_3, [0, 8])
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
-%slice_tensor_3: f32[2] = slice(%primals_2, 0, 8, 10)  # blocks.0: gather
-%all_gather_into_tensor_default_2: f32[4] = all_gather_into_tensor(%slice_tensor_3, 2, '0')  # blocks.0: gather
-%wait_tensor_default_4: f32[4] = wait_tensor(%all_gather_into_tensor_default_2)  # blocks.0: gather
-%view_default_2: f32[4,1] = view(%wait_tensor_default_4, [4, 1])  # blocks.0: gather
-%slice_tensor_4: f32[3,1] = slice(%view_default_2, 0, 0, 3)  # blocks.0: gather
-%mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_4)
+%mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_3)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %constant_pad_nd_default_3: f32[4,1] = constant_pad_nd(%sum_2, [0, 0, 0, 1])  # blocks.0: reduce
 %reshape_default_4: f32[2,2] = reshape(%constant_pad_nd_default_3, [2, 2])  # blocks.0: reduce
@@ -468,7 +465,6 @@ return [%mm_5, %add_1, %add]""",
 %primals_3: f32[10]
 %relu: f32[3,4]
 %relu_1: f32[3,4]
-%t: f32[4,3]
 %t_2: f32[4,3]
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
@@ -484,6 +480,15 @@ return [%mm_5, %add_1, %add]""",
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
+%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
+%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
+%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
+%mul: f32[3,4] = mul(%relu, %slice_tensor_11)
+%t: f32[4,3] = t(%mul)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
 %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
@@ -501,13 +506,6 @@ return [%mm_5, %add_1, %add]""",
 %div_tensor_4: f32[10] = div(%wait_tensor_default_10, 2.0)  # blocks.1: reduce
 mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
-%all_gather_into_tensor_default_5: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # blocks.0: gather
-%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
-%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)
@@ -538,7 +536,6 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %primals_3: f32[10]
 %relu: f32[3,4]
 %relu_1: f32[3,4]
-%t: f32[4,3]
 %t_2: f32[4,3]
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
@@ -555,6 +552,14 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
+%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
+%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
+%mul: f32[3,4] = mul(%relu, %slice_tensor_11)
+%t: f32[4,3] = t(%mul)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
 %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
@@ -569,12 +574,6 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %reshape_default_10: f32[20] = reshape(%cat_default, [20])  # blocks.1: reduce
 %reduce_scatter_tensor_default_4: f32[10] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, '0')  # blocks.1: reduce
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
-%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
-%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)
@@ -608,7 +607,6 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %primals_3: f32[10]
 %relu: f32[3,4]
 %relu_1: f32[3,4]
-%t: f32[4,3]
 %t_2: f32[4,3]
 %tangents_1: f32[3,4]
 %mul_2: f32[3,4] = mul(%tangents_1, %relu_1)
@@ -625,6 +623,14 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
 %detach_1: f32[3,4] = detach(%relu_1)
 %detach_2: f32[3,4] = detach(%detach_1)
 %threshold_backward: f32[3,4] = threshold_backward(%mul_3, %detach_2, 0)
+%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
+%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
+%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
+%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
+%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
+%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
+%mul: f32[3,4] = mul(%relu, %slice_tensor_11)
+%t: f32[4,3] = t(%mul)
 %mm_2: f32[4,4] = mm(%t, %threshold_backward)
 %view_default_4: f32[2,10] = view(%wait_tensor_default_8, [2, 10])  # blocks.1: gather
 %slice_tensor_6: f32[2,8] = slice(%view_default_4, 1, 0, 8)  # blocks.1: gather
@@ -640,12 +646,6 @@ free(%wait_tensor_default_8)
 %reshape_default_10: f32[20] = reshape(%cat_default, [20])  # blocks.1: reduce
 %reduce_scatter_tensor_default_4: f32[10] = reduce_scatter_tensor(%reshape_default_10, 'sum', 2, '0')  # blocks.1: reduce
 %mul_4: f32[3,4] = mul(%mm_3, %relu)
-%wait_tensor_default_9: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.0: gather
-%view_default_10: f32[2,10] = view(%wait_tensor_default_9, [2, 10])  # blocks.0: gather
-%slice_tensor_10: f32[2,2] = slice(%view_default_10, 1, 8, 10)  # blocks.0: gather
-%clone_default_3: f32[2,2] = clone(%slice_tensor_10, memory_format=torch.contiguous_format)  # blocks.0: gather
-%view_default_11: f32[4,1] = view(%clone_default_3, [4, 1])  # blocks.0: gather
-%slice_tensor_11: f32[3,1] = slice(%view_default_11, 0, 0, 3)  # blocks.0: gather
 %mul_5: f32[3,4] = mul(%mm_3, %slice_tensor_11)
 %sum_2: f32[3,1] = sum(%mul_4, [1], True)
 %detach: f32[3,4] = detach(%relu)

@@ -91,6 +91,12 @@ class TestCosts:
     def test_links_have_a_latency_and_a_bandwidth(self):
         assert Link(0.5, 100.0).seconds(200) == 2.5
 
+    def test_starting_takes_the_training_threads_time(self):
+        gm = chain(1)
+        (start,) = starts(gm.graph)
+        machine = Costs(1.0, 1.0, 0.5, (("shard", Link(0.0, 1.0, issue=0.01)),))
+        assert machine.compute(start) == pytest.approx(0.5 + 0.01 * BYTES)
+
     def test_a_fused_chain_counts_what_crosses_its_border(self):
         """Three pointwise kernels: read once and written once under fusion, three times without."""
         hand = Hand()

@@ -10,26 +10,29 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("passes", "fsdp1")
-FILES = sorted(
-    [*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "compiled_fsdp/fsdp1").glob("*.py"), *(ROOT / "passes").glob("*.py")]
-)
-# Each line may import the lines above it, and within a line what stands further left. `passes` and `fsdp1` are the
-# folders' files.
+FOLDERS = ("passes", "report", "fsdp1")
+FSDP1 = sorted((ROOT / "compiled_fsdp" / "fsdp1").glob("*.py"))
+REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
+FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
+# Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version plan torch_private spec layout errors
-    ablation agreement gloo schema views mesh tensor_parallel collectives meta ops
-    graph regions meaning costs planner
-    memory
+    version options torch_private ranges log spec plan layout errors
+    meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives meta ops
+    graph regions meaning costs choices planner
+    fusion origins lifetimes halves memory
+    records graph_json graph_record
     dump sequence
+    report
     passes
-    budget pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit tree resident runtime stock_state fallback first_call
+    partition budget splitting pin_order inductor backend
+    arguments calibrate deferred in_flight flat extension unit clock tree
+    resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
+    measured explanation explain dump_folder cli __main__
     fsdp1 wrap sharded_grad_scaler
 """.split()
-# Calls at run time against the order, each inside a function: errors show nodes with the printer.
-AGAINST = {("errors", "dump")}
+# Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
+AGAINST = {("errors", "dump"), ("first_call", "explain")}
 
 
 @cache

@@ -8,8 +8,9 @@ import pytest
 import torch
 from compat.oracle import Api, each, grads, mesh_of, message, params, plain, raised, rows, same
 from torch import Tensor, nn
+from torch.distributed import fsdp as stock
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pool import Pool
+
+HAS_DIMS = hasattr(stock, "DataParallelMeshDims")
+DataParallelMeshDims: Any = stock.DataParallelMeshDims if HAS_DIMS else dict
+needs_dims = pytest.mark.skipif(not HAS_DIMS, reason="dp_mesh_dims came with torch 2.13")
 
 # AOTAutograd traces DTensor's backward with other placements in between than eager autograd takes, with or without FSDP.
 OTHER_PLACEMENTS = (1e-5, 1e-6)
@@ -320,6 +325,7 @@ def distributed_batches(mesh: DeviceMesh, dims: DataParallelMeshDims, *, is_cut:
     return [DTensor.from_local(batch(mesh, step, *names), mesh, placements) for step in range(3)], placements
 
 
+@needs_dims
 @pytest.mark.parametrize("case", DIMS)
 @rows("4b.11", "4b.13", "4b.17", "4b.19")
 def test_dims(four: Pool, case: str) -> None:
@@ -341,6 +347,7 @@ def dims_of(api: Api, case: str, is_cut: bool) -> Any:
     return [*found, learn(model, api.compile(model), inputs)]
 
 
+@needs_dims
 @rows("1.17", "1.20", "1.29", "4b.11", "4b.14", "4b.15", "12.8", "12.19")
 def test_dims_errors(four: Pool) -> None:
     four.run(eager, dims_errors)
@@ -387,6 +394,7 @@ def dims_errors_in_words(api: Api) -> None:
         assert text.lower() in message(call).lower(), (text, message(call))
 
 
+@needs_dims
 @rows("4b.11", "4b.17")
 def test_other_arguments_beside_dims(four: Pool) -> None:
     """Another dim to cut, and parameters that are kept after forward."""

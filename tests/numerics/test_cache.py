@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from pool import Pool
 
@@ -49,9 +50,16 @@ def run(folder: Path, prefetch: int) -> tuple[dict[str, int], dict[str, int]]:
     return counters, ops
 
 
-def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> None:
-    _, cold = run(tmp_path, 2)
-    counters, warm = run(tmp_path, 2)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A cache of one plan's graphs, and the ops of the run that filled it."""
+    folder = tmp_path_factory.mktemp("inductor")
+    return folder, run(folder, 2)[1]
+
+
+def test_a_warm_cache_gives_the_graph_that_our_passes_made(filled: tuple[Path, dict[str, int]]) -> None:
+    folder, cold = filled
+    counters, warm = run(folder, 2)
     assert counters.get("autograd_cache_hit", 0) >= 1, counters
     assert counters.get("autograd_cache_miss", 0) == 0, counters
     assert warm == cold
@@ -61,9 +69,8 @@ def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> No
     assert "fsdp::unshard" not in warm
 
 
-def test_another_plan_does_not_meet_the_cache(tmp_path: Path) -> None:
-    run(tmp_path, 2)
-    counters, _ = run(tmp_path, 0)
+def test_another_plan_does_not_meet_the_cache(filled: tuple[Path, dict[str, int]]) -> None:
+    counters, _ = run(filled[0], 0)
     assert counters.get("autograd_cache_hit", 0) == 0, counters
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PATIENCE_S = 3
+PATIENCE_S = 2
 
 
 @pytest.fixture
@@ -73,15 +74,19 @@ def step(call: Any) -> None:
 
 
 def stall() -> None:
-    time.sleep(PATIENCE_S + 4)
+    time.sleep(PATIENCE_S + 2)
 
 
 def die() -> None:
-    os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError("no memory for 64 bytes")
+
+
+def go_wrong() -> None:
+    raise ValueError("wrong on this rank")
 
 
 def tripped(place: str, what: str) -> str:
@@ -89,27 +94,43 @@ def tripped(place: str, what: str) -> str:
     made = model()
     step(made)
     Trip.armed = place, globals()[what]
+    original = gloo.start
+    if place == "collective" and dist.get_rank() == 1:
+        gloo.start = lambda *_: globals()[what]()
     try:
         step(made)
-    except (RuntimeError, torch.OutOfMemoryError) as error:
+    except (RuntimeError, torch.OutOfMemoryError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        Trip.armed, gloo.start = None, original
     return ""
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_rank_that_stalls(pool: Pool, place: str) -> None:
-    first, _ = pool.run(tripped, place, "stall")
-    what = "all-gather of 2 (2.weight, 2.bias)" if place == "forward" else "(0.weight, 0.bias)"
-    assert first.startswith("CommunicationError: compiled_fsdp: ")
-    assert what in first
-    assert "waiting for rank" in first
-    assert f"stalls for longer than {PATIENCE_S} s" in first
+def all_tripped(cases: list[tuple[str, str]]) -> list[str]:
+    """One fault after the other, each over a group of its own."""
+    return [tripped(*case) for case in cases]
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_rank_that_dies(pool: Pool, place: str) -> None:
-    with pytest.raises(WorkerError, match=r"(?s)rank 1: died"):
-        pool.run(tripped, place, "die", timeout=60.0)
+IN_BACKWARD = "(0.weight, 0.bias)"
+TOLD = [
+    ("forward", "stall", "all-gather of 2 (2.weight, 2.bias)"),
+    ("backward", "stall", IN_BACKWARD),
+    ("forward", "go_wrong", "all-gather of 2 (2.weight, 2.bias)"),
+    ("backward", "go_wrong", IN_BACKWARD),
+    ("collective", "out_of_memory", "all-gather of 0 (0.weight, 0.bias)"),
+]
+
+
+def test_a_rank_that_stalls_or_raises(pool: Pool) -> None:
+    """The others learn which collective of which unit they waited for, how long, and for whom."""
+    first, second = pool.run(all_tripped, [case[:2] for case in TOLD])
+    for (place, what, waited_for), told, own in zip(TOLD, first, second, strict=True):
+        assert told.startswith("CommunicationError: compiled_fsdp: "), (place, what, told)
+        assert waited_for in told, (place, what)
+        assert "waiting for rank 1" in told, (place, what)
+        assert f"stalls for longer than {PATIENCE_S} s" in told, (place, what)
+        if what != "stall":
+            assert own.startswith({"go_wrong": "ValueError", "out_of_memory": "OutOfMemoryError"}[what])
 
 
 def told_of_death(place: str, folder: str) -> None:
@@ -118,18 +139,18 @@ def told_of_death(place: str, folder: str) -> None:
         file.write(text)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_what_the_others_are_told_when_a_rank_dies(pool: Pool, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["forward", "backward", "collective"])
+def test_a_rank_that_dies(pool: Pool, place: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="rank 1: died"):
         pool.run(told_of_death, place, str(tmp_path), timeout=60.0)
     assert (tmp_path / "0").read_text().startswith("CommunicationError: compiled_fsdp: ")
 
 
-def gather_fails(compiled: bool) -> str:
-    """Rank 1 finds no memory for a gather; the other waits for it no longer than the group allows."""
+def gather_fails() -> str:
+    """Rank 1 finds no memory for a gather of a graph; the other waits for it no longer than the group allows."""
     made = model()
     made[1] = nn.Tanh()
-    call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
+    call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True)
     step(call)
     original = gloo.start
     if dist.get_rank() == 1:
@@ -143,9 +164,8 @@ def gather_fails(compiled: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_out_of_memory_in_a_gather(pool: Pool, compiled: bool) -> None:
-    first, second = pool.run(gather_fails, compiled)
+def test_out_of_memory_in_a_gather_of_a_graph(pool: Pool) -> None:
+    first, second = pool.run(gather_fails)
     assert first.startswith("CommunicationError: compiled_fsdp: all-gather of 0 (0.weight, 0.bias)"), first
     assert "OutOfMemoryError" in second
 
@@ -180,7 +200,7 @@ def killed_in_save(out: str) -> None:
     optimizer = torch.optim.AdamW(made.parameters())
     step(made)
     optimizer.step()
-    run = {"options": {}, "step": 1, "text": "x", "history": {}}
+    run = {"job": "", "options": {}, "step": 1, "text": "x", "history": {}}
     checkpoint.save(Path(out), made, optimizer, run)
     dist.barrier()
     if dist.get_rank() == 1:

@@ -193,12 +193,12 @@ def with_users_hook() -> None:
             assert bool(targets & set(STARTS)) == has_collectives
 
 
-def test_buffers_under_way_are_not_reused(two: Pool) -> None:
-    two.run(without_reuse, timeout=SLOW)
+def test_buffers_live_until_their_collective_is_awaited(two: Pool) -> None:
+    two.run(sent_buffers, timeout=SLOW)
 
 
-def without_reuse() -> None:
-    """In mixed precision the cast that is gathered is a buffer of the graph's: nothing may be written to it while it is sent."""
+def sent_buffers() -> None:
+    """In mixed precision what is sent is a buffer of the graph's: nothing may be written to it before, and nothing kept after."""
     policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def train() -> None:
@@ -206,11 +206,25 @@ def without_reuse() -> None:
         loss_of(call(*batch_of("equal_units", 0))).backward()
 
     _, codes = run_and_get_code(train)
-    code = "\n".join(codes)
-    sent = re.findall(r"torch\.ops\.fsdp\.all_gather\.default\((buf\d+), ", code)
-    assert len(sent) >= 4, "the units cast before they gather"
-    reused = [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
-    assert not reused, f"{reused} are written to while they are sent"
+    for code, kind in zip(codes, ("all_gather", "all_to_all"), strict=True):
+        ends = ends_of_sent(code, kind)
+        assert ends, f"{kind}: the units cast before they communicate"
+        wrong = {name: when for name, when in ends.items() if when != "awaited, freed"}
+        assert not wrong, f"{kind}: {wrong}"
+
+
+def ends_of_sent(code: str, kind: str) -> dict[str, str]:
+    """For each buffer that a collective sends: whether its life ends in the code, after the wait."""
+    found = {}
+    for start in re.finditer(rf"(buf\d+) = torch\.ops\.fsdp\.{kind}\.default\((.+)\n", code):
+        result = re.search(rf"(buf\d+) = {start[1]}\n", code)
+        assert result is not None
+        wait = re.search(rf"wait_tensor\.default\({result[1]}\)", code)
+        assert wait is not None
+        for name in re.findall(r"buf\d+", start[2]):
+            end = re.search(rf"\bdel {name}\b", code)
+            found[name] = "kept" if end is None else "awaited, freed" if end.start() > wait.start() else "under way"
+    return found
 
 
 def test_buffers_that_others_gather_are_not_reused(two: Pool) -> None:
@@ -229,9 +243,7 @@ def gather_without_a_unit() -> None:
 
     fully_shard(torch.nn.Linear(2, 2))  # installs the passes
     _, (code,) = run_and_get_code(torch.compile(compute, fullgraph=True), torch.rand(8, 8))
-    sent = re.findall(r"fsdp\.all_gather\.default\((\w+),", code)
-    assert sent
-    assert not [name for name in sent if re.search(rf"\bdel {name}  # reuse", code)]
+    assert set(ends_of_sent(code, "all_gather").values()) == {"awaited, freed"}
 
 
 # -- the order of the plan

@@ -83,7 +83,7 @@ return [%mm_default, %mm_default_1]""",
             tags(gm),
             """\
 recompute: unshard_slice_default, permute_default_2, permute_default_3
-save: keep_slice_default
+save: keep_slice_default, mm_default
 backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         )
 

@@ -1,0 +1,7 @@
+"""`python -m compiled_fsdp`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

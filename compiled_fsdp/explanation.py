@@ -1,0 +1,337 @@
+"""What `explain` returns: records that turn into JSON, and the text of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+GRAPH, EAGER, BOTH, UNLOWERED = "in a graph", "eager", "in a graph and eager", "in a graph, not lowered"
+NEVER, NOT_YET, EMPTY = "never gathered", "not run yet", "without parameters"
+ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET, EMPTY)
+RESHARD = {
+    "gather": "dropped after forward, gathered again in backward",
+    "keep": "kept from forward to backward",
+    "slice": "a slice kept from forward to backward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of a unit; `num_bytes` of all ranks together, in the dtype that it is kept in."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    num_bytes: int
+    is_frozen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A collective that carries a unit's parameters or gradients: its graph, its number there, and the units that share it."""
+
+    graph: int
+    number: int
+    units: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitInfo:
+    """A unit.
+
+    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never gathered", "not run yet", or "without
+        parameters".
+    why: reasons for running outside a graph.
+    compute_dtype: of the gathered parameters.
+    reshard: "gather", "keep" or "slice", as in `fsdp::unshard`.
+    mesh: axes and sizes.
+    """
+
+    name: str
+    where: str
+    why: list[str]
+    params: list[Param]
+    num_bytes: int
+    compute_dtype: str
+    reshard: str
+    mesh: str
+    groups: list[str]
+    gathers: list[Shared]
+    reductions: list[Shared]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInfo:
+    """A graph that ran in the last step, or at all, if there was no step.
+
+    collectives: (units, parameters, bytes) of each all-gather and reduction, in order, in `gathers` and `reductions`.
+    """
+
+    kind: str
+    num_runs: int
+    is_fused: bool
+    num_nodes: int
+    gathers: list[dict[str, Any]]
+    reductions: list[dict[str, Any]]
+    peak: int
+    peak_at: str
+    peak_kinds: dict[str, int]
+    predicted: dict[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """An option that the user set, on units or (none) of the plan, and the parts that took a decision from it."""
+
+    name: str
+    value: str
+    units: list[str]
+    consumers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step, predicted and measured; seconds and bytes, None where it is not known.
+
+    predicted_*: of the graphs of the last step, without the optimizer and without eager units.
+    peak: above what is at rest (predicted), or when the profile began (measured).
+    """
+
+    count: int
+    predicted_seconds: float | None
+    predicted_exposed: float | None
+    predicted_peak: int | None
+    measured_seconds: float | None
+    measured_exposed: float | None
+    measured_peak: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What became of a sharded model; `str` for people, `as_dict` for JSON."""
+
+    model: str
+    world_size: int
+    units: list[UnitInfo]
+    graphs: list[GraphInfo]
+    options: list[OptionInfo]
+    step: Step
+    recompiles: list[dict[str, str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def of_dict(cls, values: dict[str, Any]) -> Explanation:
+        """From `as_dict`.
+
+        Raises:
+            TypeError, KeyError: it is something else.
+        """
+        units = [
+            UnitInfo(
+                **{
+                    **unit,
+                    "params": [Param(**p) for p in unit["params"]],
+                    "gathers": [Shared(**s) for s in unit["gathers"]],
+                    "reductions": [Shared(**s) for s in unit["reductions"]],
+                }
+            )
+            for unit in values["units"]
+        ]
+        parsed = {
+            "units": units,
+            "graphs": [GraphInfo(**g) for g in values["graphs"]],
+            "options": [OptionInfo(**o) for o in values["options"]],
+            "step": Step(**values["step"]),
+        }
+        return cls(**{**values, **parsed})
+
+    def unused(self) -> list[OptionInfo]:
+        """Options that nothing has consumed."""
+        return [option for option in self.options if not option.consumers]
+
+    def __str__(self) -> str:
+        parts = [_head(self), _units(self.units), _table(self.units), _graphs(self.graphs), _options(self.options)]
+        return "\n\n".join(part for part in (*parts, _step(self), _recompiles(self.recompiles)) if part)
+
+    def summary(self) -> str:
+        """One line."""
+        gathers = sum(len(g.gathers) for g in self.graphs)
+        reductions = sum(len(g.reductions) for g in self.graphs)
+        moved = sum(b["num_bytes"] for g in self.graphs for b in (*g.gathers, *g.reductions))
+        counts = {kind: sum(unit.where == kind for unit in self.units) for kind in ORDER}
+        units = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        text = f"compiled_fsdp: {self.model} of {_count(len(self.units), 'unit')}: {units}"
+        if self.graphs:
+            text += (
+                f"; {_count(len(self.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
+            )
+            text += f"; peak {_mb(self.step.predicted_peak or 0)} above rest (predicted)"
+        return f"{text}; more by compiled_fsdp.explain(model)"
+
+
+# -- the text
+
+
+def _head(e: Explanation) -> str:
+    params = [p for unit in e.units for p in unit.params]
+    size = f"{len(params)} parameters, {_mb(sum(p.num_bytes for p in params))} on {_count(e.world_size, 'rank')} together"
+    if all(u.where in (NOT_YET, EMPTY) for u in e.units):
+        return f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this again after a step"
+    return f"{e.model}: {_count(len(e.units), 'unit')}, {size}"
+
+
+def _units(units: list[UnitInfo]) -> str:
+    lines = ["Units"]
+    for kind in ORDER:
+        members = [u for u in units if u.where == kind]
+        if members:
+            lines.append(f"  {len(members)} {kind}: {_names([u.name for u in members])}")
+        lines += [f"    {_names(names)}: {why}" for why, names in _reasons(members)]
+    return "\n".join(lines)
+
+
+def _reasons(units: Iterable[UnitInfo]) -> list[tuple[str, list[str]]]:
+    found: dict[str, list[str]] = {}
+    for unit in units:
+        for why in unit.why:
+            found.setdefault(why, []).append(unit.name)
+    return list(found.items())
+
+
+def _table(units: list[UnitInfo]) -> str:
+    entries: list[tuple[str, str, str]] = []  # name, what is like another unit's, what is its own
+    first: dict[tuple[str, ...], str] = {}
+    for unit in units:
+        own = "\n".join(f"    {line}" for line in _collectives(unit))
+        alike = (_kept(unit), *(_param(p, unit.name) for p in unit.params))
+        if alike in first:
+            entries.append((unit.name, f"as {first[alike]}", own))
+        else:
+            first[alike] = unit.name
+            entries.append((unit.name, "\n    ".join(alike), own))
+    lines = []
+    for (alike_text, own), group in groupby(entries, lambda entry: entry[1:]):
+        lines.append("\n".join(filter(None, [f"  {_names([name for name, *_ in group])}: {alike_text}", own])))
+    return "\n".join(lines)
+
+
+def _kept(unit: UnitInfo) -> str:
+    dtype = "/".join(dict.fromkeys(p.dtype for p in unit.params))
+    cast = "" if unit.compute_dtype in ("", dtype) else f", computes in {unit.compute_dtype}"
+    groups = ", ".join(repr(g) for g in unit.groups)
+    reshard = RESHARD.get(unit.reshard, unit.reshard or "nothing to gather")
+    return f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {reshard}; {unit.mesh}, group {groups}"
+
+
+def _param(param: Param, unit: str) -> str:
+    name = param.name.removeprefix(f"{unit}.")
+    return f"{name} {param.shape} {param.dtype}, {_mb(param.num_bytes)}{', frozen' if param.is_frozen else ''}"
+
+
+def _collectives(unit: UnitInfo) -> list[str]:
+    """One line for its all-gathers, one for its reductions: each one's number in its graph, the graph's number, with whom."""
+    lines = []
+    for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
+        texts = []
+        for shared in found:
+            others = [name for name in shared.units if name != unit.name]
+            texts.append(f"{shared.number} in graph {shared.graph}" + (f" (with {_names(others)})" if others else ""))
+        if texts:
+            lines.append(f"{what} {', '.join(texts)}")
+    return lines
+
+
+def _graphs(graphs: list[GraphInfo]) -> str:
+    lines = ["Graphs"] if graphs else []
+    for number, graph in enumerate(graphs):
+        sizes = [
+            f"{_count(len(found), what)} of {_mb(sum(b['num_bytes'] for b in found))}"
+            for what, found in (("all-gather", graph.gathers), ("reduction", graph.reductions))
+            if found
+        ]
+        kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in graph.peak_kinds.items())
+        lines += [
+            f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran {_count(graph.num_runs, 'time')}"
+            f"{', compiled by Inductor' if graph.is_fused else ''}",
+            f"    predicted peak {_mb(graph.peak)} above rest at %{graph.peak_at}: {kinds or 'nothing'}",
+        ]
+        if graph.predicted:
+            times = {name: f"{1e3 * seconds:.2f} ms" for name, seconds in graph.predicted.items()}
+            lines.append(f"    predicted {times['total']}, {times['exposed']} of it exposed; {times['wire']} on the wire")
+    return "\n".join(lines)
+
+
+def _options(options: list[OptionInfo]) -> str:
+    lines = ["Options that were set" if options else "Options that were set: none"]
+    for option in options:
+        units = f" of {_names(option.units)}" if option.units else ""
+        lines.append(f"  {option.name}={option.value}{units}: {', '.join(option.consumers) or 'consumed by nothing yet'}")
+    return "\n".join(lines)
+
+
+def _step(e: Explanation) -> str:
+    step = e.step
+    predicted = [
+        "step time "
+        + _or(_ms(step.predicted_seconds), "not known: the plan has no costs (Plan(prefetch=None) measures them)"),
+        "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
+        "peak " + _or(None if step.predicted_peak is None else f"{_mb(step.predicted_peak)} above rest", "not known"),
+    ]
+    how = f" (median of the last of {_count(step.count, 'step')})"
+    profile = "not measured"
+    measured = [
+        "step time " + _or(None if step.measured_seconds is None else f"{_ms(step.measured_seconds)}{how}", "not measured"),
+        "exposed communication " + _or(_ms(step.measured_exposed), profile),
+        "peak " + _or(None if step.measured_peak is None else f"{_mb(step.measured_peak)} above the start", profile),
+    ]
+    lines = ["Step", f"  predicted: {'; '.join(predicted)}", f"  measured:  {'; '.join(measured)}"]
+    if step.measured_exposed is None or step.measured_peak is None:
+        lines.append(
+            "  (explain(model, profile=p) takes the rest from a torch.profiler.profile(profile_memory=True) of a step)"
+        )
+    if any(u.where == EAGER for u in e.units) and e.graphs:
+        lines.append("  (predictions are of the graphs alone)")
+    return "\n".join(lines)
+
+
+def _recompiles(found: list[dict[str, str]]) -> str:
+    if not found:
+        return "Recompiles: none"
+    return "\n".join(["Recompiles, of this process", *(f"  {entry['function']}: {entry['reason']}" for entry in found)])
+
+
+def _names(names: Sequence[str]) -> str:
+    """Runs of numbered names are shortened: layers.0 to layers.11."""
+    parts = []
+    for _, group in groupby(enumerate(names), lambda pair: (_stem(pair[1])[0], _stem(pair[1])[1] - pair[0])):
+        run = [name for _, name in group]
+        parts.append(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run))
+    return ", ".join(parts)
+
+
+def _stem(name: str) -> tuple[str, int]:
+    head, _, number = name.rpartition(".")
+    return (head, int(number)) if number.isdigit() else (name, 0)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _or(text: str | None, otherwise: str) -> str:
+    return otherwise if text is None else text
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e4 else f"{num_bytes:.0f} bytes"
+
+
+def _ms(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1e3 * seconds:.1f} ms"

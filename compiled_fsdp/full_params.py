@@ -1,0 +1,230 @@
+"""The full parameters of one unit in eager mode: gathered in the background, registered, and freed.
+
+One all-gather for each (compute dtype, group), with the arithmetic of `collectives.py`, and one for each group of what brings
+an all-gather of its own. The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what
+autograd saved stays valid.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import agreement, ranges
+from . import collectives as comm
+from .deferred import Deferred
+from .extension import Extension, buckets, fill_all, gather
+from .flat import APART
+from .resident import drop as drop_resident
+from .torch_private import preserve_version
+from .tree import in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from .deferred import Value as Recorded
+    from .flat import FlatParam, ShardedParam
+    from .spec import ParamSpec
+    from .unit import Unit
+
+
+WHO = "eager runtime"  # consumes options
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
+    """A range in the profile, named as stock names it."""
+    return ranges.stock(f"FSDP::{what} ({unit})")
+
+
+class FullParams:
+    """Gathers and frees the parameters of one unit.
+
+    is_unsharded: the modules hold full parameters.
+    slices: what int reshard keeps between forward and backward, by parameter.
+    versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
+    pending: gathers under way.
+    checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
+    pending_extensions: the same of `extensions`.
+    extensions: how parameters that bring an all-gather of their own are gathered.
+    resident_versions: of the flat buffers when `resident.prepare` gathered them.
+    is_agreed: the other ranks ran this unit eagerly too.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.is_unsharded = False
+        self.slices: dict[ShardedParam, Tensor] = {}
+        self.versions: list[int] = []
+        self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
+        self.pending_versions: list[int] = []
+        self.checksums: list[Tensor] = []
+        self.extensions: dict[ShardedParam, Extension] = {}
+        self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
+        self.resident_versions: list[int] = []
+        self.is_agreed = False
+
+    def start_unshard(self) -> None:
+        """Start to gather, unless gathered or under way already."""
+        if self.is_unsharded or self._has_pending():
+            return
+        self._check_not_meta()
+        self.drop_pending()
+        self.pending_versions = self.versions_now()
+        with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
+            self.pending = self.start_gathers()
+            self.pending_extensions = self._extension_gathers()
+            for program, *_ in self.pending_extensions:
+                program.advance()
+
+    @property
+    def flats(self) -> list[FlatParam]:
+        """See `flat.Gather`."""
+        return self.unit.flats
+
+    @property
+    def num_bytes(self) -> int:
+        """See `flat.Gather`."""
+        sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
+        return sum(numel * itemsize for numel, itemsize in sizes)
+
+    def start(self) -> None:
+        """See `flat.Gather`."""
+        self.unit.options.consume(WHO, "overlap_optimizer")
+        self.start_unshard()
+        self.checksums = [flat.checksum() for flat in self.unit.flats]
+
+    def unshard(self) -> None:
+        """Gather, unless gathered already, and register the full parameters."""
+        if not in_backward():
+            self.unit.on_gather(self)
+        if self.is_unsharded:
+            return
+        self.start_unshard()
+        pending, self.pending = self.pending, []
+        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
+            flat.check_unwritten(checksum)
+        self.checksums = []
+        extensions, self.pending_extensions = self.pending_extensions, []
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            span("all_gather_copy_out", self.unit.name),
+        ):
+            for program, gathered, members in pending:
+                program.finish()
+                specs = [spec for _, spec in members]
+                for place, (param, _) in enumerate(members):
+                    _fill(param, gathered.tensor, specs, place)
+            for program, gathered, inputs in extensions:
+                program.finish()
+                fill_all(gathered.tensor, inputs)
+        for param in self.unit.params:
+            assert param.unsharded is not None
+            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            param.register(param.unsharded)
+        self.is_unsharded = True
+        self.versions = self.pending_versions
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and empty the storage of the full ones."""
+        drop_resident(self)
+        if not self.is_unsharded:
+            return
+        for param in self.unit.params:
+            if param in self.extensions:
+                self.extensions[param].free()
+            else:
+                param.gathered.untyped_storage().resize_(0)
+            param.register(param.sharded)
+        self.is_unsharded = False
+
+    def drop_pending(self) -> None:
+        """Await gathers under way, which nobody used or which are out of date, and forget them."""
+        for program, *_ in (*self.pending, *self.pending_extensions):
+            program.finish()
+        self.pending, self.pending_extensions, self.checksums = [], [], []
+        for flat in self.unit.flats:
+            flat.drop_ahead()
+
+    def _has_pending(self) -> bool:
+        if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():
+            self.drop_pending()
+        return bool(self.pending or self.pending_extensions)
+
+    def versions_now(self) -> list[int]:
+        """Of the flat buffers: how often they were written."""
+        return [version for flat in self.unit.flats for version in flat.version()]
+
+    def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
+        """Start one all-gather for each (compute dtype, group) over all flat buffers."""
+        self.unit.was_read = True
+        if not self.is_agreed:
+            self._agree()
+        buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
+        for flat in self.unit.flats:
+            whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
+            for param in flat.params:
+                if param.handle is APART:
+                    continue
+                spec, source = param.spec, whole
+                if param in self.slices:
+                    spec = spec.over_post_group()
+                    kept = self.slices[param]
+                    source = comm.Source(kept, kept.numel(), kept.dtype)
+                buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
+        gathers = []
+        for members in buckets.values():
+            names = ", ".join(param.fqn for _, _, param in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][1]))
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
+            gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
+            run.advance()
+            gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
+        return gathers
+
+    def _extension_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
+        """One all-gather for each group, of what the subclasses contribute."""
+        for flat in self.unit.flats:
+            for param in flat.params:
+                if param.handle is APART and param not in self.extensions:
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
+        gathers = []
+        for members in buckets(self.extensions.values()):
+            names = ", ".join(extension.param.fqn for extension, _ in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
+            gathers.append((run, gather(run, members), members))
+        return gathers
+
+    def _agree(self) -> None:
+        """Before the first gather: the other ranks are about to gather the same, eagerly too."""
+        names = ", ".join(param.fqn for param in self.unit.params)
+        groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
+        agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
+        self.is_agreed = True
+
+    def _check_not_meta(self) -> None:
+        meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
+        if meta:
+            raise RuntimeError(
+                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
+                "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
+            )
+
+
+def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
+    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
+    spec = specs[place]
+    if param.unsharded is None or param.unsharded.dtype != spec.dtype:
+        full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
+        param.set_gathered(full)
+    full = param.gathered
+    columns = comm.columns(comm.call, gathered, specs, place)
+    with preserve_version(full):
+        full.untyped_storage().resize_(columns.numel() * columns.element_size())
+        padded = full.as_strided(spec.padded_shape, full.stride())
+        apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
+        apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))

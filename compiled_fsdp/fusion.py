@@ -1,0 +1,89 @@
+"""What Inductor fuses, as far as memory goes: which values of a graph never get a buffer.
+
+A pointwise value is computed inside the kernels that read it, if only generated kernels nearby read it. Which ops are pointwise
+is what torch's tag says and what Inductor lowers as such without it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .collectives import CONVERT, STARTS, WAIT
+from .graph import aliases, is_view
+from .meta import get_tag
+from .schema import COPY_COLUMNS, FREE, MARK_GRADS
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+CONSTANT = (aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default)
+POINTWISE = (  # by Inductor's lowering, without torch's tag
+    *CONSTANT,
+    CONVERT,
+    aten.cat.default,
+    aten.clone.default,
+    aten.copy.default,
+    aten.constant_pad_nd.default,
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.where.self,
+)
+GENERATED = (  # kernels that Inductor generates, other than pointwise ones
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.dim,
+    aten.argmax.default,
+    aten.mean.dim,
+    aten.prod.dim_int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+    aten.var_mean.correction,
+)
+ORDERED_ONLY = (*STARTS, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, operator.getitem)  # no reason to split a chain
+MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
+
+
+def inlined(graph: Graph) -> set[Node]:
+    """Values that Inductor computes inside the kernels that read them: pointwise, and read only by generated kernels before the
+    next call of a library's.
+    """
+    stretch: dict[Node, int] = {}
+    calls = 0
+    for node in graph.nodes:
+        stretch[node] = calls
+        calls += node.op == "call_function" and not _is_generated(node) and node.target not in ORDERED_ONLY
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if is_pointwise(node):
+            readers = _readers(node)
+            is_near = node.target in CONSTANT or all(stretch[r] == stretch[node] for r in readers)
+            if is_near and all(_is_generated(r) for r in readers):
+                found.add(node)
+    return found
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a value or a view of it."""
+    return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
+
+
+def _is_generated(node: Node) -> bool:
+    return is_pointwise(node) or node.target in GENERATED or is_view(node)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether Inductor computes each element of the result by itself."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tag = get_tag(node)
+    if node.target is aten.clone.default and tag is not None and tag.kind == "gather":
+        return False  # a call of `copy_columns`, so that the bucket need not live until the copy is read
+    return torch.Tag.pointwise in node.target.tags or node.target in POINTWISE

@@ -1,0 +1,80 @@
+"""Where the tensors in a node's value lie: a storage of their own, or that of another node that they are a view of.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .collectives import WAIT
+from .graph import hint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import Node
+
+RETURNS_INPUT = (WAIT, torch.ops.aten._unsafe_view.default)  # aliases that the schema does not declare
+MAY_COPY = (
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.flatten.using_ints,
+)
+
+
+def tensors_of(node: Node) -> list[Tensor | None]:
+    """Every leaf of a node's value; None for what is no tensor."""
+    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(node.meta.get("val"))]
+
+
+def key_of(tensor: Tensor) -> int:
+    """The same for all tensors of one storage."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Size of the whole storage; a hint if it is symbolic, and zero if only the data decides it."""
+    size: Any = tensor.untyped_storage().nbytes()
+    return hint(size)
+
+
+def source_of(node: Node, i: int) -> tuple[Node, int] | None:
+    """Which tensor (the j-th of which node) the i-th of this node is a view of; None if it has a storage of its own."""
+    if node.target is operator.getitem:
+        parent: Any = node.args[0]
+        if "val" not in parent.meta:
+            return None
+        values = list(parent.meta["val"])
+        return parent, i + len(tree_leaves(values[: range(len(values))[node.args[1]]]))  # type: ignore[index]
+    if node.target in RETURNS_INPUT:
+        return node.all_input_nodes[0], 0
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    returns = node.target._schema.returns
+    alias = returns[i if len(returns) > 1 else 0].alias_info
+    source = None if alias is None else _aliased(node, alias.before_set)
+    if source is None or (node.target in MAY_COPY and key_of(node.meta["val"]) != key_of(source.meta["val"])):
+        return None
+    return source, 0
+
+
+def unpacked(node: Node) -> Node:
+    """What allocates a value: the partitioner's ops around random state have none of their own, only what is taken out of them."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _aliased(node: Node, names: set[str]) -> Node | None:
+    """The argument that a result with these alias names may be a view of; the views in a list (`split`) have no names."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        info = argument.alias_info
+        if info is not None and (not names or info.before_set & names):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            return given if isinstance(given, torch.fx.Node) else None
+    return None

@@ -1,0 +1,130 @@
+// What is read rather than drawn: collectives beside each other, buckets, what passes changed, settings.
+
+// A table that a click on a heading sorts. Columns: {name, value(row), show(row), isNumber, group}.
+function table(columns, rows, attributes = {}) {
+  const body = el("tbody", {});
+  let by = null, down = false;
+  const draw = () => {
+    const order = rows.map((row, index) => [row, index]);
+    if (by !== null) order.sort(([a], [b]) => { const [x, y] = [by.value(a), by.value(b)]; return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); });
+    body.replaceChildren(...order.map(([row, index]) => el("tr", { "data-index": index },
+      columns.map((c) => el("td", { class: c.isNumber ? "number" : null }, (c.show ?? c.value)(row))))));
+  };
+  const sort = (column) => { down = by === column && !down; by = column; draw(); };
+  const heads = columns.map((c) => el("th", { class: c.isNumber ? "number" : null, scope: "col" }, el("button", { type: "button", onclick: () => sort(c) }, c.name)));
+  draw();
+  const groups = columns.some((c) => c.group) ? el("tr", {}, groupHeads(columns)) : null;
+  return el("div", { class: "scroll" }, el("table", attributes, el("thead", {}, groups, el("tr", {}, heads)), body));
+}
+
+function groupHeads(columns) {
+  const found = [];
+  for (const column of columns) {
+    const last = found[found.length - 1];
+    if (last && last.name === (column.group ?? "")) last.count += 1;
+    else found.push({ name: column.group ?? "", count: 1 });
+  }
+  return found.map(({ name, count }) => el("th", { class: name ? "group" : null, colspan: count }, name));
+}
+
+const badge = (kind) => el("span", { class: `badge mark-${kind}` }, KINDS[kind] ?? kind);
+const time = (value) => (value === null ? "–" : seconds(value));
+
+function exposure(t) {
+  if (t.awaited === null) return "in flight";
+  return t.exposed > 0 ? el("span", { class: "is-exposed" }, seconds(t.exposed)) : "hidden";
+}
+
+// Every collective of a graph: predicted, and beside it measured.
+function collectiveTable(graph, run) {
+  const rows = graph.timeline.collectives.map((c, n) => ({ c, n, p: run.times[n], m: graph.measured?.times[n] ?? null }));
+  const timed = (group, pick) => [
+    { group, name: "start", isNumber: true, value: (r) => pick(r).begin, show: (r) => time(pick(r).begin) },
+    { group, name: "end", isNumber: true, value: (r) => pick(r).end, show: (r) => time(pick(r).end) },
+    { group, name: "on the wire", isNumber: true, value: (r) => pick(r).end - pick(r).begin, show: (r) => time(pick(r).end - pick(r).begin) },
+    { group, name: "exposed", isNumber: true, value: (r) => pick(r).exposed, show: (r) => exposure(pick(r)) },
+  ];
+  const columns = [
+    { name: "#", isNumber: true, value: (r) => r.n },
+    { name: "what", value: (r) => r.c.kind, show: (r) => badge(r.c.kind) },
+    { name: "unit", value: (r) => ownerOf(r.c) },
+    { name: "parameters", isNumber: true, value: (r) => r.c.parameters.length },
+    { name: "bytes", isNumber: true, value: (r) => r.c.bytes, show: (r) => bytes(r.c.bytes) },
+    ...timed("predicted", (r) => r.p),
+    ...(graph.measured ? timed("measured", (r) => r.m) : []),
+    ...(graph.measured ? [{ group: "measured", name: "starting", isNumber: true, value: (r) => r.m.issuing, show: (r) => time(r.m.issuing) }] : []),
+  ];
+  return table(columns, rows, { class: "collectives" });
+}
+
+// Which parameters share a collective; a bar has a piece for each, as wide as its bytes, and changes shade with the unit.
+function bucketTable(graph) {
+  const columns = [
+    { name: "#", isNumber: true, value: (r) => r.n },
+    { name: "what", value: (r) => r.c.kind, show: (r) => badge(r.c.kind) },
+    { name: "units that share it", value: (r) => r.c.units.length, show: (r) => el("span", {}, r.c.units.length ? r.c.units.map((u) => el("span", { class: "chip" }, u)) : ownerOf(r.c)) },
+    { name: "parameters", value: (r) => r.c.parameters.length, show: (r) => parameters(r.c) },
+    { name: "in full", isNumber: true, value: (r) => r.c.bytes, show: (r) => bytes(r.c.bytes) },
+    { name: "sent by a rank", isNumber: true, value: (r) => r.c.sent, show: (r) => bytes(r.c.sent) },
+    { name: "dtype", value: (r) => r.c.dtype },
+    { name: "group", value: (r) => r.c.group, show: (r) => groupText(graph, r.c.group) },
+    { name: "op", value: (r) => r.c.op, show: (r) => el("code", {}, r.c.op) },
+  ];
+  return table(columns, graph.timeline.collectives.map((c, n) => ({ c, n })), { class: "buckets" });
+}
+
+function groupText(graph, group) {
+  const ranks = graph.timeline.groups[group] ?? [];
+  const named = ranks.length > 8 ? `${ranks.length} ranks` : `ranks ${ranks.join(", ")}`;
+  return ranks.length ? `${group} (${named})` : group;
+}
+
+function parameters(c) {
+  if (!c.parameters.length) return "none of ours";
+  const pieces = c.parameters.map((p) => el("i", { style: `flex:${Math.max(1, p.bytes)}`, class: c.units.indexOf(p.unit) % 2 ? "odd" : null, title: `${p.name} ${bytes(p.bytes)}` }));
+  const count = c.parameters.length;
+  return el("div", {}, el("div", { class: "pieces" }, pieces), el("details", {}, el("summary", {}, `${count} parameter${count === 1 ? "" : "s"}`),
+    el("ul", {}, c.parameters.map((p) => el("li", {}, `${p.name} [${p.shape.join(", ")}] ${bytes(p.bytes)}`)))));
+}
+
+// -- passes
+
+// Its inside is made when it is first opened.
+function lazy(summary, make) {
+  const box = el("details", {}, el("summary", {}, summary));
+  box.addEventListener("toggle", () => { if (box.open && box.children.length === 1) box.append(el("div", { class: "inside" }, make())); });
+  return box;
+}
+
+function passList(name, passes, text) {
+  return el("section", {}, el("h2", {}, name), passes.map(passEntry), text ? lazy("the graph after the last pass", () => el("pre", {}, text)) : null);
+}
+
+function passEntry(entry, index) {
+  const lines = entry.diff ? entry.diff.split("\n").slice(2) : [];
+  const count = (sign) => lines.filter((line) => line.startsWith(sign)).length;
+  const change = index === 0 ? "as it came" : lines.length ? `+${count("+")} −${count("-")} collectives, casts, frees` : "no collective changed";
+  const summary = el("span", {}, el("code", {}, entry.name), " ", el("span", { class: "muted" }, change));
+  return lazy(summary, () => [el("p", { class: "muted" }, entry.provenance), lines.length ? el("pre", { class: "diff" }, lines.map(diffLine)) : null]);
+}
+
+function diffLine(line) {
+  const style = { "+": "added", "-": "removed", "@": "place" }[line[0]];
+  return style ? el("span", { class: style }, line) : `${line}\n`;
+}
+
+// -- settings
+
+function settingsTables(graph) {
+  const { settings, costs } = graph.timeline;
+  const text = (value) => (value === null ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  const part = (title, pairs, note) => el("section", {}, el("h2", {}, title), note ? el("p", { class: "muted" }, note) : null,
+    el("div", { class: "scroll" }, el("table", { class: "settings" }, el("tbody", {}, pairs.map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, key), el("td", {}, text(value))))))));
+  const links = Object.entries(costs.links).map(([name, link]) => [name ? `link of group ${name}` : "every link", `${seconds(link.latency)} latency, ${bytes(link.bandwidth)}/s`]);
+  return el("div", { class: "two" },
+    part("Plan", Object.entries(settings.plan), "What the passes were told; see Plan in the package."),
+    part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)], ...links],
+      costs.is_assumed ? "Assumed round numbers: nothing was measured here." : "Measured on these ranks, and agreed by them."),
+    part("Versions and ranks", [...Object.entries(settings.versions), ["rank", settings.rank], ["world size", settings.world_size], ["executor", EXECUTORS[graph.timeline.executor]]]),
+    part("Environment", Object.entries(settings.environment), Object.keys(settings.environment).length ? "Variables that torch and this package read." : "None of the variables that torch and this package read is set."));
+}

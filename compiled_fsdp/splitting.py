@@ -1,0 +1,57 @@
+"""Into parts of which size large units are cut, so that a graph takes the shortest time by its costs.
+
+In one piece, the first all-gather of a graph is exposed whole, and so is the last reduction. In parts, computing begins with
+the first part, and only the last one stays exposed; each further part costs the latency of a collective. A trial buckets and
+schedules a copy of the graph for each size and plays it (`planner.py`): the record depends on graph, plan and costs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, GraphModule
+
+from . import meta
+from .graph import find, output
+from .planner import WORTH, predict
+from .schema import REDUCE_GRAD, UNSHARD
+from .spec import ParamSpec
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+PARTS = (2, 4)  # of the largest unit, to be tried
+
+
+def fit_split(gm: GraphModule, plan: Plan) -> Plan:
+    """The plan for this half, with `split_bytes` chosen; as it is where it is set, or where there are no costs."""
+    if plan.split_bytes is not None or plan.costs is None:
+        return plan
+    largest = _largest(gm.graph)
+    seconds = {size: _seconds(gm, replace(plan, split_bytes=size)) for size in (0, *(largest // n for n in PARTS))}
+    best = min(seconds, key=lambda size: (seconds[size], -size))
+    is_worth_it = seconds[best] < seconds[0] * (1 - WORTH)
+    return replace(plan, split_bytes=best if is_worth_it else 0)
+
+
+def _largest(graph: Graph) -> int:
+    """Bytes of the largest unit's full parameters, in the dtype in which they travel."""
+    units: dict[str, dict[str, int]] = {}
+    for node in find(graph, UNSHARD, REDUCE_GRAD):
+        spec = ParamSpec.of(node.args[2 if node.target is REDUCE_GRAD else 1 :])
+        units.setdefault(spec.unit, {})[spec.fqn] = spec.group_size * spec.shard_numel * spec.dtype.itemsize
+    return max((sum(members.values()) for members in units.values()), default=0)
+
+
+def _seconds(gm: GraphModule, plan: Plan) -> float:
+    """Predicted, of a copy of this half under this plan."""
+    from .passes.base import Property, run_pipeline
+    from .passes.pipeline import HALF
+
+    copied = Graph()
+    meta.take_over(copied.output(copied.graph_copy(gm.graph, {})), output(gm.graph))
+    trial = GraphModule(gm, copied)
+    assert plan.costs is not None
+    passes = [entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)]
+    return predict(run_pipeline(trial, plan, passes).graph, plan.costs).total
