@@ -790,10 +790,10 @@ def pickle_wrapped(api: Api) -> Any:
 
 @rows("16.1")
 def test_no_environment_variables() -> None:
-    """But for those that ask for dumps of graphs, for checks after every pass, and for a step without its communication."""
+    """But for those that ask for dumps of graphs, records, checks after every pass, and a step without its communication."""
     sources = Path(compiled_fsdp.__file__).parent.glob("*.py")
     found = {p.name for p in sources if "environ" in p.read_text() or "getenv" in p.read_text()}
-    assert found == {"ablation.py", "dump.py", "inductor.py"}
+    assert found == {"ablation.py", "dump.py", "inductor.py", "records.py"}
 
 
 class Lines(logging.Handler):
