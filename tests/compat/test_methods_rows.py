@@ -790,9 +790,13 @@ def pickle_wrapped(api: Api) -> Any:
 
 @rows("16.1")
 def test_no_environment_variables() -> None:
-    """But for those that ask for dumps of graphs, and for checks after every pass."""
+    """But for those that ask for dumps of graphs, records of what was set, and checks after every pass."""
     sources = Path(compiled_fsdp.__file__).parent.glob("*.py")
-    assert {p.name for p in sources if "environ" in p.read_text() or "getenv" in p.read_text()} == {"dump.py", "inductor.py"}
+    assert {p.name for p in sources if "environ" in p.read_text() or "getenv" in p.read_text()} == {
+        "dump.py",
+        "inductor.py",
+        "records.py",
+    }
 
 
 class Lines(logging.Handler):
