@@ -2,6 +2,7 @@
 
     wire      two hosts joined by a wire of 0.5, 1, 2, 4 Gbit/s and unshaped; needs root
     latency   24 layers of width 64 on two local ranks: many tiny parameters
+    budget    step time against memory: what keeping parameters for backward buys, up to DDP's memory; needs root
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import budget
 import compile as compile_
 import gpu
 import latency
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "wire": wire.run,
     "latency": latency.run,
+    "budget": budget.run,
     "memory": memory.run,
     "compile": compile_.run,
     "plan": plan.run,

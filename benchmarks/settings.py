@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from variants import VARIANTS, with_floors
+from variants import BY_DEFAULT, with_floors
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Settings:
     quick: bool = False
     rates: tuple[float | None, ...] = (0.5, 1.0, 2.0, 4.0, None)
     rounds: int | None = None
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = BY_DEFAULT
     depths: tuple[int, ...] = (4, 12, 24, 48)
     layers: tuple[int, ...] = (8, 16, 32, 63, 126)
 

@@ -90,6 +90,19 @@ def build_ours_overlap(job: Job) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
 
 
+def build_ours_budget(job: Job, budget: float) -> Step:
+    """With a memory budget: 0.0 drops every parameter after forward, 1.0 keeps all; compiled in the first steps."""
+    from compiled_fsdp import planned
+
+    step = build_ours(job)
+
+    def step_in_budget(index: int) -> Tensor | None:
+        with planned(memory_budget=budget):
+            return step(index)
+
+    return step_in_budget
+
+
 def build_ours_costs(job: Job) -> Step:
     """Everything decided from costs; other variants of the same process keep the default plan."""
     from compiled_fsdp import Plan, current_plan, explain, fully_shard, planned, set_plan
@@ -221,6 +234,8 @@ def build_raw_collectives(job: Job) -> Step:
     return step
 
 
+SWEEP = {f"ours_budget_{100 * budget:.0f}": budget for budget in (0.0, 0.25, 0.5, 0.75, 1.0)}
+
 VARIANTS: dict[str, Variant] = {
     "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
     "ours_costs": Variant(build_ours_costs, "local_compile", "the same, scheduled from costs"),
@@ -253,6 +268,11 @@ VARIANTS: dict[str, Variant] = {
         summary="one compiled graph, the optimizer steps everything (floor of DDP)",
     ),
     "raw_collectives": Variant(build_raw_collectives, summary="the collectives of FSDP, no computation (floor)"),
+}
+BY_DEFAULT = tuple(VARIANTS)
+VARIANTS |= {
+    name: Variant(partial(build_ours_budget, budget=budget), "local_compile", f"ours, memory_budget={budget}")
+    for name, budget in SWEEP.items()
 }
 
 

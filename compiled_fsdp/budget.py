@@ -1,8 +1,9 @@
 """Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's memory budget.
 
 Every all-gather that backward need not repeat takes its time off the wire, and its bytes into memory. The parameters that forward
-uses last are needed first in backward: they stay for the shortest, so they are kept first. As many are kept as the memory model
-(`memory.py`) finds room for, in a trial that splits and schedules a copy of the joint graph. The record is frozen before any
+uses last are needed first in backward: they stay for the shortest, so they are kept first. Before that, parameters with a
+smaller mesh get slices, from which backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`)
+finds room for, in a trial that splits and schedules a copy of the joint graph. The record is frozen before any
 rewriting, and a function of graph and plan alone.
 """
 
@@ -24,7 +25,7 @@ from .spec import ParamSpec
 if TYPE_CHECKING:
     from .plan import Plan
 
-Kept = tuple[tuple[str, str], ...]
+SLICE, KEEP = "slice", "keep"
 
 
 def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
@@ -33,10 +34,16 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         return plan
     meta.begin_pass(gm, "fit_budget")
     meta.consume(gm, "Plan.memory_budget")
-    candidates = _candidates(gm.graph)
+    candidates = _moves(gm.graph)
+
+    def record(count: int) -> Plan:
+        """With the first moves made."""
+        kept = tuple(param for kind, param in candidates[:count] if kind == KEEP)
+        dropped = tuple(param for kind, param in candidates[count:] if kind == SLICE)
+        return replace(plan, kept=kept, dropped=dropped)
 
     def peak(count: int) -> int:
-        return _peak(gm, replace(plan, kept=candidates[:count]), is_fused=is_fused)
+        return _peak(gm, record(count), is_fused=is_fused)
 
     least = peak(0)
     budget = float(plan.memory_budget)
@@ -48,7 +55,7 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
             "rest even with every parameter dropped after forward, so that is what it gets. Shard into smaller units, or "
             "checkpoint activations"
         )
-        return plan
+        return record(0)
     fits, too_many = 0, len(candidates) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
@@ -56,13 +63,17 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
             fits = middle
         else:
             too_many = middle
-    return replace(plan, kept=candidates[:fits])
+    return record(fits)
 
 
-def _candidates(graph: Graph) -> Kept:
-    """The parameters that backward would gather again, the last that forward gathers first."""
+def _moves(graph: Graph) -> tuple[tuple[str, tuple[str, str]], ...]:
+    """What more memory buys, in this order: slices of the parameters that have a smaller mesh, then whole parameters; of both, the
+    last that forward gathers first.
+    """
     specs = [ParamSpec.of(node.args[1:]) for node in find(graph, UNSHARD)]
-    return tuple((s.unit, s.fqn) for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1)
+    dropped = [s for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1]
+    sliced = [(SLICE, (s.unit, s.fqn)) for s in dropped if s.reshard == "slice"]
+    return (*sliced, *((KEEP, (s.unit, s.fqn)) for s in dropped))
 
 
 def _peak(gm: GraphModule, plan: Plan, *, is_fused: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collecti
 MESSAGES = 8  # of the same collective, to see what each further one costs
 IN_FLIGHT = 4  # large ones that are started together, as a schedule does
 MATMUL = {"cpu": 512, "cuda": 4096}
+OPERANDS = 32
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
 DIGITS = 2  # that count; runs on one machine should find each other's compiled code
 
@@ -80,8 +82,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _flops(device: torch.device) -> float:
     width = MATMUL.get(device.type, MATMUL["cuda"])
-    a = torch.ones(width, width, device=device)
-    return 2 * width**3 / _seconds(lambda: a @ a, device)
+    operands = torch.ones(OPERANDS, width, width, device=device)  # more than caches hold, as in a model
+    pairs = list(zip(operands, operands.flip(0), strict=True))
+    return 2 * width**3 * len(pairs) / _seconds(lambda: [a @ b for a, b in pairs], device)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -127,19 +130,25 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
         max(several - latency, 0.0) / (MESSAGES - 1),
         bandwidth(lambda: comm.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
         bandwidth(lambda: comm.call(comm.ALL_TO_ALL, [rows], size, name)),
-        _issue(lambda: comm.call(comm.ALL_GATHER, large, size, name), (size - 1) * LARGE),
+        start := _busy(lambda: comm.call(comm.ALL_GATHER, small, size, name), time.thread_time),
+        max(_busy(lambda: comm.call(comm.ALL_GATHER, large, size, name), _core_time()) - start, 0.0) / ((size - 1) * LARGE),
     ]
 
 
-def _issue(start: Callable[[], torch.Tensor], sent: int) -> float:
-    """Seconds a byte until the start of a large collective returns."""
-    times = []
-    for _ in range(REPEATS + 1):
-        begin = time.perf_counter()
-        started = start()
-        times.append(time.perf_counter() - begin)
-        comm.call(comm.WAIT, started)
-    return statistics.median(times[1:]) / sent
+def _core_time() -> Callable[[], float]:
+    """The processor time spent on the training thread's core: by all threads, if the process has no other core."""
+    is_alone = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
+    return time.process_time if is_alone else time.thread_time
+
+
+def _busy(start: Callable[[], torch.Tensor], clock: Callable[[], float]) -> float:
+    """Processor seconds of a collective, from its start to the end of its wait."""
+    count = REPEATS * IN_FLIGHT  # together: clocks of threads are coarse
+    comm.call(comm.WAIT, start())
+    begin = clock()
+    for _ in range(count):
+        comm.call(comm.WAIT, start())
+    return (clock() - begin) / count
 
 
 def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

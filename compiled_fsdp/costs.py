@@ -31,8 +31,8 @@ class Link:
     bandwidth: bytes a second from then on, of all-gathers.
     message: seconds for each further message of the same collective.
     scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where they were not measured.
-    issue: seconds for each byte that starting a collective keeps the training thread: gloo sends from there what fits into the
-        socket at once.
+    start, issue: seconds, for each collective and for each byte, that the training thread's core spends on communicating: gloo
+        sends and receives on it, and its threads share it if the process has no other.
     """
 
     latency: float
@@ -40,6 +40,7 @@ class Link:
     message: float = 0.0
     scatter: float = 0.0
     exchange: float = 0.0
+    start: float = 0.0
     issue: float = 0.0
 
     def seconds(self, sent: float, bandwidth: float = 0.0) -> float:
@@ -79,7 +80,8 @@ class Costs:
             return 0.0
         if node.target in comm.STARTS:
             sent, group = traffic(node)
-            return self.overhead + sent * self.link(group).issue
+            link = self.link(group)
+            return max(self.overhead, link.start) + sent * link.issue
         if is_matmul(node):
             seconds = flops(node) / self.flops
             return self.overhead + max(seconds, self._traffic(node))

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import astuple, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,7 +80,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     values = {f.name: getattr(plan, f.name) for f in fields(Plan)}
     if plan.costs is not None:
         costs = {f.name: getattr(plan.costs, f.name) for f in fields(Costs)}
-        values["costs"] = {**costs, "links": [[name, link.latency, link.bandwidth] for name, link in plan.costs.links]}
+        values["costs"] = {**costs, "links": [[name, *astuple(link)] for name, link in plan.costs.links]}
     return values
 
 
@@ -195,9 +195,15 @@ def _read(values: Any) -> tuple[GraphModule, Plan, str]:
 def _plan_of(values: dict[str, Any]) -> Plan:
     costs = values["costs"]
     if costs is not None:
-        links = tuple((str(name), Link(latency, bandwidth)) for name, latency, bandwidth in costs["links"])
+        links = tuple((str(name), Link(*fields)) for name, *fields in costs["links"])
         costs = Costs(**{**costs, "links": links})
-    return Plan(**{**values, "costs": costs, "kept": tuple((unit, fqn) for unit, fqn in values["kept"])})
+    return Plan(
+        **{
+            **values,
+            "costs": costs,
+            **{name: tuple((unit, fqn) for unit, fqn in values[name]) for name in ("kept", "dropped")},
+        }
+    )
 
 
 class _Reader:

@@ -59,6 +59,7 @@ class Plan:
         or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
         `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
     kept: decided from it, one graph at a time: (unit, parameter) that backward gets from forward.
+    dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not even a slice fits.
     costs: what computing and communicating cost, the same on every rank; None: measured in the first forward, see `calibrate`.
     """
 
@@ -72,6 +73,7 @@ class Plan:
     recompute: bool = True
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
 
     def __post_init__(self) -> None:

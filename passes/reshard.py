@@ -23,6 +23,7 @@ After ("gather" and "keep" change no node, only tags):
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
     saving any one of them would keep gathered bytes alive.
 keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`).
+    Without room for a slice (`plan.dropped`), slice is gather.
 slice: backward reads a second gather over the small group, of a slice that forward saves.
 
 Requires: a joint graph in which each parameter is unsharded once. An inference graph is left alone.
@@ -73,6 +74,9 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         spec = ParamSpec.of(node.args[1:])
         if (spec.unit, spec.fqn) in plan.kept:
             spec = replace(spec, reshard="keep")
+        elif (spec.unit, spec.fqn) in plan.dropped:
+            spec = replace(spec, reshard="gather")
+        if spec.reshard != ParamSpec.of(node.args[1:]).reshard:
             node.args = (node.args[0], *spec.args())  # type: ignore[arg-type]
         by_class[spec.reshard].append(node)
         for option in OPTIONS:

@@ -8,6 +8,7 @@ from compiled_fsdp.passes.choose_collectives import reduced_by
 from passes_harness import Hand, numel, unit
 from test_planner import chain, costs
 
+from compiled_fsdp import budget
 from compiled_fsdp.choices import Choices, break_even, faster
 from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.plan import Plan
@@ -92,6 +93,29 @@ class TestParts:
     @pytest.mark.parametrize("plan", [Plan(), Plan(split_bytes=None), Plan(split_bytes=3, costs=costs(1.0, 1.0))])
     def test_set_or_without_costs(self, plan):
         assert fit_split(chain(1), plan) is plan
+
+
+@pytest.mark.parametrize(
+    ("room", "kept", "sliced"),
+    [(0, "", ""), (70, "", "v"), (150, "", "vw"), (250, "v", "vw"), (400, "vwx", "vw"), (349, "vw", "vw")],
+)
+def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
+    """A slice costs 50 bytes, a kept parameter 100; `v` and `w` have a smaller mesh, and `v` is used last."""
+    hand = Hand()
+    sizes = {"x": {}, "w": {"reshard": "slice", "post_size": 2}, "v": {"reshard": "slice", "post_size": 2}}
+    dy = hand.input("tangents_1", 4, 4)
+    for name, changes in sizes.items():
+        (spec,) = unit("u", {name: (4, 4)}, **changes)
+        dy = hand.add(dy, hand.unshard(hand.input(f"flat_{name}", 8), spec))
+    gm = hand.returns(dy)
+
+    def peak(gm, plan, *, is_fused):
+        return 50 * (2 - len(plan.dropped)) + 100 * len(plan.kept)
+
+    monkeypatch.setattr(budget, "_peak", peak)
+    plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
+    assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
+    assert [fqn for _, fqn in plan.dropped] == [n for n in "vw" if n not in sliced]
 
 
 @pytest.mark.parametrize("name", ["split_bytes", "own_message"])

@@ -25,7 +25,7 @@ from compiled_fsdp.memory import profile
 from compiled_fsdp.meta import saved_for_backward, set_captured
 from compiled_fsdp.plan import Plan
 
-COSTS = Costs(1e12, 1e10, 1e-6, (("0", Link(1e-5, 1e9)),), is_fused=False)
+COSTS = Costs(1e12, 1e10, 1e-6, (("0", Link(1e-5, 1e9, 1e-6, 2e9, 3e9, 1e-7, 1e-12)),), is_fused=False)
 
 
 class Attention(nn.Module):
@@ -98,7 +98,7 @@ def test_values_share_storages_as_they_did():
 
 
 def test_plan_and_costs_come_back():
-    plan = Plan(prefetch=None, memory_budget=0.5, costs=COSTS, kept=(("u#1", "w"),))
+    plan = Plan(prefetch=None, memory_budget=0.5, costs=COSTS, kept=(("u#1", "w"),), dropped=(("u#2", "v"),))
     _, gm = hand_made()
     assert of_text(to_text(gm.graph, "lower", plan))[1] == plan
 

@@ -94,8 +94,8 @@ class TestCosts:
     def test_starting_takes_the_training_threads_time(self):
         gm = chain(1)
         (start,) = starts(gm.graph)
-        machine = Costs(1.0, 1.0, 0.5, (("shard", Link(0.0, 1.0, issue=0.01)),))
-        assert machine.compute(start) == pytest.approx(0.5 + 0.01 * BYTES)
+        machine = Costs(1.0, 1.0, 0.5, (("shard", Link(0.0, 1.0, start=0.75, issue=0.01)),))
+        assert machine.compute(start) == pytest.approx(0.75 + 0.01 * BYTES)
 
     def test_a_fused_chain_counts_what_crosses_its_border(self):
         """Three pointwise kernels: read once and written once under fusion, three times without."""

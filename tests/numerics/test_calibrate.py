@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from numerics.test_graphs import captured
 from pool import Pool
 
 import compiled_fsdp
@@ -13,6 +14,7 @@ from compiled_fsdp import budget, calibrate, fully_shard
 from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.inductor import HalfPass, JointPass
 from compiled_fsdp.plan import Plan, current_plan, set_plan
+from compiled_fsdp.regions import find_regions
 
 
 def test_measured_once_and_agreed(two: Pool) -> None:
@@ -132,3 +134,29 @@ def keeps_what_fits() -> None:
     assert peaks[0.5] < peaks[1.0]
     least, most = dict(trials[0.5])[0], dict(trials[0.5])[2 * layers]
     assert peaks[0.5] <= 1.05 * (least + most) / 2
+
+
+def test_a_budget_chooses_slices_too(four: Pool) -> None:
+    four.run(chooses_slices)
+
+
+def chooses_slices() -> None:
+    """Units with a smaller mesh: dropped, then sliced, then kept, the last ones first; the same gradients."""
+    found, grads = {}, {}
+    for share in (0.0, 1.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(192, 192) for _ in range(6)))
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=2)
+        fully_shard(model)
+        with compiled_fsdp.planned(memory_budget=share), captured() as halves:
+            x = torch.ones(64, 192, requires_grad=True)
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x).square().mean().backward()
+        specs = {s.fqn: s.reshard for half in halves for r in find_regions(half, "gather") for s in r.tag.specs if r.starts}
+        found[share] = [specs[f"{n}.weight"] for n in range(6)]
+        grads[share] = [p.grad.to_local() for p in model.parameters()]
+    kinds = ("gather", "slice", "keep")
+    assert all(classes == sorted(classes, key=kinds.index) for classes in found.values())
+    assert "slice" in found[0.0]
+    assert set(found[1.0]) == {"keep"}
+    assert all(map(torch.equal, grads[0.0], grads[1.0]))

@@ -55,6 +55,10 @@ class TestReshard(GraphTest):
             """recompute: unshard_default, permute_default, permute_default_1""",
         )
 
+    def test_no_room_for_a_slice(self):
+        gm = reshard(linear(SLICE), replace(PLAN, dropped=(("u", "w"),)))
+        self.assertEqual(tags(gm), tags(reshard(linear(GATHER), PLAN)))
+
     def test_keep(self):
         gm = linear(KEEP)
         self.assertUnchanged(reshard, gm)
