@@ -77,7 +77,7 @@ def test_dump_prints_a_graph(dumps, capsys):
     assert status == 0
     lines = text.splitlines()
     assert lines[0] == "# rank0/001_forward/07_free"
-    assert lines[1].startswith("# made by free; holds: DEDUPED, CHOSEN, DECIDED, LOWERED")
+    assert lines[1].startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
     assert "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # 0: gather" in lines
     assert "free(%wait_tensor_default_4)" in lines
     assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[1].startswith(

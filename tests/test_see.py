@@ -60,8 +60,9 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:6] == [
+    assert lines[:7] == [
         "000_joint dedup_unshard: no change",
+        "000_joint join_grads: no change",
         "000_joint choose_collectives: no change",
         "000_joint reshard: no change",
         "001_forward lower: nodes 12 -> 24",
@@ -71,7 +72,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward gather_ahead: no change"
-    assert len(lines) == 3 + 9 + 9
+    assert len(lines) == 4 + 9 + 9
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -141,7 +142,7 @@ def test_artifacts_in_torchs_trace(traced):
     assert {"001_forward_07_free.txt", "001_forward_memory.txt", "002_backward_09_gather_ahead.diff"} <= {*names}
     head, payload = ours["compiled_fsdp_001_forward_07_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (0, 0, "string")
-    assert payload.startswith("# made by free; holds: DEDUPED, CHOSEN, DECIDED, LOWERED")
+    assert payload.startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())
 
