@@ -86,6 +86,8 @@ def read_run(out: Path) -> dict[str, Any]:
         run = json.loads(path.read_text())
     except ValueError as error:
         raise _damaged(path, f"is not JSON ({error})") from error
+    if isinstance(run, dict):
+        run.setdefault("job", "")  # of a version that gave jobs no names
     wrong = [name for name, kind in RUN_TYPES.items() if not isinstance(run, dict) or not isinstance(run.get(name), kind)]
     if wrong:
         raise _damaged(path, f"has no proper entry {', '.join(wrong)}")

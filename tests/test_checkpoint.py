@@ -96,7 +96,14 @@ def test_a_damaged_file_is_named(out: Path, name: str, damage: Callable[[Path], 
         checkpoint.verify(out)
 
 
-@pytest.mark.parametrize("entry", checkpoint.RUN_TYPES)
+def test_a_checkpoint_from_before_jobs_had_names(out: Path) -> None:
+    """Belongs to no job that could be restarted."""
+    path = out / checkpoint.FOLDER / "run.json"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "job"}))
+    assert checkpoint.read_run(out)["job"] == ""
+
+
+@pytest.mark.parametrize("entry", [name for name in checkpoint.RUN_TYPES if name != "job"])
 def test_a_missing_entry_is_named(out: Path, entry: str) -> None:
     path = out / checkpoint.FOLDER / "run.json"
     path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != entry}))
