@@ -26,13 +26,13 @@ SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collecti
 MESSAGES = 8  # of the same collective, to see what each further one costs
 IN_FLIGHT = 4  # large ones that are started together, as a schedule does
 MATMUL = {"cpu": 512, "cuda": 4096}
-OPERANDS = 32
+OPERANDS = {"cpu": 32, "cuda": 2}  # matrices to multiply: on the CPU more than caches hold, as in a model
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
 DIGITS = 2  # that count; runs on one machine should find each other's compiled code
 
 
 def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
-    """Measure and agree; collective over the groups of `infos`. Takes under a second on all but very slow wires.
+    """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than five on a slow wire.
 
     None where nothing is communicated: one rank, or a fake process group.
     """
@@ -82,8 +82,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _flops(device: torch.device) -> float:
     width = MATMUL.get(device.type, MATMUL["cuda"])
-    operands = torch.ones(OPERANDS, width, width, device=device)  # more than caches hold, as in a model
-    pairs = list(zip(operands, operands.flip(0), strict=True))
+    operands = [torch.ones(width, width, device=device) for _ in range(OPERANDS.get(device.type, OPERANDS["cuda"]))]
+    pairs = list(zip(operands, reversed(operands), strict=True))
     return 2 * width**3 * len(pairs) / _seconds(lambda: [a @ b for a, b in pairs], device)
 
 
