@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch._logging._internal
 import torch.distributed as dist
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
@@ -249,6 +250,23 @@ def is_profiling() -> bool:
     """Whether a profiler is on; costs nothing, unlike an empty `record_function`."""
     is_on: bool = _profiler_enabled()
     return is_on
+
+
+def unrecorded() -> AbstractContextManager[object]:
+    """Hide what is called inside from a profiler that is on.
+
+    For messages that may still be under way when the profile ends: gloo's then write into memory that the profiler has freed, and
+    the process dies later (tried on 2.13).
+    """
+    return _Unrecorded() if is_profiling() else nullcontext()
+
+
+class _Unrecorded:
+    def __enter__(self) -> None:
+        _enable_record_function(False)
+
+    def __exit__(self, *_: object) -> None:
+        _enable_record_function(True)
 
 
 def allocations(profile: Any, device: str) -> list[tuple[int, int, int]]:

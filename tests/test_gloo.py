@@ -63,6 +63,25 @@ def any_order() -> None:
     assert gloo._pending == before
 
 
+def test_under_way_when_a_profile_ends(two: Pool) -> None:
+    """Torch would write the end of each message into the profile's memory, which is gone by then: the process dies."""
+    two.run(profile_ends_first)
+
+
+def profile_ends_first() -> None:
+    name = dist.group.WORLD.group_name
+    shard = torch.full((10,), float(dist.get_rank()))
+    for _ in range(20):
+        with torch.profiler.profile() as profiler:
+            under_way = [torch.ops.fsdp.all_gather(shard, [10], 2, name) for _ in range(20)]
+            torch.add(shard, 1.0)
+        others = [bytearray(64 * (n % 30)) for n in range(2000)]  # in the place of what the profiler has freed
+        for out in under_way:
+            assert wait(out).tolist() == [0.0] * 10 + [1.0] * 10
+        assert not any(any(other) for other in others)
+        assert "aten::add" in {e.name for e in profiler.events()}, "the profiler was switched off"
+
+
 def test_the_graph_runs_our_gather(two: Pool) -> None:
     two.run(graph_runs_our_gather)
 
