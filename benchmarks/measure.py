@@ -181,6 +181,8 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
     with _watched_exchanges() as exchanges, _profiled(record_shapes=True) as prof, _marked_waits(), record_function(WINDOW):
         for _ in range(repeats):
             fn()
+        for entry in exchanges:  # gathers that the optimizer's step started for the next call
+            entry.wait()
     events = list(_events(prof))
     issued: list[tuple[int, int]] = []
     carried: list[tuple[int, int]] = [entry.span for entry in exchanges]

@@ -25,11 +25,14 @@ class Handed:
 
     saved: for each value saved for backward, in order, its name and its shape as text.
     kinds: for each, (kind, owner) of its storage in forward; None where somebody else holds it all the time.
+    places: for each, the number of its storage among those of forward, and the storage's bytes: parameters that were gathered
+        together share one, which the values in a backward graph do not show.
     held: (bytes, owner) of the outputs that the user holds until the end.
     """
 
     saved: tuple[tuple[str, str], ...]
     kinds: tuple[tuple[str, str] | None, ...]
+    places: tuple[tuple[int, int] | None, ...]
     held: tuple[tuple[int, str], ...]
 
 
@@ -40,7 +43,14 @@ def handed_over(before: Lifetimes, count: int) -> Handed:
     held = dict.fromkeys(s for n in output(before.graph).all_input_nodes if n not in saved for s in before.of(n))
     origin = [before.of(n)[0] if before.of(n) else None for n in saved]
     kinds = [None if s is None or s in held else (s.kind, s.owner) for s in origin]
-    return Handed(tuple((n.name, _shape(n)) for n in saved), tuple(kinds), tuple((s.num_bytes, s.owner) for s in held))
+    number = {s: i for i, s in enumerate(before.storages)}
+    places = [None if s is None else (number[s], s.num_bytes) for s in origin]
+    return Handed(
+        tuple((n.name, _shape(n)) for n in saved),
+        tuple(kinds),
+        tuple(places),
+        tuple((s.num_bytes, s.owner) for s in held),
+    )
 
 
 def num_saved(forward: Graph) -> int:
@@ -71,7 +81,8 @@ def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> 
             f"{[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of one graph"
         )
     kinds = dict(zip(taken, handed.kinds, strict=True))
-    after = Lifetimes(backward, is_fused, [p for p, kind in kinds.items() if kind is None])
+    places = {p: place for p, place in zip(taken, handed.places, strict=True) if place is not None}
+    after = Lifetimes(backward, is_fused, [p for p, kind in kinds.items() if kind is None], places)
     for storage in after.storages:
         known = kinds.get(storage.node)
         if known is not None:

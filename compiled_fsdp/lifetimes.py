@@ -21,7 +21,8 @@ from .fusion import inlined, is_pointwise
 from .graph import is_backward, output, placeholders
 from .meta import get_tag, saved_for_backward
 from .origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from .schema import UNSHARD, UNSHARD_SLICE
+from .planner import MAX_AHEAD_BYTES
+from .schema import GATHER_AHEAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -49,7 +50,8 @@ class Storage:
     kind, owner: what it is for, and whose (unit, parameter or node); see `kind_at`.
     users: every node that needs it: readers of it and of its views, and the waits of collectives on it.
     under_way: (start, wait) of every collective that reads or writes it.
-    is_kept: the graph returns it, or a view of it.
+    is_kept: the graph returns it, or a view of it, or leaves it in flight.
+    is_ahead: the optimizer's step before the graph has allocated it.
     over: storages of the same size that it is written over, if their life ends there.
     """
 
@@ -60,6 +62,7 @@ class Storage:
     users: dict[Node, None] = field(default_factory=dict)
     under_way: list[tuple[Node, Node]] = field(default_factory=list)
     is_kept: bool = False
+    is_ahead: bool = False
     over: list[Storage] = field(default_factory=list)
 
     def span(self, position: Mapping[Node, int]) -> tuple[int, int]:
@@ -69,7 +72,7 @@ class Storage:
 
     def first(self, position: Mapping[Node, int]) -> int:
         """First position at which it is alive."""
-        return 0 if self.node.op == "placeholder" else position[self.node]
+        return 0 if self.is_ahead or self.node.op == "placeholder" else position[self.node]
 
     def kind_at(self, here: int, position: Mapping[Node, int]) -> str:
         """Its kind, or that a collective on it is under way."""
@@ -103,15 +106,23 @@ class Lifetimes:
     at_rest: bytes of placeholders that somebody else holds all the time.
     """
 
-    def __init__(self, graph: Graph, is_fused: bool = False, resting: Collection[Node] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        is_fused: bool = False,
+        resting: Collection[Node] | None = None,
+        places: Mapping[Node, tuple[int, int]] | None = None,
+    ) -> None:
         """`is_fused`: pointwise values that only kernels nearby read are not allocated, as under Inductor. `resting`: the
-        placeholders that somebody else holds; by default all, but of a backward graph only the primals.
+        placeholders that somebody else holds; by default all, but of a backward graph only the primals. `places`: for
+        placeholders, the number and the bytes of the storage in which they lie, where their values do not show it.
         """
         self.graph = graph
         self.storages: list[Storage] = []
         self.at_rest = 0
         self._resting = _primals(graph) if resting is None else resting
-        self._inputs: dict[int, Reads] = {}
+        self._places = places or {}
+        self._inputs: dict[tuple[str, int], Reads] = {}
         self._leaves: dict[Node, list[Reads]] = {}  # for each tensor in a node's value
         without_buffer = inlined(graph) if is_fused else ()
         for node in graph.nodes:
@@ -122,6 +133,7 @@ class Lifetimes:
                 if is_fused and is_pointwise(node):
                     self._write_over(node)
         self._name()
+        self._begin_ahead()
         self.touched: dict[Node, list[Storage]] = {node: [] for node in graph.nodes}
         for storage in self.storages:
             for node in dict.fromkeys((storage.node, *storage.users)):
@@ -157,14 +169,14 @@ class Lifetimes:
         elif node.op == "call_function":
             self._leaves[node] = self._results(node)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
-        if node.target is WAIT:
+        if node.target in (WAIT, REDUCE_LATER):
             start = node.all_input_nodes[0]
             needed += [s for n in start.all_input_nodes for s in self.of(n)]
             for storage in needed:
                 storage.under_way.append((start, node))
         for storage in needed:
             storage.users[node] = None
-            storage.is_kept |= node.op == "output"
+            storage.is_kept |= node.op == "output" or node.target is REDUCE_LATER
 
     def _inline(self, node: Node) -> None:
         """Who reads this reads what it is computed from."""
@@ -184,9 +196,10 @@ class Lifetimes:
         """The storage of a placeholder; several may be views of one."""
         if tensor is None:
             return ()
-        key = key_of(tensor)
+        place = self._places.get(node)
+        key = ("value", key_of(tensor)) if place is None else ("place", place[0])
         if key not in self._inputs:
-            num_bytes = num_bytes_of(tensor)
+            num_bytes = num_bytes_of(tensor) if place is None else place[1]
             is_resting = node in self._resting
             self.at_rest += num_bytes if is_resting else 0
             self._inputs[key] = () if is_resting else (self._new(node, num_bytes),)
@@ -202,6 +215,14 @@ class Lifetimes:
             else:
                 found.append(() if tensor is None else (self._new(unpacked(node), num_bytes_of(tensor)),))
         return found
+
+    def _begin_ahead(self) -> None:
+        """The first gathers that the optimizer's step may start are under way when the graph begins."""
+        room = MAX_AHEAD_BYTES
+        for storage in self.storages:
+            if storage.node.target is GATHER_AHEAD:
+                room -= storage.num_bytes
+                storage.is_ahead = room >= 0
 
     def _new(self, node: Node, num_bytes: int) -> Storage:
         self.storages.append(Storage(node, num_bytes, TEMPORARY, node.name))

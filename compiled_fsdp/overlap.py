@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn, optim
 
+from .planner import MAX_AHEAD_BYTES
 from .state import states_below
 from .torch_private import uncompiled
 
@@ -45,7 +46,6 @@ ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
     optim.RMSprop,
     optim.SGD,
 )
-MAX_AHEAD_BYTES = 64 * 2**20
 
 
 def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> Optimizer:

@@ -35,6 +35,8 @@ MARGIN = 1.0
 AHEAD = REDUCTIONS = 3
 # With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest reduction.
 UNITS_IN_FLIGHT = 2
+# With `overlap_optimizer`, the step gathers at most so many bytes of full parameters ahead, if the user sets nothing else.
+MAX_AHEAD_BYTES = 64 * 2**20
 ROUNDS = 16
 WORTH = 1e-3  # share of a graph's time for which a start is moved
 

@@ -25,7 +25,8 @@ Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the place of the first; a small
     parameter is copied out where it was gathered before, so that only those in use exist twice. Units share it while together
     they are no larger than `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
-Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. Each unit for itself, whatever its
+Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What is computed only after the
+    first gather of its bucket, as slices are under activation checkpointing: it begins a bucket of its own. Each unit for itself, whatever its
     size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
 """
 
@@ -64,9 +65,21 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         for bucket in together(neighbours, _nbytes, plan.bucket_limit(neighbours[0][0].spec.group)):
             merged = [region for members in bucket for region in members]
             for part in _parts(merged, plan.split_bytes or 0):
-                if len(part) > 1:
-                    _merge(part)
+                for ready in _ready(part):
+                    if len(ready) > 1:
+                        _merge(ready)
     return gm
+
+
+def _ready(bucket: list[Region]) -> list[list[Region]]:
+    """A bucket cut where what is gathered is computed only after the first gather: slices, under activation checkpointing."""
+    found: list[list[Region]] = []
+    for region in bucket:
+        if found and all(n.op == "placeholder" or n < found[-1][0].nodes[0] for n in region.sources):
+            found[-1].append(region)
+        else:
+            found.append([region])
+    return found
 
 
 def _parts(bucket: list[Region], limit: int) -> list[list[Region]]:

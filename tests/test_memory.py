@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import compiled_fsdp.inductor as inductor_module
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 from compiled_fsdp.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.memory import BUCKET, GATHERED, IN_FLIGHT, Lifetimes, profile, profile_of, profile_step
+from compiled_fsdp.plan import Plan
 from compiled_fsdp.schema import FREE
 
 if TYPE_CHECKING:
@@ -173,6 +175,40 @@ class TestHalves(GraphTest):
         hand.input("tangents_1", 1)
         with self.assertRaisesRegex(ValueError, r"backward takes \['%other'\], and forward returns last \['%slice"):
             profile_step(forward, hand.returns().graph)
+
+
+    def test_parameters_kept_from_one_bucket(self):
+        """They share its storage until backward has read the last one, though its inputs look like two storages."""
+        hand = Hand()
+        x, flat = hand.input("primals_1", 4, 4), hand.input("primals_2", 16)
+        specs = unit("u", {"v": (4, 4), "w": (4, 4)}, reshard="keep", own_message=0)
+        v, w = (hand.unshard(flat, spec) for spec in specs)
+        forward = run_pipeline(hand.returns(hand(aten.mm.default, hand(aten.mm.default, x, v), w), v, w), PLAN, HALF).graph
+        back = Hand()
+        a, b, dy = back.input("v", 4, 4), back.input("w", 4, 4), back.input("tangents_1", 4, 4)
+        dx = back(aten.mm.default, back(aten.mm.default, dy, b), a)
+        backward = back.returns(dx).graph
+        y = 16  # which the user holds; so is the tangent, as large
+        before, after = profile(backward).curve.during, profile_step(forward, backward).backward.curve.during
+        self.assertEqual([n // FLOAT for n in before], [48, 48, 48, 64, 48, 16])
+        self.assertEqual([n // FLOAT - y for n in after], [48, 48, 48, 64, 64, 16])
+
+    def test_what_the_step_gathers_ahead_and_backward_leaves_in_flight(self):
+        """Two gathers are there when forward begins, while they fit; gradients on their way outlive backward."""
+        hand = Hand()
+        x = hand.input("x", 4, 4)
+        for name in ("a", "b"):
+            (spec,) = unit(name, {"w": (4, 4)}, overlap=True)
+            x = hand(aten.mm.default, x, hand.unshard(hand.input(f"flat_{name}", 8), spec))
+        graph = run_pipeline(hand.returns(x), Plan(prefetch=0, bucket_bytes=0), HALF).graph
+        for room, first in ((32, 32), (31, 16), (0, 0)):
+            with mock.patch("compiled_fsdp.lifetimes.MAX_AHEAD_BYTES", room * FLOAT):
+                self.assertEqual(profile(graph).curve.during[0] // FLOAT, first)
+        hand = Hand()
+        (spec,) = unit("a", {"w": (4, 4)}, overlap=True)
+        grad = hand.compute(hand.input("tangents_1", 4, 4))
+        graph = run_pipeline(hand.returns(hand.reduce_grad(grad, hand.input("primals_1", 8), spec)), PLAN, HALF).graph
+        self.assertEqual(Lifetimes(graph).curve().after[-1] // FLOAT, 16 + 8 + 16)  # what is sent, the result, the tangent
 
 
 class TestFused(GraphTest):

@@ -64,6 +64,16 @@ class TestBucketAllGather(GraphTest):
 return [%neg_default, %neg_default_1, %neg_default_2, %neg_default_3]""",
         )
 
+    def test_slices_that_backward_cuts_itself(self):
+        """Under activation checkpointing the second slice is computed after the first is gathered: no bucket of both."""
+        hand = Hand()
+        specs = unit("u", {"a": (8, 2), "b": (4, 2)}, world=4, reshard="slice", post_size=2, post_group="small")
+        flat = hand.input("flat", numel(specs))
+        sliced = [hand.unshard_slice(hand.keep_slice(hand.compute(hand.unshard(flat, s)), s), s) for s in specs]
+        gm = bucket_all_gather(lower(hand.returns(*sliced), PLAN), PLAN)
+        gm.graph.lint()
+        self.assertEqual([len(r.tag.specs) for r in find_regions(gm.graph, "gather")], [2, 1, 1])
+
     def test_two_parameters(self):
         """Each is copied out where it was gathered."""
         gm = gathers(*unit("u", {"a": (4, 2), "b": (2,)}))
