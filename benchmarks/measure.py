@@ -50,8 +50,6 @@ COLLECTIVES = {
 LIST_GATHER = "c10d::allgather_"
 ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather", "fsdp::all_to_all")
 TRANSPORT_PREFIXES = ("gloo:", "mpi:", "ucc:")
-# The profiler takes a message for under way until somebody waits for it: `_watched_exchanges` sees when it really arrived.
-MESSAGES = ("gloo:send", "gloo:recv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
         span = (event.start_time_ns, event.end_time_ns)
         if event.name == WAIT or event.name.startswith(ISSUE_PREFIXES):
             issued.append(span)
-        elif event.name.startswith(TRANSPORT_PREFIXES) and event.name not in MESSAGES:
+        elif event.name.startswith(TRANSPORT_PREFIXES):
             carried.append(span)
         if event.name in COLLECTIVES:
             kind, argument = COLLECTIVES[event.name]

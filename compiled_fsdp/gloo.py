@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import ranges
 from .agreement import lost
-from .torch_private import group_named, register_work
+from .torch_private import group_named, register_work, unprofiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,8 +118,9 @@ def _exchange(
     works: list[tuple[int, Any]] = []
     for outgoing, incoming in zip(sent, received, strict=True):
         tag = FIRST_TAG + next(tags) % TAGS
-        works += [(peer, group.recv([incoming[peer]], peer, tag)) for peer in others]
-        works += [(peer, group.send([outgoing[peer]], peer, tag)) for peer in others]
+        with unprofiled():
+            works += [(peer, group.recv([incoming[peer]], peer, tag)) for peer in others]
+            works += [(peer, group.send([outgoing[peer]], peer, tag)) for peer in others]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
     buffers = (out, *(piece for pieces in sent for piece in pieces))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch._logging._internal
 import torch.distributed as dist
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
@@ -24,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -249,6 +250,21 @@ def is_profiling() -> bool:
     """Whether a profiler is on; costs nothing, unlike an empty `record_function`."""
     is_on: bool = _profiler_enabled()
     return is_on
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Leave no record in a profile of what is started inside: torch ends the record of a message over gloo when it arrives, and
+    crashes if the profile is over by then.
+    """
+    if not is_profiling():
+        yield
+        return
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
 
 
 def allocations(profile: Any, device: str) -> list[tuple[int, int, int]]:

@@ -63,8 +63,7 @@ def communications(run: Any) -> Counter[str]:
         "gloo:reduce_scatter": "reduce",
         "gloo:all_reduce": "all_reduce",
     }
-    others = ("gloo:send", "gloo:recv")  # what our all-gather and our all-to-all consist of
-    names = [e.name for e in profiler.events() if e.name not in others]
+    names = [e.name for e in profiler.events()]
     return Counter(kinds[n] for n in names if n in kinds or n.startswith("gloo:"))
 
 
