@@ -28,6 +28,7 @@ from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
     from multiprocessing.connection import Connection
 
 GRACE = 5.0  # seconds that the other ranks get once one has failed
@@ -156,6 +157,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         from compiled_fsdp import agreement, gloo
 
         torch.set_num_threads(1)
+        _share_device()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         _share_groups()
         compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=0))  # models of tests are so small that all units would share
@@ -178,8 +180,23 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             pipe.send(answer)
 
 
+def _share_device() -> None:
+    """Give all groups one gloo device: each has a thread that wakes up a hundred times a second."""
+    from torch.distributed import distributed_c10d as c10d
+
+    device = c10d.ProcessGroupGloo.create_device(interface="lo")
+
+    class Gloo(c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = self._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = Gloo  # type: ignore[misc]
+
+
 def _share_groups() -> None:
-    """Give meshes of the same ranks the same groups: each has threads that poll, and hundreds slow down every test."""
+    """Give meshes of the same ranks the same groups: each has threads, and hundreds slow down every test."""
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
