@@ -23,12 +23,13 @@ import torch.distributed as dist
 from gpt import GPTConfig
 from hosts import ProcessError
 from results import Panel, Report, Table, machine, ratio, spread
+from screen import leave
 from variants import VARIANTS, Job, legend
 
 from compiled_fsdp import inductor
 
 if TYPE_CHECKING:
-    from screen import Screen, leave
+    from screen import Screen
     from settings import Settings
 
 COMPILED = ("ours", "stock_block_compile", "local_compile")
@@ -122,9 +123,9 @@ def work(name: str, depth: int, output: Path) -> None:
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """The function, and a record of what each call of it took."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        result = function(*arguments)
+        result = function(*arguments, **options)
         seconds.append(time.perf_counter() - start)
         return result
 

@@ -90,17 +90,17 @@ def build_ours_overlap(job: Job) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
 
 
-def build_ours_budget(job: Job, budget: float) -> Step:
-    """With a memory budget: 0.0 drops every parameter after forward, 1.0 keeps all; compiled in the first steps."""
+def build_ours_planned(job: Job, *, overlap: bool = False, **fields: float) -> Step:
+    """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward, 1.0 keeps all)."""
     from compiled_fsdp import planned
 
-    step = build_ours(job)
+    step = build_ours_overlap(job) if overlap else build_ours(job)
 
-    def step_in_budget(index: int) -> Tensor | None:
-        with planned(memory_budget=budget):
+    def step_as_planned(index: int) -> Tensor | None:
+        with planned(**fields):  # compiled in the first step
             return step(index)
 
-    return step_in_budget
+    return step_as_planned
 
 
 def build_ours_costs(job: Job) -> Step:
@@ -271,9 +271,15 @@ VARIANTS: dict[str, Variant] = {
 }
 BY_DEFAULT = tuple(VARIANTS)
 VARIANTS |= {
-    name: Variant(partial(build_ours_budget, budget=budget), "local_compile", f"ours, memory_budget={budget}")
+    name: Variant(partial(build_ours_planned, memory_budget=budget), "local_compile", f"ours, memory_budget={budget}")
     for name, budget in SWEEP.items()
 }
+# As much memory as DDP has is room for more than keeping every parameter.
+VARIANTS["ours_at_ddp_peak"] = Variant(
+    partial(build_ours_planned, overlap=True, memory_budget=1.0, prefetch=6.0, reduces_in_flight=2.0),
+    "local_compile",
+    "ours, memory_budget=1.0, overlap_optimizer, gathers six units ahead in forward, two reductions under way",
+)
 
 
 def with_floors(names: list[str]) -> list[str]:

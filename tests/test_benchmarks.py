@@ -10,13 +10,15 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import bench
+import budget
+import compile as compile_bench
 import pytest
 import results
 import side_by_side
 import step_time
 from results import Panel, Report, Table
 from side_by_side import Comparison
-from variants import VARIANTS, Job, with_floors
+from variants import SWEEP, VARIANTS, Job, with_floors
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,6 +85,32 @@ class TestBenchmarks(unittest.TestCase):
             self.assertAlmostEqual(split["stock_eager"][part], expected)
         row = step_time.table("", [], result).rows[1]
         self.assertEqual(row[:5], ["stock_eager", "3.000", "3.000 to 3.000", "1.00", "2.00"])
+
+    def test_a_sweep_says_whether_time_falls_and_what_ddp_takes(self):
+        """All budgets alike but for their time: 1.5 s down to 1.1, or with one that rises again."""
+        for last, word in ((1.1, "falls monotonically"), (1.4, "does NOT fall monotonically")):
+            times = dict(zip(SWEEP, (1.5, 1.4, 1.3, 1.2, last), strict=True)) | {budget.MOST: 1.0, budget.DDP: 1.25}
+            variants = {name: seen([seconds]) for name, seconds in times.items()}
+            floors = {"local_compile": seen([0.9]), "local_compile_whole": seen([0.9])}
+            result = {"variants": variants | floors, "gloo": {}, "cores": (0, 1)}
+            peaks = {name: {"tensor_peak": 3e6 if name == budget.DDP else 2e6, "tensor_at_rest": 1e6} for name in times}
+            job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
+            found = budget.report(1.0, Comparison(job, tuple(result["variants"]), rounds=1, steps=1), result, peaks)
+            self.assertIn(f"the step {word}: 1.500, 1.400, 1.300, 1.200, {last:.3f} s", " ".join(found.notes))
+            self.assertIn(
+                "ours_at_ddp_peak: 0.67 of the peak of DDP, and 1.25 times as fast (target: at least 1.2).", found.notes
+            )
+
+    def test_what_compiling_is_made_of(self):
+        """Each phase less what is nested in it; the passes are timed as they are called."""
+        ours: list[float] = []
+        self.assertEqual(compile_bench.timed(lambda gm, *, is_fused: (gm, is_fused), ours)(1, is_fused=True), (1, True))
+        (seconds,) = ours
+        records = {"bytecode_tracing": [2.0, 1.0], "GraphLowering.codegen": [5.0], "Scheduler.__init__": [4.0]}
+        with mock.patch.object(compile_bench.torch._dynamo.utils, "compilation_time_metrics", records):
+            found = compile_bench.phases(20.0, seconds)
+        self.assertEqual((found["Dynamo"], found["code generation"], found["lowering, fusion"]), (3.0, 1.0, 4.0))
+        self.assertAlmostEqual(sum(found.values()), 20.0)
 
     def test_options(self):
         def settings(*words: str) -> bench.Settings:
