@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORLD ?= 2
+LANES ?= 2
 ARGS ?=
 PY := $(VENV)/bin/python
 TYPED := build/typed
@@ -27,8 +28,9 @@ types: $(VENV)/installed
 	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy -p compiled_fsdp
 	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy benchmarks
 
+# Two lanes: while one waits, or runs what needs one process, the other has the cores.
 unit: $(VENV)/installed
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(LANES) --dist worksteal $(ARGS)
 
 test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the path, CHROMIUM, or else the one that playwright fetches
 	$(PY) -m pip install --quiet --editable ".[browser]"

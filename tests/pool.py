@@ -1,8 +1,8 @@
 """A pool of worker processes, one per rank, that lives for a whole test session.
 
-`import torch` costs seconds, so the workers are spawned once and asked again and again. A worker that raises, or does not answer
-in time, costs its pool: all ranks' stacks and output are put into the failure, the processes are killed, and the next call gets
-new ones.
+The workers are started once and asked again and again. A worker that raises, or does not answer in time, costs its pool: all
+ranks' stacks and output are put into the failure, the processes are killed, and the next call gets new ones. `import torch` costs
+seconds, so every worker is forked from one process that has only imported, before it has any thread or group.
 """
 
 from __future__ import annotations
@@ -20,16 +20,31 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
     from multiprocessing.connection import Connection
 
 GRACE = 5.0  # seconds that the other ranks get once one has failed
 START = 120.0  # seconds for a pool to import torch and meet
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# What a worker has imported once it has compiled a model; what is not there, it imports by itself.
+IMPORTS = [
+    "torch",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.lowering",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "compiled_fsdp.passes.pipeline",
+    "compiled_fsdp.splitting",
+]
 
 
 class WorkerError(AssertionError):
@@ -78,7 +93,10 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="compiled_fsdp_pool"))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            forkserver.ensure_running()
         for rank in range(self.world_size):
             self._log(rank).touch()
             here, there = context.Pipe()
@@ -131,7 +149,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
     with open(f"{folder}/rank{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         faulthandler.enable(stack)
-        os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         import torch
         import torch._dynamo
         import torch.distributed as dist
@@ -140,9 +157,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         from compiled_fsdp import agreement, gloo
 
         torch.set_num_threads(1)
+        _share_device()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         _share_groups()
         compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=0))  # models of tests are so small that all units would share
+        gc.freeze()  # or every test pays for looking through all of torch again
         pipe.send(("ok", None))
         for number in itertools.count():
             try:
@@ -157,12 +176,27 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             answer = _answer(module, path, name, payload)
             torch._dynamo.reset()
             gc.collect()
-            gc.freeze()  # or every test pays for looking through all of torch again
+            gc.freeze()
             pipe.send(answer)
 
 
+def _share_device() -> None:
+    """Give all groups one gloo device: each has a thread that wakes up a hundred times a second."""
+    from torch.distributed import distributed_c10d as c10d
+
+    device = c10d.ProcessGroupGloo.create_device(interface="lo")
+
+    class Gloo(c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = self._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = Gloo  # type: ignore[misc]
+
+
 def _share_groups() -> None:
-    """Give meshes of the same ranks the same groups: each has threads that poll, and hundreds slow down every test."""
+    """Give meshes of the same ranks the same groups: each has threads, and hundreds slow down every test."""
     import torch.distributed as dist
     from torch.distributed import device_mesh
 

@@ -55,7 +55,7 @@ def agent(out: Path, port: int, *, is_host: bool, faults: list[object]) -> subpr
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, text=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_that_loses_ranks(two: Pool, tmp_path: Path) -> None:
     """A rank is killed in step 4; after the restart, in the save after step 6, with its torchrun; one rank ends the job."""
     with socket.socket() as free:
@@ -68,7 +68,7 @@ def test_a_job_that_loses_ranks(two: Pool, tmp_path: Path) -> None:
     ]
     expected, _ = two.run(uninterrupted, str(tmp_path / "uninterrupted"))
     try:
-        codes = [process.wait(150) for process in agents]
+        codes = [process.wait(300) for process in agents]
     finally:
         for process in agents:
             process.kill()
