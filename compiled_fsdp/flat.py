@@ -104,7 +104,7 @@ class ShardedParam:
         """It has ended; `unsharded` may still be there."""
 
     def begin_backward(self) -> None:
-        """The unit's backward begins."""
+        """A backward comes to the unit; `unsharded` is registered."""
 
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""
