@@ -123,6 +123,9 @@ def accumulation(use_orig_params: bool) -> None:
         tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
         kinds = ALL_KINDS if use_orig_params or strategy is STRATEGIES[0] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
+        low = {**options, "mixed_precision": PRECISIONS[2]}  # accumulated in bf16, reduced in fp32
+        kinds = ALL_KINDS if use_orig_params and strategy is STRATEGIES[1] else ("eager",)
+        same(lambda api, options=low: accumulate(api, **options), kinds=kinds, **tolerance)
 
 
 @rows("8.1")
