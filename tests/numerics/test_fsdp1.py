@@ -297,3 +297,19 @@ def what_is_not_there() -> None:
     model = Api("eager").blocks(use_orig_params=True)
     with pytest.raises(NotImplementedError, match="FullyShardedDataParallel"):
         compiled_fsdp.overlap_optimizer(model, adam(model))
+    wrong: dict[str, Any] = {
+        "sharding_strategy": "FULL_SHARD",
+        "cpu_offload": True,
+        "backward_prefetch": "pre",
+        "mixed_precision": torch.bfloat16,
+    }
+    untouched = net()
+    before = dict(untouched.named_parameters())
+    for name, given in wrong.items():
+        with pytest.raises(TypeError, match=f"{name} must be a torch.distributed.fsdp.*got.*Sequential is as it was"):
+            Api("eager").wrap(untouched, **{name: given})
+    with pytest.raises(TypeError, match=r"module must be an nn\.Module"):
+        Api("eager").wrap(3)  # type: ignore[arg-type]
+    after = dict(untouched.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)

@@ -22,6 +22,7 @@ from compat.fsdp1.oracle import (
     net,
     outcome,
     params,
+    plain,
     rows,
     same,
     train_step,
@@ -266,7 +267,11 @@ def policies_and_precision(api: Api) -> Any:
             device_id="cpu",
             use_orig_params=True,
         )
-    found = [sorted(given), wrapped(model), train_step(api.compile(model)), grads(model)]
+    call = api.compile(model)
+    found = [sorted(given), wrapped(model), train_step(call), plain(grads(model))]
+    # The hooks around batch norm keep nothing that a graph guards on.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found += [train_step(call, 1), plain(grads(model)), model.eval().norm(torch.ones(2, 6, dtype=torch.bfloat16)).dtype]
     frozen = net()
     frozen[1].a.weight.requires_grad_(False)
     found.append(outcome(lambda: api.blocks(frozen, use_orig_params=False))[0])
