@@ -86,6 +86,11 @@ class FlatShard(ShardedParam):
         originals = self.keeper.flat_param._params
         return bool(originals and self.sharded.requires_grad and not originals[member.index].requires_grad)
 
+    @property
+    def is_shard_whole(self) -> bool:
+        """NO_SHARD without a lower precision: as in stock there is one copy of the parameters."""
+        return self.spec.group_size == 1 and self.spec.dtype == self.sharded.dtype
+
     def register(self, param: nn.Parameter) -> None:
         """Let the modules hold sharded parameters; views of the unsharded one are shown when a forward begins."""
         if param is self.sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,10 @@ def test_signature_and_names() -> None:
     assert compiled_fsdp.FlatParameter is stock.FlatParameter
     for name in stock.api.__all__:
         assert getattr(compiled_fsdp, name) is getattr(compiled_fsdp.api, name) is getattr(stock.api, name), name
+    long_name = importlib.import_module("compiled_fsdp.fully_sharded_data_parallel")  # from where tutorials import
+    assert long_name.__all__ == stock.fully_sharded_data_parallel.__all__
+    for name in (*stock.api.__all__, "OptimStateKeyType", "FullyShardedDataParallel"):
+        assert getattr(long_name, name) is getattr(compiled_fsdp, name), name
     assert compiled_fsdp.wrap.__all__ == sorted(stock_wrap.__all__)
     assert all(getattr(compiled_fsdp.wrap, name) is getattr(stock_wrap, name) for name in stock_wrap.__all__)
     scaler = inspect.signature(compiled_fsdp.sharded_grad_scaler.ShardedGradScaler.__init__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -175,13 +176,21 @@ def what_is_registered(api: Api) -> Any:
         before = dict(model.named_parameters())
         found.append([tuple(p.shape) for p in before.values()])
         seen: list[Any] = []
-        model[1].a.register_forward_pre_hook(lambda m, _, seen=seen: seen.append((m.weight.shape, m.weight.grad_fn is None)))
+        flat = model[1]._flat_param if strategy is ShardingStrategy.NO_SHARD else None
+        model[1].a.register_forward_pre_hook(partial(note_weight, seen, flat))
         loss = loss_of(model)
         found += [seen, [tuple(p.shape) for p in model[1].module._parameters], [tuple(p.shape) for p in model.parameters()]]
         loss.backward()
         after = dict(model.named_parameters())
         found += [[tuple(p.shape) for p in after.values()], grads(model), all(after[n] is before[n] for n in before)]
     return found
+
+
+def note_weight(seen: list[Any], flat: torch.Tensor | None, module: Any, args: Any) -> None:
+    """What forward computes with; under NO_SHARD in the memory of the flat parameter: there is no second copy."""
+    weight = module.weight
+    is_shared = flat is not None and weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    seen.append((weight.shape, weight.grad_fn is None, is_shared))
 
 
 @rows("6.12", status="eager")
@@ -196,4 +205,11 @@ def changed_between(api: Api) -> Any:
         for name in list(module._parameters):
             if module._parameters[name] is not None:
                 setattr(module, name, nn.Parameter(torch.ones(3)))
-    return outcome(loss.backward)[0]
+    found = [outcome(loss.backward)[0]]
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = api.wrap(net(), sharding_strategy=strategy)
+        loss = loss_of(model)
+        with torch.no_grad():
+            model._flat_param.mul_(2.0)  # as an optimizer's step does
+        found.append(outcome(loss.backward))
+    return found
