@@ -6,6 +6,7 @@
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
+    graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
@@ -23,6 +24,7 @@ from pathlib import Path
 import budget
 import compile as compile_
 import gpu
+import graphs
 import latency
 import memory
 import plan
@@ -41,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "memory": memory.run,
     "compile": compile_.run,
     "plan": plan.run,
+    "graphs": graphs.run,
     "gpu": gpu.run,
 }
 MISSING, FAILED = 2, 1

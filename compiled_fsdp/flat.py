@@ -62,6 +62,7 @@ class ShardedParam:
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
     full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
     unsharded: the eager runtime's full parameter; None before the first eager use.
+    is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
     """
@@ -73,6 +74,7 @@ class ShardedParam:
     layout: ShardLayout
     full: Full | None = None
     unsharded: nn.Parameter | None = None
+    is_borrowed: bool = False
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
@@ -88,8 +90,14 @@ class ShardedParam:
         assert self.unsharded is not None
         return local_tensor(self.unsharded)
 
+    @property
+    def is_shard_whole(self) -> bool:
+        """Whether computation is to read the shard itself: nothing is gathered, cast or copied."""
+        return False
+
     def set_gathered(self, local: Tensor) -> None:
         """Begin to compute with a full parameter around this tensor."""
+        self.is_borrowed = self.is_shard_whole
         full = self.full.wrap(local) if self.full else local
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
 
@@ -104,7 +112,7 @@ class ShardedParam:
         """It has ended; `unsharded` may still be there."""
 
     def begin_backward(self) -> None:
-        """The unit's backward begins."""
+        """A backward comes to the unit; `unsharded` is registered."""
 
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""

@@ -136,7 +136,7 @@ class FullParams:
         for param in self.unit.params:
             if param in self.extensions:
                 self.extensions[param].free()
-            else:
+            elif not param.is_borrowed:
                 param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
@@ -218,7 +218,11 @@ class FullParams:
 def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
     """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
     spec = specs[place]
-    if param.unsharded is None or param.unsharded.dtype != spec.dtype:
+    if param.is_shard_whole:
+        if param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr():  # the first time, or it has moved
+            param.set_gathered(param.local.detach())  # with its version: autograd sees an optimizer's step before backward
+        return
+    if param.unsharded is None or param.is_borrowed or param.unsharded.dtype != spec.dtype:
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.set_gathered(full)
     full = param.gathered

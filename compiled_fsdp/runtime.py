@@ -192,8 +192,6 @@ class Runtime(FullParams):
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
-                for param in self.unit.params:
-                    param.begin_backward()
                 self._unshard_for_backward()
                 if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
                     self._prefetch_backward()
@@ -202,10 +200,14 @@ class Runtime(FullParams):
         return grad
 
     def _unshard_for_backward(self) -> None:
+        """Gather; what activation checkpointing computes once more inside the unit finds it as it was in forward."""
         for runtime in (*self.lenders, self):
             runtime.unit.options.consume(WHO, "set_unshard_in_backward")
             if runtime.unit.settings.unshard_in_backward:
                 runtime.unshard()
+            for param in runtime.unit.params if runtime.is_unsharded else ():
+                param.show_handle(OPEN)
+                param.begin_backward()
 
     def _prefetch_backward(self) -> None:
         tree = self.tree

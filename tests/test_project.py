@@ -29,7 +29,7 @@ ORDER = """
     resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup overlap
     measured explanation explain dump_folder cli __main__
-    fsdp1 wrap sharded_grad_scaler
+    fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
 AGAINST = {("errors", "dump"), ("first_call", "explain")}

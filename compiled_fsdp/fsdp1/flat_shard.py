@@ -86,6 +86,11 @@ class FlatShard(ShardedParam):
         originals = self.keeper.flat_param._params
         return bool(originals and self.sharded.requires_grad and not originals[member.index].requires_grad)
 
+    @property
+    def is_shard_whole(self) -> bool:
+        """NO_SHARD without a lower precision: as in stock there is one copy of the parameters."""
+        return self.spec.group_size == 1 and self.spec.dtype == self.sharded.dtype
+
     def register(self, param: nn.Parameter) -> None:
         """Let the modules hold sharded parameters; views of the unsharded one are shown when a forward begins."""
         if param is self.sharded:
@@ -135,14 +140,14 @@ class FlatShard(ShardedParam):
         self._views_shown = []
 
     def begin_backward(self) -> None:
-        """The views that forward has shown must still be there.
+        """Show views as in forward: activation checkpointing inside the instance computes with them once more.
 
         Raises:
             AssertionError: the user put something in the place of an original after forward.
         """
-        if not (self.is_shown and self._views_shown):
-            return
-        for member, shown in zip(self.members, self._views_shown, strict=True):
+        if self.keeper._use_orig_params and not self.is_shown and self.unsharded is not None:
+            self.begin_forward()
+        for member, shown in zip(self.members, self._views_shown, strict=False):
             if member.module._parameters.get(member.name) is not shown:
                 strategy = self.keeper._sharding_strategy
                 raise AssertionError(

@@ -77,7 +77,10 @@ class FlatUnit(Unit):
         return FlatBuffer(self, info, layout, [shard], data)
 
     def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
-        """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the square root of the ranks."""
+        """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the square root of the ranks.
+
+        What `no_sync` accumulates stays in the dtype of the computation.
+        """
         state, keeper = self.wrapper, self.keeper
         is_full = keeper._force_full_precision
         compute = keeper._orig_param_dtype if is_full else keeper._fwd_bwd_param_dtype
@@ -90,6 +93,7 @@ class FlatUnit(Unit):
             reduce_op="sum",
             pre_divide=float(state._gradient_predivide_factor),
             post_divide=float(state._gradient_postdivide_factor),
+            keep_dtype=compute if compute != spec.reduce_dtype else None,
         )
         return spec if hook is None else self._hooked(spec)
 

@@ -9,7 +9,6 @@ the same ops, so that `torch.compile(FullyShardedDataParallel(model))` is one gr
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,8 @@ from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_t
 from compiled_fsdp.tree import in_backward, map_tensors
 
 from . import stock
-from .at_rest import AtRest, Keeper, rest
+from .at_rest import AtRest, rest
+from .construct import check_arguments, flatten, settle_groups, wrap_children
 from .stock import TrainingState
 from .unit import FlatUnit
 
@@ -62,60 +62,32 @@ class FullyShardedDataParallel(AtRest):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        options = {  # what children that a policy wraps are given too
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        check_arguments(module, options)
         nn.Module.__init__(self)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            warnings.warn(
-                f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=2
-            )
-        _check_offload(cpu_offload, device_id)
-        stock.init_ignored(self, module, ignored_modules, ignored_states)
-        stock.init_device_handle(self, module, self._ignored_params, device_id)
-        stock.annotate_modules(module, self._ignored_modules, True)  # Dynamo asks: both ways can be traced
-        self._device_mesh = device_mesh
-        stock.init_process_groups(self, process_group, sharding_strategy, auto_wrap_policy, device_mesh)
+        settle_groups(self, module, auto_wrap_policy, options, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
-            kwargs = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": self._ignored_params,
-                "device_mesh": device_mesh,
-            }
-            if sharding_strategy in stock.HYBRID_SHARDING_STRATEGIES and device_mesh is None:
-                kwargs["process_group"] = (self.process_group, self._inter_node_pg)
-            stock.auto_wrap(
-                module, auto_wrap_policy, self._ignored_modules, self._ignored_params, kwargs, FullyShardedDataParallel
-            )
-        stock.init_core_state(
-            self, sharding_strategy, mixed_precision, cpu_offload, limit_all_gathers, use_orig_params, 1, 1
-        )
-        stock.init_runtime_state(self)
-        stock.init_prefetching(self, backward_prefetch, forward_prefetch)
-        stock.init_buffer_state(self, module)
-        stock.init_extension(self, device_mesh)
-        originals = list(module.parameters())
-        stock.init_param_handle(self, module, device_id, param_init_fn, sync_module_states)
-        if self._handle is not None:
-            self._handle.__class__ = Keeper
-        self._fsdp_wrapped_module = module
-        if not use_orig_params:
-            stock.check_all_flattened(self, self._ignored_params)
-            stock.register_flat_param(self, self)
+            wrap_children(self, module, auto_wrap_policy, options, FullyShardedDataParallel)
+        originals = flatten(self, module, options)
         stock.init_state_dict_state(self)
         self.register_state_dict_pre_hook(_rest_first)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_rest_first)  # type: ignore[no-untyped-call]
         stock.register_state_dict_hooks(self)
         self._zero_scalar = None
-        left = {id(parameter) for parameter in module.parameters()}
-        _attach(self, [parameter for parameter in originals if id(parameter) not in left])
+        _attach(self, originals)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper does not have are the wrapped module's."""
@@ -219,16 +191,6 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
     adopt_nested(wrapper)
     install_passes()
     check_optimizers()
-
-
-def _check_offload(offload: CPUOffload | None, device_id: object) -> None:
-    """On the CPU stock's own error comes, at the first forward: there is no pinned memory."""
-    is_cpu = not torch.accelerator.is_available() or (device_id is not None and str(device_id) == "cpu")
-    if offload is not None and offload.offload_params and not is_cpu:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, or use "
-            "torch.distributed.fsdp.FullyShardedDataParallel for this model"
-        )
 
 
 def _rest_first(module: Any, *_: object) -> None:

@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from compat.fsdp1.oracle import Api, Block, adam, batch, grads, net, plain, same, train_step
+from compat.oracle import check_equal
 from numerics.test_graphs import captured
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
@@ -184,21 +186,39 @@ def test_blocks_compiled_by_themselves(two: Pool) -> None:
 
 
 def blocks_compiled() -> None:
-    """The eager runtime gathers, compiled blocks read views of what it gathered; its order of additions is the eager one."""
-    for use_orig_params in (True, False):
+    """The eager runtime gathers, compiled blocks read views of what it gathered; its order of additions is the eager one.
+
+    So they do when activation checkpointing runs them once more in backward: it is the same code, not one that gathers.
+    """
+    for use_orig_params, is_checkpointed in ((True, False), (False, False), (True, True), (None, True)):
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         found = []
         for is_compiled in (False, True):
             model = net()
-            for block in (model[1], model[2]) if is_compiled else ():
-                block.compile(backend="compiled_fsdp_eager")
-            sharded = Api("eager").blocks(model, use_orig_params=use_orig_params)
+            for i in (1, 2):
+                if is_compiled:
+                    model[i].compile(backend="compiled_fsdp_eager")
+                if is_checkpointed:
+                    model[i] = checkpoint_wrapper(model[i])
+            sharded = whole_and_blocks(model, use_orig_params)
             losses = [train_step(sharded, step) for step in range(2)]
             found.append((losses, plain(grads(sharded))))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert found[0][0] == found[1][0]
-        for name, grad in found[0][1].items():
-            other = found[1][1][name]
-            assert (grad is None and other is None) or torch.equal(grad, other)
+        check_equal(found[1][1], found[0][1], "compiled against not")
+
+
+def whole_and_blocks(model: nn.Sequential, use_orig_params: bool | None) -> Any:
+    """Wrapped by FSDP1; None: by `fully_shard`."""
+    if use_orig_params is not None:
+        api = Api("eager")
+        for i in (1, 2):
+            model[i] = api.wrap(model[i], use_orig_params=use_orig_params)
+        return api.wrap(model, use_orig_params=use_orig_params)
+    for i in (1, 2):
+        compiled_fsdp.fully_shard(model[i])
+    return compiled_fsdp.fully_shard(model)
 
 
 class Breaks(nn.Module):
@@ -277,3 +297,19 @@ def what_is_not_there() -> None:
     model = Api("eager").blocks(use_orig_params=True)
     with pytest.raises(NotImplementedError, match="FullyShardedDataParallel"):
         compiled_fsdp.overlap_optimizer(model, adam(model))
+    wrong: dict[str, Any] = {
+        "sharding_strategy": "FULL_SHARD",
+        "cpu_offload": True,
+        "backward_prefetch": "pre",
+        "mixed_precision": torch.bfloat16,
+    }
+    untouched = net()
+    before = dict(untouched.named_parameters())
+    for name, given in wrong.items():
+        with pytest.raises(TypeError, match=f"{name} must be a torch.distributed.fsdp.*got.*Sequential is as it was"):
+            Api("eager").wrap(untouched, **{name: given})
+    with pytest.raises(TypeError, match=r"module must be an nn\.Module"):
+        Api("eager").wrap(3)  # type: ignore[arg-type]
+    after = dict(untouched.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)

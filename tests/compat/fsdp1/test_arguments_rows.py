@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from compat.fsdp1.oracle import (
     net,
     outcome,
     params,
+    plain,
     rows,
     same,
     train_step,
@@ -53,6 +55,10 @@ def test_signature_and_names() -> None:
     assert compiled_fsdp.FlatParameter is stock.FlatParameter
     for name in stock.api.__all__:
         assert getattr(compiled_fsdp, name) is getattr(compiled_fsdp.api, name) is getattr(stock.api, name), name
+    long_name = importlib.import_module("compiled_fsdp.fully_sharded_data_parallel")  # from where tutorials import
+    assert long_name.__all__ == stock.fully_sharded_data_parallel.__all__
+    for name in (*stock.api.__all__, "OptimStateKeyType", "FullyShardedDataParallel"):
+        assert getattr(long_name, name) is getattr(compiled_fsdp, name), name
     assert compiled_fsdp.wrap.__all__ == sorted(stock_wrap.__all__)
     assert all(getattr(compiled_fsdp.wrap, name) is getattr(stock_wrap, name) for name in stock_wrap.__all__)
     scaler = inspect.signature(compiled_fsdp.sharded_grad_scaler.ShardedGradScaler.__init__)
@@ -266,7 +272,11 @@ def policies_and_precision(api: Api) -> Any:
             device_id="cpu",
             use_orig_params=True,
         )
-    found = [sorted(given), wrapped(model), train_step(api.compile(model)), grads(model)]
+    call = api.compile(model)
+    found = [sorted(given), wrapped(model), train_step(call), plain(grads(model))]
+    # The hooks around batch norm keep nothing that a graph guards on.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found += [train_step(call, 1), plain(grads(model)), model.eval().norm(torch.ones(2, 6, dtype=torch.bfloat16)).dtype]
     frozen = net()
     frozen[1].a.weight.requires_grad_(False)
     found.append(outcome(lambda: api.blocks(frozen, use_orig_params=False))[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compat.fsdp1.oracle import (
+    STRATEGIES,
     Api,
     Block,
     batch,
@@ -28,6 +31,11 @@ from compat.fsdp1.oracle import (
     warned,
 )
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -332,6 +340,24 @@ def checkpointing(api: Api, *, reentrant: bool) -> Any:
         model = api.wrap(model, use_orig_params=use_orig_params)
         call = api.compile(model)
         found += [train_step(call), train_step(call, 1), plain(grads(model))]
+    return found
+
+
+@rows("6.27", "5.18", status="eager")
+def test_checkpoints_inside_an_instance(two: Pool) -> None:
+    two.run(eager_same, checkpoints_inside)
+
+
+def checkpoints_inside(api: Api) -> Any:
+    """As `apply_activation_checkpointing` makes them: what is recomputed in backward reads parameters, outside any forward."""
+    found: list[Any] = []
+    for strategy, use_orig_params in itertools.product(STRATEGIES[:2], (True, False)):
+        for kind in CheckpointImpl:
+            model = api.blocks(sharding_strategy=strategy, use_orig_params=use_orig_params)
+            wrapper = partial(checkpoint_wrapper, checkpoint_impl=kind)
+            last = model.module[3]
+            apply_activation_checkpointing(model, wrapper, lambda m, last=last: type(m) is Block or m is last)
+            found += [train_step(model), train_step(model, 1), plain(grads(model))]
     return found
 
 

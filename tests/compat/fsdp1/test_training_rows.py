@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -123,6 +124,9 @@ def accumulation(use_orig_params: bool) -> None:
         tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
         kinds = ALL_KINDS if use_orig_params or strategy is STRATEGIES[0] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
+        low = {**options, "mixed_precision": PRECISIONS[2]}  # accumulated in bf16, reduced in fp32
+        kinds = ALL_KINDS if use_orig_params and strategy is STRATEGIES[1] else ("eager",)
+        same(lambda api, options=low: accumulate(api, **options), kinds=kinds, **tolerance)
 
 
 @rows("8.1")
@@ -172,13 +176,21 @@ def what_is_registered(api: Api) -> Any:
         before = dict(model.named_parameters())
         found.append([tuple(p.shape) for p in before.values()])
         seen: list[Any] = []
-        model[1].a.register_forward_pre_hook(lambda m, _, seen=seen: seen.append((m.weight.shape, m.weight.grad_fn is None)))
+        flat = model[1]._flat_param if strategy is ShardingStrategy.NO_SHARD else None
+        model[1].a.register_forward_pre_hook(partial(note_weight, seen, flat))
         loss = loss_of(model)
         found += [seen, [tuple(p.shape) for p in model[1].module._parameters], [tuple(p.shape) for p in model.parameters()]]
         loss.backward()
         after = dict(model.named_parameters())
         found += [[tuple(p.shape) for p in after.values()], grads(model), all(after[n] is before[n] for n in before)]
     return found
+
+
+def note_weight(seen: list[Any], flat: torch.Tensor | None, module: Any, args: Any) -> None:
+    """What forward computes with; under NO_SHARD in the memory of the flat parameter: there is no second copy."""
+    weight = module.weight
+    is_shared = flat is not None and weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    seen.append((weight.shape, weight.grad_fn is None, is_shared))
 
 
 @rows("6.12", status="eager")
@@ -193,4 +205,9 @@ def changed_between(api: Api) -> Any:
         for name in list(module._parameters):
             if module._parameters[name] is not None:
                 setattr(module, name, nn.Parameter(torch.ones(3)))
-    return outcome(loss.backward)[0]
+    found = outcome(loss.backward)[0]
+    whole = api.wrap(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    loss = loss_of(whole)
+    with torch.no_grad():
+        whole._flat_param.mul_(2.0)  # as an optimizer's step does, to what autograd has saved
+    return found, outcome(loss.backward)
