@@ -204,9 +204,8 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                 if kind == "gather":
                     is_right = target == spec.dtype and is_before
                 else:
-                    is_right = spec.reduce_dtype in (
-                        (target, source) if not starts_ else (target,) if is_before else (source,)
-                    )
+                    dtypes = (target, source) if not starts_ else (target,) if is_before else (source,)
+                    is_right = spec.reduce_dtype in dtypes or (is_before and spec.reduction.first_dtype in dtypes)
                 if not is_right:
                     place = "before" if is_before else "after"
                     wanted = spec.dtype if kind == "gather" else spec.reduce_dtype

@@ -88,6 +88,7 @@ class FlatUnit(Unit):
         spec = replace(
             spec,
             reduce_op="sum",
+            retained_dtype=compute,
             pre_divide=float(state._gradient_predivide_factor),
             post_divide=float(state._gradient_postdivide_factor),
         )
