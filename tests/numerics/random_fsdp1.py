@@ -1,7 +1,7 @@
 """Seeded random models for `FullyShardedDataParallel`: the layers of `random_models`, a strategy, a wrapping policy, a precision.
 
-`legal` takes out what stock itself refuses or does wrongly: a weight shared by two instances, and a flat parameter of frozen
-and trained originals without `use_orig_params`.
+`legal` takes out what stock itself refuses or does wrongly: a weight shared by two instances, a flat parameter of frozen and
+trained originals without `use_orig_params`, and a shared weight in `no_sync` in 16 bits under NO_SHARD with `use_orig_params`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ class Wrapped(Program):
         """Whether anything is rounded to 16 bits."""
         return self.precision != "fp32"
 
+    @property
+    def computes_low(self) -> bool:
+        """Whether the parameters are, for computing."""
+        policy = PRECISIONS[self.precision]
+        return policy is not None and policy.param_dtype is not None
+
+    @property
+    def retains(self) -> bool:
+        """Whether gradients wait for a later backward to be reduced."""
+        return self.no_sync and self.micro_batches > 1
+
 
 def wrapped(seed: int, world: int) -> Wrapped:
     """A random program; on four ranks half of them are hybrid."""
@@ -98,7 +109,8 @@ def legal(program: Wrapped) -> Wrapped:
         is_alone = policy == "layers" or (policy in BY_INDEX[1:] and unit)
         can_freeze = program.use_orig_params or is_alone
         specs[i] = replace(spec, unit=unit, is_frozen=spec.is_frozen and can_freeze)
-    return replace(program, specs=tuple(specs), policy=policy)
+    can_retain = not (sharing and program.computes_low and program.use_orig_params and program.strategy == "NO_SHARD")
+    return replace(program, specs=tuple(specs), policy=policy, no_sync=program.no_sync and can_retain)
 
 
 def shard(api: Api, model: Model, program: Wrapped) -> Any:

@@ -123,6 +123,10 @@ def accumulation(use_orig_params: bool) -> None:
         tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
         kinds = ALL_KINDS if use_orig_params or strategy is STRATEGIES[0] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
+    # what is not reduced yet is added up in the compute dtype, whatever it is reduced in
+    for precision in PRECISIONS[2:4]:
+        options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+        same(lambda api, options=options: accumulate(api, **options), kinds=ALL_KINDS if use_orig_params else ("eager",))
 
 
 @rows("8.1")
