@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compat.oracle import mesh_of
+from compat.fsdp1.oracle import hybrid_mesh
 from numerics.random_models import Layer, Model, Program, make
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -124,7 +124,7 @@ def shard(api: Api, model: Model, program: Wrapped) -> Any:
         "limit_all_gathers": program.limit,
     }
     if program.strategy in HYBRID:
-        options["device_mesh"] = mesh_of(2, 2, names=("replicate", "shard"))
+        options["device_mesh"] = hybrid_mesh()
     if program.policy == "manual":
         with enable_wrap(wrapper_cls=api.wrap, **options):
             for i, spec in enumerate(program.specs):

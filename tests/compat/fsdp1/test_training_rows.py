@@ -15,6 +15,7 @@ from compat.fsdp1.oracle import (
     eager_same,
     full,
     grads,
+    hybrid_mesh,
     loss_of,
     net,
     outcome,
@@ -24,7 +25,6 @@ from compat.fsdp1.oracle import (
     train_step,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def test_hybrid(four: Pool) -> None:
 
 
 def hybrid() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         for use_orig_params in (strategy is ShardingStrategy.HYBRID_SHARD,):
             options = {"sharding_strategy": strategy, "device_mesh": mesh, "use_orig_params": use_orig_params}
@@ -135,7 +135,7 @@ def test_accumulation_hybrid(four: Pool) -> None:
 
 
 def accumulation_hybrid() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
     close(lambda api: accumulate(api, **options))
 
