@@ -20,11 +20,13 @@ from collections import Counter
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 import compiled_fsdp
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 KINDS = ("eager", "compiled")
 BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+needs_meshes_of_their_own = pytest.mark.skipif(
+    ShardPlacementResult is None, reason="in torch 2.11 a parameter cannot have a mesh of its own"
+)
 STATUSES = ("both", "eager", "compiled", "improved")
 
 
