@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 
 from compiled_fsdp import FullyShardedDataParallel
 
@@ -117,14 +117,37 @@ class Soak:
         return (losses[0] - losses[1]).abs().item()
 
     def _save_and_restore(self) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            self._save_and_restore_fsdp1()
+            return
         state = {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.ours)}
         dcp.save(state, checkpoint_id=self.folder, no_dist=False)
         with torch.no_grad():
             for p in self.model.parameters():
-                (p.to_local() if isinstance(p, DTensor) else p).zero_()
+                p.to_local().zero_()
         dcp.load(state, checkpoint_id=self.folder)
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.ours, state["optimizer"])
+
+    def _save_and_restore_fsdp1(self) -> None:
+        """By FSDP1's own methods: torch 2.13 cannot load what it has saved of FSDP1's sharded optimizer state, stock's either."""
+        fsdp, whole = FullyShardedDataParallel, FullOptimStateDictConfig(rank0_only=False)
+        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
+            optimizer = fsdp.optim_state_dict(self.model, self.ours)
+        with fsdp.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": self.model.state_dict()}
+            dcp.save(state, checkpoint_id=self.folder, no_dist=False)
+            self._forget()
+            dcp.load(state, checkpoint_id=self.folder)
+            self.model.load_state_dict(state["model"])
+        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
+            self.ours.load_state_dict(fsdp.optim_state_dict_to_load(self.model, self.ours, optimizer))
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        averages = [entry[name] for entry in self.ours.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        for tensor in (*self.model.parameters(), *averages):
+            tensor.zero_()
 
 
 def main() -> None:
