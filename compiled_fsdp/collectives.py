@@ -341,8 +341,7 @@ def reduce_bucket(
     spec = grads[0][2]
     how = spec.reduction
     offsets = [s.offset for _, _, s in grads]
-    keep_dtype = how.keep_dtype if how.keep_dtype and (how.sync == "retain" or how.is_accumulating) else how.dtype
-    rows = [rank_rows(run, convert(run, g, d, keep_dtype), s) for g, d, s in grads]
+    rows = [rank_rows(run, convert(run, g, d, s.reduction.first_dtype), s) for g, d, s in grads]
     if how.sync == "retain":
         run(schema.RETAIN, joined(run, rows), flat, offsets, "rows")
         return None
@@ -351,7 +350,7 @@ def reduce_bucket(
         if len(rows) == 1:  # a view of the gradient, which may be somebody else's too
             whole = run(aten.clone.default, whole, memory_format=torch.contiguous_format)
         run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
-        rows = [convert(run, whole, keep_dtype, how.dtype)]
+        rows = [convert(run, whole, how.first_dtype, how.dtype)]
     elif how.algorithm == "all_to_all":
         pieces = messages_of([s for _, _, s in grads], spec.reduce_dtype)
         rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]

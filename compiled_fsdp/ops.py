@@ -186,19 +186,9 @@ def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None
     _owner(flat, "mark_grads_").mark(offsets)
 
 
-@_fake("mark_grads_")
-def _mark_grads_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
-    return None
-
-
 @_real("retain_")
 def _retain(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
     _owner(flat, "retain_").retain(grads, offsets, where)
-
-
-@_fake("retain_")
-def _retain_fake(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
-    return None
 
 
 @_real("add_retained_")
@@ -206,19 +196,9 @@ def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: st
     _owner(flat, "add_retained_").add_retained(grads, offsets, where)
 
 
-@_fake("add_retained_")
-def _add_retained_fake(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
-    return None
-
-
 @_real("reduce_later_")
 def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
     _owner(flat, "reduce_later_").reduce_later(started, offsets, ParamSpec.of(args))
-
-
-@_fake("reduce_later_")
-def _reduce_later_fake(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
-    return None
 
 
 @_real("gather_ahead")
@@ -361,16 +341,14 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     note_run(record)
 
 
-@_fake("agree")
-def _agree_fake(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
-    return None
-
-
 @_real("free")
 def _free(buffer: Tensor) -> None:
     """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no view outlives it."""
 
 
-@_fake("free")
-def _free_fake(buffer: Tensor) -> None:
-    return None
+def _nothing(*args: object, **kwargs: object) -> None:
+    """What an op without a result does to fake tensors."""
+
+
+for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "agree", "free"):
+    _fake(_name)(_nothing)

@@ -55,7 +55,7 @@ class Reduction:
         reduced over the shard axis only.
     is_accumulating: earlier backwards may have left retained gradients, which this one adds first.
     hook: key in `REGISTRY` of what sees the flat result before the last division, or after it ("mean:KEY"); "" for none.
-    keep_dtype: in which unreduced gradients are kept and added up; None: in `dtype`.
+    retained_dtype: in which unreduced gradients are kept and added up, before they are cast to `dtype`; None: in `dtype`.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,13 @@ class Reduction:
     sync: str = "reduce"
     is_accumulating: bool = False
     hook: str = ""
-    keep_dtype: torch.dtype | None = None
+    retained_dtype: torch.dtype | None = None
+
+    @property
+    def first_dtype(self) -> torch.dtype:
+        """What a gradient is cast to first: `retained_dtype` where it is kept, or added to what was."""
+        is_summed = self.sync == "retain" or self.is_accumulating
+        return (is_summed and self.retained_dtype) or self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class ParamSpec:
     reduce_group: the group of the reduction over the shard axis; the same ranks.
     reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
         (keep a 1/post_size slice and gather that over `post_group`).
-    reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, keep_dtype: see `Reduction`.
+    reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see `Reduction`.
     overlap: the optimizer's step may overlap with the last reductions and the first gathers; see `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
@@ -124,7 +130,7 @@ class ParamSpec:
     own_message: int = OWN_MESSAGE
     forward_ahead: float = -1.0
     backward_ahead: float = -1.0
-    keep_dtype: torch.dtype | None = None
+    retained_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
@@ -181,7 +187,7 @@ class ParamSpec:
             self.sync,
             self.is_accumulating,
             self.hook,
-            self.keep_dtype,
+            self.retained_dtype,
         )
 
     def over_post_group(self) -> ParamSpec:

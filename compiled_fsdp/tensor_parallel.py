@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from .keys import Keys
 from .torch_private import concatenate, cut_inside, cuts, local_tensor, spec_of, traced_as_it_is, with_spec
 
 if TYPE_CHECKING:
@@ -72,23 +73,18 @@ def full_of(original: Tensor, info: MeshInfo) -> Full | None:
     return Full(spec_of(original), spmd.axes((*spmd.shard, *spmd.replicate)) if spmd else ())
 
 
-_fulls: dict[Full, str] = {}
-_by_key: dict[str, Full] = {}
+_fulls: Keys[Full] = Keys("full")
 
 
 def key_of(full: Full | None) -> str:
     """What a traced read names it by; "" for a plain tensor."""
-    if full is None:
-        return ""
-    key = _fulls.setdefault(full, f"full{len(_fulls)}")
-    _by_key[key] = full
-    return key
+    return "" if full is None else _fulls.key(full)
 
 
 @traced_as_it_is
 def as_dtensor(local: Tensor, key: str) -> Tensor:
     """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is, AOTAutograd traces through it."""
-    result: Tensor = _AsDTensor.apply(local, _by_key[key])  # type: ignore[no-untyped-call]
+    result: Tensor = _AsDTensor.apply(local, _fulls[key])  # type: ignore[no-untyped-call]
     return result
 
 

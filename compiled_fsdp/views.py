@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .keys import Keys
 from .schema import FLATTEN_GRAD
 from .torch_private import traced_as_it_is
 
@@ -56,15 +57,12 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...], *, is_contiguo
     return tuple(dims if is_contiguous else sorted(dims, key=lambda dim: -stride[dim]))
 
 
-_keys: dict[View, str] = {}
-_views: dict[str, View] = {}
+_views: Keys[View] = Keys("view")
 
 
 def key_of_view(view: View) -> str:
     """What a traced read names it by."""
-    key = _keys.setdefault(view, f"view{len(_keys)}")
-    _views[key] = view
-    return key
+    return _views.key(view)
 
 
 @traced_as_it_is

@@ -19,12 +19,21 @@ from compiled_fsdp import collectives as comm
 from compiled_fsdp import schema
 from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
 from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import aliases, find, is_backward, order, output, placeholders, starts, sum_root, value
+from compiled_fsdp.graph import aliases, find, is_backward, is_view, order, output, placeholders, starts, sum_root, value
 from compiled_fsdp.meaning import interface
 from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
 from compiled_fsdp.planner import AHEAD, REDUCTIONS, UNITS_IN_FLIGHT
 from compiled_fsdp.regions import Region, find_regions
-from compiled_fsdp.schema import FREE, GATHER_AHEAD, MARK_GRADS, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.schema import (
+    ADD_RETAINED,
+    FREE,
+    GATHER_AHEAD,
+    MARK_GRADS,
+    REDUCE_GRAD,
+    REDUCE_LATER,
+    UNSHARD,
+    UNSHARD_SLICE,
+)
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -204,8 +213,8 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                 if kind == "gather":
                     is_right = target == spec.dtype and is_before
                 else:
-                    ends = (target, source) if not starts_ else (target,) if is_before else (source,)
-                    is_right = spec.reduce_dtype in ends or (is_before and target == spec.keep_dtype)
+                    dtypes = (target, source) if not starts_ else (target,) if is_before else (source,)
+                    is_right = spec.reduce_dtype in dtypes or (is_before and spec.reduction.first_dtype in dtypes)
                 if not is_right:
                     place = "before" if is_before else "after"
                     wanted = spec.dtype if kind == "gather" else spec.reduce_dtype
@@ -222,6 +231,16 @@ def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
                     yield user, f"%{user.name} reads %{alias.name} after it is freed"
                 elif user.target in comm.STARTS and any(position[w] > position[free] for w in user.users):
                     yield user, f"%{user.name} is still reading %{alias.name} when it is freed"
+
+
+def added_first(gm: GraphModule, plan: Plan) -> Violations:
+    """What a unit has kept of earlier backwards is added to gradients before anything reads them."""
+    position = order(gm.graph)
+    for add in find(gm.graph, ADD_RETAINED):
+        for alias in aliases(add.all_input_nodes[0]):
+            for user in alias.users:
+                if not is_view(user) and position[user] < position[add]:
+                    yield user, f"%{user.name} reads %{alias.name} before what was kept is added to it"
 
 
 def freed_once(gm: GraphModule, plan: Plan) -> Violations:
@@ -344,6 +363,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     divided,
     cast_by_policy,
     no_use_after_free,
+    added_first,
     freed_once,
     nothing_gathered_saved,
     reduced_once,

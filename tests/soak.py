@@ -1,6 +1,7 @@
 """2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore, beside the unsharded model.
 
-    make soak            # two ranks; prints one line per 200 steps and a verdict
+    make soak                                   # two ranks; prints one line per 200 steps and a verdict
+    make soak ARGS="--front-end fsdp1"          # through `FullyShardedDataParallel`; "fsdp1_orig": with `use_orig_params`
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """
@@ -13,12 +14,15 @@ import gc
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.random_models import Program, Spec, build, shard
+from compat.fsdp1.oracle import Api
+from numerics import random_fsdp1
+from numerics.random_models import Model, Program, Spec, build, shard
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 
+from compiled_fsdp import FullyShardedDataParallel
+
+FRONT_ENDS = ("fully_shard", "fsdp1", "fsdp1_orig")
 WARM_UP = 100
 PROGRAM = Program(0, (Spec(width=11), Spec(kind="scaled", shares=0, width=11), Spec(kind="normed", width=5, reshard=False)))
 
@@ -52,13 +60,31 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
+def sharded(model: Model, front_end: str) -> Any:
+    """The model through a front end; FSDP1 takes the layers that share a weight into one instance, the root."""
+    if front_end == "fully_shard":
+        return shard(model, PROGRAM)
+    program = random_fsdp1.Wrapped(
+        0, PROGRAM.specs, strategy="FULL_SHARD", policy="custom", use_orig_params=front_end == "fsdp1_orig"
+    )
+    return random_fsdp1.shard(Api("eager"), model, random_fsdp1.legal(program))
+
+
+def synced(model: Any, is_last: bool) -> AbstractContextManager[None]:
+    """Reduce after the last micro-batch only."""
+    if isinstance(model, FullyShardedDataParallel):
+        return nullcontext() if is_last else model.no_sync()
+    model.set_requires_gradient_sync(is_last)
+    return nullcontext()
+
+
 class Soak:
     """Ours and the unsharded model, step by step."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, front_end: str) -> None:
         self.folder = folder
         self.reference = build(PROGRAM)
-        self.model: Any = shard(copy.deepcopy(self.reference), PROGRAM)
+        self.model = sharded(copy.deepcopy(self.reference), front_end)
         self.compiled = torch.compile(self.model, backend="compiled_fsdp_eager", fullgraph=True)
         self.ours = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.theirs = torch.optim.AdamW(self.reference.parameters(), lr=1e-3)
@@ -69,8 +95,8 @@ class Soak:
         num_micro = 3 if number % 5 == 0 else 1
         gap = 0.0
         for micro in range(num_micro):
-            self.model.set_requires_gradient_sync(micro == num_micro - 1)
-            gap = max(gap, self._backward(call, 3 * number + micro))
+            with synced(self.model, micro == num_micro - 1):
+                gap = max(gap, self._backward(call, 3 * number + micro))
         for q in self.reference.parameters():
             dist.all_reduce(q.grad)
             q.grad /= dist.get_world_size()
@@ -91,6 +117,9 @@ class Soak:
         return (losses[0] - losses[1]).abs().item()
 
     def _save_and_restore(self) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            self._save_and_restore_fsdp1()
+            return
         state = {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.ours)}
         dcp.save(state, checkpoint_id=self.folder, no_dist=False)
         with torch.no_grad():
@@ -100,16 +129,37 @@ class Soak:
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.ours, state["optimizer"])
 
+    def _save_and_restore_fsdp1(self) -> None:
+        """By FSDP1's own methods: torch 2.13 cannot load what it has saved of FSDP1's sharded optimizer state, stock's either."""
+        fsdp, whole = FullyShardedDataParallel, FullOptimStateDictConfig(rank0_only=False)
+        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
+            optimizer = fsdp.optim_state_dict(self.model, self.ours)
+        with fsdp.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": self.model.state_dict()}
+            dcp.save(state, checkpoint_id=self.folder, no_dist=False)
+            self._forget()
+            dcp.load(state, checkpoint_id=self.folder)
+            self.model.load_state_dict(state["model"])
+        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
+            self.ours.load_state_dict(fsdp.optim_state_dict_to_load(self.model, self.ours, optimizer))
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        averages = [entry[name] for entry in self.ours.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        for tensor in (*self.model.parameters(), *averages):
+            tensor.zero_()
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    soak, worst, start = Soak(folder[0]), 0.0, time.perf_counter()
+    soak, worst, start = Soak(folder[0], options.front_end), 0.0, time.perf_counter()
     graphs = live = memory = 0
     problems = []
     for number in range(1, options.steps + 1):

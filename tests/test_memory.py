@@ -176,7 +176,6 @@ class TestHalves(GraphTest):
         with self.assertRaisesRegex(ValueError, r"backward takes \['%other'\], and forward returns last \['%slice"):
             profile_step(forward, hand.returns().graph)
 
-
     def test_parameters_kept_from_one_bucket(self):
         """They share its storage until backward has read the last one, though its inputs look like two storages."""
         hand = Hand()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from mutants import MUTATIONS, Hang, Mutant, Simulation, report, subjects, trials
+from mutants import MUTATIONS, Mutant, report, trials
+from simulation import Hang, Simulation
+from subjects import subjects
 
 
 @pytest.fixture(scope="module")

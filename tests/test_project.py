@@ -16,7 +16,7 @@ REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version options torch_private ranges log spec plan layout errors
+    version options torch_private ranges log spec plan layout keys errors
     meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives meta ops
     graph regions meaning costs choices planner
     fusion origins lifetimes halves memory

@@ -19,12 +19,12 @@ from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
 from compiled_fsdp import collectives as comm
-from compiled_fsdp.collectives import ALL_GATHER, WAIT
+from compiled_fsdp.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import Builder, find, output
 from compiled_fsdp.meta import CommTag, get_tag
 from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import FREE, MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,6 +192,32 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
    free(%wait_tensor_default)
 -> %neg_default: f32[4,2] = neg(%view_default)
    return [%neg_default]""",
+        )
+
+    def test_added_first(self):
+        (spec,) = unit("u", {"w": (4,)}, is_accumulating=True)
+        hand = Hand()
+        gm = lower(hand.returns(hand.reduce_grad(hand.input("d", 4), hand.input("flat", 2), spec)), PLAN)
+        verify(gm, PLAN)
+        (add,), (start,) = find(gm.graph, ADD_RETAINED), find(gm.graph, REDUCE_SCATTER)
+        start.append(add)
+        self.assertBroken(
+            gm,
+            """\
+after the pipeline: %reduce_scatter_tensor_default reads %reshape_default_1 before what was kept is added to it.
+Invariant: What a unit has kept of earlier backwards is added to gradients before anything reads them.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %d: f32[4]
+   %flat: f32[2]
+   %reshape_default: f32[2,2] = reshape(%d, [2, 2])  # u: reduce
+   %clone_default: f32[2,2] = clone(%reshape_default, memory_format=torch.contiguous_format)  # u: reduce
+   %reshape_default_1: f32[4] = reshape(%clone_default, [4])  # u: reduce
+-> %reduce_scatter_tensor_default: f32[2] = reduce_scatter_tensor(%reshape_default_1, 'sum', 2, 'shard')  # u: reduce
+   add_retained_(%clone_default, %flat, [0], 'rows')  # u: reduce
+   %wait_tensor_default: f32[2] = wait_tensor(%reduce_scatter_tensor_default)  # u: reduce
+   %div_tensor: f32[2] = div(%wait_tensor_default, 2.0)  # u: reduce
+   mark_grads_(%div_tensor, %flat, [0])
+   return [%div_tensor]""",
         )
 
     def test_nothing_gathered_saved(self):

@@ -91,9 +91,9 @@ class FlatUnit(Unit):
         spec = replace(
             spec,
             reduce_op="sum",
+            retained_dtype=compute,
             pre_divide=float(state._gradient_predivide_factor),
             post_divide=float(state._gradient_postdivide_factor),
-            keep_dtype=compute if compute != spec.reduce_dtype else None,
         )
         return spec if hook is None else self._hooked(spec)
 

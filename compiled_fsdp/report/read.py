@@ -125,10 +125,7 @@ def digest(path: Path) -> str:
 
 
 def _timeline(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = load(path, DOING)
-    check = Check(path, DOING)
-    _head(found, check)
-    check(found, TIMELINE)
+    found, check = _record(path, TIMELINE)
     for executor in EXECUTORS:
         check.same_length(f"{executor}.times and collectives", found[executor]["times"], found["collectives"])
         _stretches(found[executor]["compute"], [NUMBER, NUMBER, str, str], f"{executor}.compute", check)
@@ -138,10 +135,7 @@ def _timeline(path: Path) -> dict[str, Any]:
 
 
 def _memory(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = load(path, DOING)
-    check = Check(path, DOING)
-    _head(found, check)
-    check(found, MEMORY)
+    found, check = _record(path, MEMORY)
     for executor in EXECUTORS:
         profile = found[executor]
         for kind, curve in profile["kinds"].items():
@@ -151,6 +145,15 @@ def _memory(path: Path) -> dict[str, Any]:
             check.fail(f"{executor}.where is {profile['where']}, should be from 0 to {len(found['nodes']) - 1}")
         _stretches(profile["storages"], [str, str, NUMBER, NUMBER, NUMBER, list], f"{executor}.storages", check)
     return found
+
+
+def _record(path: Path, form: dict[str, Any]) -> tuple[dict[str, Any], Check]:
+    """A record of this form, and what checks the rest of it."""
+    found: dict[str, Any] = load(path, DOING)
+    check = Check(path, DOING)
+    _head(found, check)
+    check(found, form)
+    return found, check
 
 
 def _head(found: Any, check: Check) -> None:

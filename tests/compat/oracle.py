@@ -20,11 +20,13 @@ from collections import Counter
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 import compiled_fsdp
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 KINDS = ("eager", "compiled")
 BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+needs_meshes_of_their_own = pytest.mark.skipif(
+    ShardPlacementResult is None, reason="in torch 2.11 a parameter cannot have a mesh of its own"
+)
 STATUSES = ("both", "eager", "compiled", "improved")
 
 
@@ -48,8 +54,8 @@ def rows(*ids: str, status: str = "both") -> Callable[[Any], Any]:
     return mark
 
 
-class Api:
-    """Stock FSDP2 or ours, and how to run a model with it.
+class AnyApi:
+    """Stock FSDP or ours, and how to run a model with it.
 
     kind: "stock", or of ours "eager", "compiled" (without Inductor: exact, and compiles in a second), "inductor".
     """
@@ -60,14 +66,18 @@ class Api:
         self.is_compiled = kind in BACKENDS
         self.package: Any = stock if self.is_stock else compiled_fsdp
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.package, name)
-
     def compile(self, model: Any, **options: Any) -> Any:
         """What to call: the model, or it compiled into whole graphs."""
         if not self.is_compiled:
             return model
         return torch.compile(model, backend=BACKENDS[self.kind], **{"fullgraph": True, **options})
+
+
+class Api(AnyApi):
+    """`fully_shard`, and everything else of the package."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.package, name)
 
     def units(self, model: Any, *names: str, **options: Any) -> Any:
         """Shard the submodules of these names, one unit each, and then the model."""
@@ -77,34 +87,39 @@ class Api:
 
 
 def same(
-    observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, rtol: float = 0.0, atol: float = 0.0
+    observe: Callable[..., Any],
+    *args: Any,
+    kinds: tuple[str, ...] = KINDS,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    of: type[AnyApi] = Api,
 ) -> None:
     """Worker function: every kind of ours observes what stock does."""
     torch.manual_seed(0)
-    expected = plain(observe(Api("stock"), *args))
+    expected = plain(observe(of("stock"), *args))
     for kind in kinds:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        found = plain(observe(Api(kind), *args))
+        found = plain(observe(of(kind), *args))
         check_equal(found, expected, f"{kind} against stock", rtol, atol)
 
 
-def eager_same(observe: Callable[..., Any], *args: Any) -> None:
+def eager_same(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Worker function: only ours eager observes what stock does."""
-    same(observe, *args, kinds=("eager",))
+    same(observe, *args, kinds=("eager",), **options)
 
 
-def close(observe: Callable[..., Any], *args: Any) -> None:
+def close(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
-    same(observe, *args, rtol=1e-5, atol=1e-7)
+    same(observe, *args, rtol=1e-5, atol=1e-7, **options)
 
 
-def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS) -> None:
+def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, of: type[AnyApi] = Api) -> None:
     """Worker function: the observation asserts by itself, for each kind of ours."""
     for kind in kinds:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        observe(Api(kind), *args)
+        observe(of(kind), *args)
 
 
 def check_equal(found: Any, expected: Any, what: str, rtol: float = 0.0, atol: float = 0.0) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from compat.oracle import (
     Api,
+    ShardPlacementResult,
     batch,
     close,
     communications,
@@ -15,6 +16,7 @@ from compat.oracle import (
     is_sharded,
     mesh_of,
     message,
+    needs_meshes_of_their_own,
     net,
     params,
     plain,
@@ -24,7 +26,7 @@ from compat.oracle import (
     train_step,
 )
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 if TYPE_CHECKING:
@@ -178,6 +180,7 @@ def _info(mesh: Any) -> Any:
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
+@needs_meshes_of_their_own
 @rows("3.8")
 def test_meshes_of_their_own(four: Pool) -> None:
     four.run(close, meshes_of_their_own)
@@ -198,6 +201,7 @@ def meshes_of_their_own(api: Api) -> Any:
     return found
 
 
+@needs_meshes_of_their_own
 @rows("3.8")
 def test_groups_of_meshes(four: Pool) -> None:
     four.run(same, groups_of_meshes)
@@ -215,6 +219,7 @@ def groups_of_meshes(api: Api) -> Any:
     return names.count("fsdp::all_gather") + names.count("c10d::_allgather_base_")
 
 
+@needs_meshes_of_their_own
 @rows("3.8")
 def test_size_of_all_of_a_sub_mesh(four: Pool) -> None:
     four.run(same, size_of_all_of_a_sub_mesh, timeout=60)
@@ -226,6 +231,7 @@ def size_of_all_of_a_sub_mesh(api: Api) -> Any:
     return api.compile(model)(batch(4))
 
 
+@needs_meshes_of_their_own
 @rows("3.8")
 def test_size_must_divide_every_mesh(four: Pool) -> None:
     four.run(same, size_must_divide_every_mesh)
@@ -236,6 +242,7 @@ def size_must_divide_every_mesh(api: Api) -> Any:
     return raised(lambda: api.fully_shard(even(), shard_placement_fn=lambda p: result, reshard_after_forward=2))
 
 
+@needs_meshes_of_their_own
 @rows("3.9", status="improved")
 def test_equal_meshes_in_two_objects(two: Pool) -> None:
     """Stock wants one object for one mesh; ours compares the meshes."""

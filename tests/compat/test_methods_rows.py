@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from compat.oracle import (
     Api,
+    ShardPlacementResult,
     batch,
     close,
     communications,
@@ -22,6 +23,7 @@ from compat.oracle import (
     is_sharded,
     mesh_of,
     message,
+    needs_meshes_of_their_own,
     net,
     params,
     plain,
@@ -34,7 +36,7 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -237,6 +239,7 @@ def custom_reduce_scatter_averages(api: Api) -> Any:
     return reduce.ops
 
 
+@needs_meshes_of_their_own
 @rows("12.9", "12.10")
 def test_several_groups(two: Pool) -> None:
     two.run(same, several_groups)

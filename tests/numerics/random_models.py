@@ -6,8 +6,8 @@ A model is a list of `Spec`s, plain data that prints, so that a failure can be s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ class Program:
     specs: tuple[Spec, ...]
     micro_batches: int = 1
     low_precision: bool = False
+
+
+P = TypeVar("P", bound=Program)
 
 
 class Layer(nn.Module):
@@ -114,7 +117,7 @@ def shard(model: Model, program: Program) -> Model:
     return model
 
 
-def smaller(program: Program) -> Iterator[Program]:
+def smaller(program: P) -> Iterator[P]:
     """Programs with one thing less."""
     for i in range(len(program.specs)):
         yield replace(program, specs=program.specs[:i] + program.specs[i + 1 :])
@@ -132,13 +135,13 @@ def smaller(program: Program) -> Iterator[Program]:
             if any(getattr(spec, key) != value for key, value in change.items()):
                 changed: Any = replace(spec, **change)
                 yield replace(program, specs=(*program.specs[:i], changed, *program.specs[i + 1 :]))
-    if program.micro_batches > 1:
-        yield replace(program, micro_batches=1)
-    if program.low_precision:
-        yield replace(program, low_precision=False)
+    for field in fields(program):
+        if field.default is not MISSING and getattr(program, field.name) != field.default:
+            plainer: Any = {field.name: field.default}
+            yield replace(program, **plainer)
 
 
-def shrink(program: Program, fails: Callable[[Program], str | None], tries: int = 40) -> tuple[Program, str]:
+def shrink(program: P, fails: Callable[[P], str | None], tries: int = 40) -> tuple[P, str]:
     """The smallest program found that still fails, and how."""
     reason = fails(program) or "does not fail any more"
     is_smaller = True

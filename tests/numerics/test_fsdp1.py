@@ -11,12 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from compat.fsdp1.oracle import Api, Block, adam, batch, grads, net, plain, same, train_step
+from compat.fsdp1.oracle import Api, Block, adam, batch, grads, hybrid_mesh, net, plain, same, train_step
 from compat.oracle import check_equal
 from numerics.test_graphs import captured
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 import compiled_fsdp
@@ -43,7 +42,7 @@ def one_graph_each_way(**options: Any) -> None:
 
 
 def one_graph_each_way_hybrid() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         count(sharding_strategy=strategy, device_mesh=mesh, use_orig_params=True)
 

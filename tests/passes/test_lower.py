@@ -2,6 +2,7 @@
 
 import torch
 from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.verify import cast_by_policy
 from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
@@ -277,6 +278,36 @@ mark_grads_(%add_tensor, %flat, [0, 4])
 mark_grads_(%div_tensor_2, %other, [0])
 return [%add_tensor, %div_tensor_2]""",
         )
+
+    def test_retained_dtype(self):
+        """What is kept stays in its own dtype, and is cast to the reduce dtype once it is summed."""
+        ways = {"reduce_dtype": torch.float16, "retained_dtype": torch.float32}
+        (kept,) = unit("u", {"w": (4,)}, sync="retain", **ways)
+        (summed,) = unit("u", {"w": (4,)}, is_accumulating=True, **ways)
+        hand = Hand()
+        flat, d, e = hand.input("flat", 2), hand.input("d", 4), hand.input("e", 4)
+        gm = lower(hand.returns(hand.reduce_grad(d, flat, kept), hand.reduce_grad(e, flat, summed)), PLAN)
+        self.assertGraph(
+            gm,
+            """\
+%flat: f32[2]
+%d: f32[4]
+%e: f32[4]
+%reshape_default: f32[2,2] = reshape(%d, [2, 2])  # u: reduce
+retain_(%reshape_default, %flat, [0], 'rows')  # u: reduce
+%reshape_default_1: f32[2,2] = reshape(%e, [2, 2])  # u: reduce
+%clone_default: f32[2,2] = clone(%reshape_default_1, memory_format=torch.contiguous_format)  # u: reduce
+add_retained_(%clone_default, %flat, [0], 'rows')  # u: reduce
+%convert_element_type_default: f16[2,2] = convert_element_type(%clone_default, f16)  # u: reduce
+%reshape_default_2: f16[4] = reshape(%convert_element_type_default, [4])  # u: reduce
+%reduce_scatter_tensor_default: f16[2] = reduce_scatter_tensor(%reshape_default_2, 'sum', 2, 'shard')  # u: reduce
+%wait_tensor_default: f16[2] = wait_tensor(%reduce_scatter_tensor_default)  # u: reduce
+%div_tensor: f16[2] = div(%wait_tensor_default, 2.0)  # u: reduce
+%convert_element_type_default_1: f32[2] = convert_element_type(%div_tensor, f32)  # u: reduce
+mark_grads_(%convert_element_type_default_1, %flat, [0])
+return [None, %convert_element_type_default_1]""",
+        )
+        self.assertEqual([*cast_by_policy(gm, PLAN)], [])
 
     def test_near_miss(self):
         hand = Hand()

@@ -10,30 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
-from compat.oracle import BACKENDS, check_equal, plain, rows
+from compat import oracle
+from compat.oracle import grads, mesh_of, params, plain, rows
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-import compiled_fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["rows"]
+    from torch.distributed.device_mesh import DeviceMesh
 
-ALL_KINDS = ("eager", "compiled")
+__all__ = ["grads", "mesh_of", "params", "plain", "rows"]
+
+ALL_KINDS = oracle.KINDS
 STRATEGIES = tuple(stock.ShardingStrategy)[:3]  # of one group
 
 
-class Api:
-    """Stock FSDP1 or ours; kinds as in `compat.oracle.Api`."""
+class Api(oracle.AnyApi):
+    """`FullyShardedDataParallel`, as `FSDP`."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.is_stock = kind == "stock"
-        self.is_compiled = kind in BACKENDS
-        package: Any = stock if self.is_stock else compiled_fsdp
-        self.FSDP: Any = package.FullyShardedDataParallel
+    @property
+    def FSDP(self) -> Any:
+        """The class."""
+        return self.package.FullyShardedDataParallel
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         """An instance on the CPU, without the warnings that every NO_SHARD one gives."""
@@ -44,10 +43,6 @@ class Api:
     def blocks(self, module: nn.Module | None = None, **options: Any) -> Any:
         """The model of these tests, one instance a block, and one around."""
         return self.wrap(module or net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-
-    def compile(self, model: Any) -> Any:
-        """What to call: the model, or it compiled into whole graphs."""
-        return torch.compile(model, backend=BACKENDS[self.kind], fullgraph=True) if self.is_compiled else model
 
 
 class Block(nn.Module):
@@ -66,6 +61,11 @@ def net(width: int = 5, seed: int = 7) -> nn.Sequential:
     """A layer, two blocks, a layer."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, width), Block(width), Block(width), nn.Linear(width, 2))
+
+
+def hybrid_mesh() -> DeviceMesh:
+    """Two replicas of two shards."""
+    return mesh_of(2, 2, names=("replicate", "shard"))
 
 
 def batch(step: int = 0, rows_: int = 4) -> Tensor:
@@ -89,16 +89,6 @@ def train_step(call: Any, step: int = 0) -> Tensor:
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with state."""
     return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def params(model: nn.Module) -> dict[str, Any]:
-    """Every parameter."""
-    return dict(model.named_parameters())
-
-
-def grads(model: nn.Module) -> dict[str, Any]:
-    """Every parameter's gradient."""
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def full(api: Api, model: Any, **options: Any) -> dict[str, Any]:
@@ -127,31 +117,21 @@ def warned() -> Iterator[list[str]]:
     found += [f"{e.category.__name__}: {str(e.message)[:50]}" for e in own]
 
 
-def same(
-    observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = ALL_KINDS, rtol: float = 0.0, atol: float = 0.0
-) -> None:
-    """Worker function: every kind of ours observes what stock does."""
-    torch.manual_seed(0)
-    expected = plain(observe(Api("stock"), *args))
-    for kind in kinds:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        check_equal(plain(observe(Api(kind), *args)), expected, f"{kind} against stock", rtol, atol)
+def same(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Worker function: as `compat.oracle.same`, of FSDP1; so the following."""
+    oracle.same(observe, *args, of=Api, **options)
 
 
 def eager_same(observe: Callable[..., Any], *args: Any) -> None:
-    """Worker function: as `same` where nothing is compiled."""
-    same(observe, *args, kinds=("eager",))
+    """Worker function."""
+    oracle.eager_same(observe, *args, of=Api)
 
 
 def close(observe: Callable[..., Any], *args: Any) -> None:
-    """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
-    same(observe, *args, rtol=1e-5, atol=1e-7)
+    """Worker function."""
+    oracle.close(observe, *args, of=Api)
 
 
-def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = ALL_KINDS) -> None:
-    """Worker function: the observation asserts by itself, for each kind of ours."""
-    for kind in kinds:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        observe(Api(kind), *args)
+def each(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Worker function."""
+    oracle.each(observe, *args, of=Api, **options)

@@ -20,6 +20,7 @@ from compat.fsdp1.oracle import (
     eager_same,
     full,
     grads,
+    mesh_of,
     net,
     outcome,
     params,
@@ -31,7 +32,6 @@ from compat.fsdp1.oracle import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
@@ -84,7 +84,7 @@ def construction(api: Api) -> Any:
         found.append(outcome(lambda: type(api.FSDP(nn.ModuleList([nn.Linear(2, 2)]), device_id="cpu")).__name__))
         found.append(outcome(lambda: list(params(api.FSDP(net(), None, ShardingStrategy.NO_SHARD, device_id="cpu")))))
     found.append(given)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     found.append(outcome(lambda: api.wrap(net(), process_group=dist.group.WORLD, device_mesh=mesh)))
     scalar = nn.Linear(2, 2)
     scalar.scale = nn.Parameter(torch.ones(()))
@@ -154,7 +154,7 @@ def test_groups(two: Pool) -> None:
 
 def groups_and_meshes(api: Api) -> Any:
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     found = [
         outcome(lambda: api.wrap(net(), device_mesh=mesh, **hybrid)),
         outcome(lambda: api.wrap(net(), process_group=dist.group.WORLD, **hybrid)),

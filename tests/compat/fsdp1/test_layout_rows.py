@@ -157,11 +157,7 @@ def steps(api: Api, make: Any, use_orig_params: bool) -> Any:
 @rows("5.17", "7.6", "6.15")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_frozen(two: Pool, use_orig_params: bool) -> None:
-    two.run(frozen_rows, use_orig_params)
-
-
-def frozen_rows(use_orig_params: bool) -> None:
-    same(lambda api: frozen(api, use_orig_params))
+    two.run(same, frozen, use_orig_params)
 
 
 def frozen(api: Api, use_orig_params: bool) -> Any:

@@ -17,6 +17,7 @@ from compat.fsdp1.oracle import (
     eager_same,
     full,
     grads,
+    hybrid_mesh,
     loss_of,
     net,
     outcome,
@@ -198,11 +199,7 @@ def apply_rows(api: Api) -> Any:
 @rows("11.1", "11.2", "11.3", "11.4", "11.6")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_clip(two: Pool, use_orig_params: bool) -> None:
-    two.run(clip_rows, use_orig_params)
-
-
-def clip_rows(use_orig_params: bool) -> None:
-    same(lambda api: clip(api, use_orig_params))
+    two.run(same, clip, use_orig_params)
 
 
 def clip(api: Api, use_orig_params: bool) -> Any:
@@ -238,7 +235,7 @@ def clip_hybrid_rows() -> None:
 
 
 def clip_hybrid(api: Api) -> Any:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     model = api.blocks(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, **ORIG)
     train_step(api.compile(model))
     return model.clip_grad_norm_(0.01), grads(model)

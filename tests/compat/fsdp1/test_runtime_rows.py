@@ -462,11 +462,7 @@ def level_info(api: Api) -> Any:
 @rows("16.2", "16.3", "16.4", "16.5", "16.7", "16.8", "16.9", "16.10")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_scaler(two: Pool, use_orig_params: bool) -> None:
-    two.run(scaler_rows, use_orig_params)
-
-
-def scaler_rows(use_orig_params: bool) -> None:
-    same(lambda api: scaler(api, use_orig_params))
+    two.run(same, scaler, use_orig_params)
 
 
 def scaler(api: Api, use_orig_params: bool) -> Any:

@@ -18,6 +18,7 @@ from compat.fsdp1.oracle import (
     each,
     eager_same,
     full,
+    mesh_of,
     net,
     outcome,
     plain,
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -185,7 +185,7 @@ def local(api: Api) -> Any:
         plain_state = {k: torch.ones(3) for k in state}
         found += [outcome(lambda: other.load_state_dict(missing))[0], outcome(lambda: other.load_state_dict(plain_state))[0]]
     found.append(full(api, other))
-    meshed = api.blocks(device_mesh=init_device_mesh("cpu", (2,)))
+    meshed = api.blocks(device_mesh=mesh_of(2))
     with typed(api, meshed, LOCAL) if False else warned():
         found.append(outcome(lambda: quietly(api.FSDP.set_state_dict_type, meshed, LOCAL)))
     return found, outcome(lambda: list(meshed.state_dict()))
@@ -220,7 +220,7 @@ def test_with_a_mesh(two: Pool) -> None:
 
 
 def with_a_mesh(api: Api) -> Any:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     model, other = (api.blocks(net(seed=s), device_mesh=mesh, use_orig_params=True) for s in (7, 9))
     optimizer = adam(model)
     train_step(model)
@@ -403,7 +403,7 @@ def test_checkpoints_cross_over(two: Pool) -> None:
 
 def cross_over() -> None:
     """Written by stock FSDP1, ours and `fully_shard`, read by each of them: the same parameters, optimizer state and next step."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
 
     def fsdp2(seed: int) -> Any:
         model = net(seed=seed)

@@ -16,6 +16,7 @@ from compat.fsdp1.oracle import (
     eager_same,
     full,
     grads,
+    hybrid_mesh,
     loss_of,
     net,
     outcome,
@@ -25,7 +26,6 @@ from compat.fsdp1.oracle import (
     train_step,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_hybrid(four: Pool) -> None:
 
 
 def hybrid() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         for use_orig_params in (strategy is ShardingStrategy.HYBRID_SHARD,):
             options = {"sharding_strategy": strategy, "device_mesh": mesh, "use_orig_params": use_orig_params}
@@ -124,9 +124,10 @@ def accumulation(use_orig_params: bool) -> None:
         tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
         kinds = ALL_KINDS if use_orig_params or strategy is STRATEGIES[0] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
-        low = {**options, "mixed_precision": PRECISIONS[2]}  # accumulated in bf16, reduced in fp32
-        kinds = ALL_KINDS if use_orig_params and strategy is STRATEGIES[1] else ("eager",)
-        same(lambda api, options=low: accumulate(api, **options), kinds=kinds, **tolerance)
+    # what is not reduced yet is added up in the compute dtype, whatever it is reduced in
+    for precision in PRECISIONS[2:4]:
+        options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+        same(lambda api, options=options: accumulate(api, **options), kinds=ALL_KINDS if use_orig_params else ("eager",))
 
 
 @rows("8.1")
@@ -135,7 +136,7 @@ def test_accumulation_hybrid(four: Pool) -> None:
 
 
 def accumulation_hybrid() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid_mesh()
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
     close(lambda api: accumulate(api, **options))
 
