@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PATIENCE_S = 2
+PATIENCE_S, LONG_S = 4, 60  # of a group for whose end a test waits, and of one that nothing is to break
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ class Between(nn.Module):
         return Trip.apply(x)
 
 
-def model() -> Any:
+def model(patience: float = PATIENCE_S) -> Any:
     """Two units with a trip wire between them, over a group of little patience."""
     torch.manual_seed(0)
-    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    group = dist.new_group(timeout=timedelta(seconds=patience))
     mesh = DeviceMesh.from_group(group, "cpu")
     made = nn.Sequential(nn.Linear(4, 4), Between(), nn.Linear(4, 4))
     for layer in (made[0], made[2]):
@@ -172,7 +172,7 @@ def test_out_of_memory_in_a_gather_of_a_graph(pool: Pool) -> None:
 
 def nan_gradients(compiled: bool) -> str:
     """NaN on one rank reaches every rank's gradient, and all refuse alike."""
-    made = model()
+    made = model(LONG_S)
     made[1] = nn.Tanh()
     call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
     value = float("nan") if dist.get_rank() == 1 else 1.0
@@ -196,7 +196,7 @@ def killed_in_save(out: str) -> None:
 
     import checkpoint
 
-    made = model()
+    made = model(LONG_S)
     optimizer = torch.optim.AdamW(made.parameters())
     step(made)
     optimizer.step()
