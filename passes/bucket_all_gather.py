@@ -26,8 +26,8 @@ Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) 
     parameter is copied out where it was gathered before, so that only those in use exist twice. Units share it while together
     they are no larger than `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What is computed only after the
-    first gather of its bucket, as slices are under activation checkpointing: it begins a bucket of its own. Each unit for itself, whatever its
-    size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
+    first gather of its bucket, as slices are under activation checkpointing: it begins a bucket of its own. Each unit for itself,
+    whatever its size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
 """
 
 from __future__ import annotations
