@@ -33,6 +33,7 @@ from .pin_order import pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
+from .spec import ParamSpec
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -67,6 +68,8 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
+    if any(ParamSpec.of(n.args[1:]).group_size > 1 for n in find(gm.graph, UNSHARD)):
+        current_plan().say_missing_costs()
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
     gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint", plan).after_pass)
     begin_pass(gm, "partition")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from .errors import warn_once
 from .options import Options
 from .spec import OWN_MESSAGE
 
@@ -36,8 +37,9 @@ REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 class Plan:
     """How collectives are scheduled: at distances that are set here, or from costs (`planner.py`).
 
-    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided from `costs`, and as in
-    `DISTANCES` as long as these are None too. Distances are the default: on the wire that was measured they were faster so far.
+    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided from `costs`; with a warning as
+    in `Plan()`, if these are None too when a graph is compiled, and likewise for all that costs decide. Distances are the default:
+    on the wire that was measured they were faster so far, and they need no measurement.
 
     prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it is needed.
     backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
@@ -104,6 +106,16 @@ class Plan:
     def is_from_costs(self) -> bool:
         """Whether anything is left to be decided from costs."""
         return any(getattr(self, name) is None for name in FROM_COSTS)
+
+    def say_missing_costs(self) -> None:
+        """Warn once if something should be decided from costs and there are none: then it is as by default."""
+        left = [name for name in FROM_COSTS if getattr(self, name) is None]
+        if left and self.costs is None:
+            warn_once(
+                f"compiled_fsdp: the plan leaves {', '.join(left)} to costs, and no costs are known: nothing is measured over a "
+                "fake process group, nor for a plan that is set after the first forward. So they are as in Plan(), and units are "
+                "in one part. Set the plan before the first forward, or give it costs: Plan(costs=...)"
+            )
 
     def distance(self, name: str) -> float | None:
         """The distance of this name; None if costs decide."""

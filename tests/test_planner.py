@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+
 import pytest
 import torch
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
@@ -12,10 +19,14 @@ from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from passes_harness import PLAN, Hand, numel, unit
 from torch.fx import GraphModule
 
+import compiled_fsdp.backend  # noqa: F401  # registers "compiled_fsdp_eager"
+from compiled_fsdp import fully_shard
 from compiled_fsdp.collectives import STARTS, WAIT
 from compiled_fsdp.costs import Costs, Link, flops, traffic
+from compiled_fsdp.dump import show
 from compiled_fsdp.graph import find, is_matmul, starts
-from compiled_fsdp.plan import Plan
+from compiled_fsdp.inductor import HalfPass, JointPass
+from compiled_fsdp.plan import Plan, current_plan, planned
 from compiled_fsdp.planner import AHEAD, REDUCTIONS, gather_anchors, program, simulate, wait_anchors
 
 MM = torch.ops.aten.mm.default
@@ -209,6 +220,74 @@ class TestPlan:
     def test_budget(self, budget):
         with pytest.raises(ValueError, match="memory_budget="):
             Plan(memory_budget=budget)
+
+
+def test_what_costs_should_decide_and_there_are_none(fake_world):
+    """Nothing is measured over a fake group; the ranks' graphs are as by default, and it says so once."""
+    model = fully_shard(torch.nn.Linear(4, 4))
+    with planned(prefetch=None, split_bytes=None):
+        with pytest.warns(UserWarning, match="the plan leaves prefetch, split_bytes to costs, and no costs are known"):
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 4))
+    with planned(prefetch=None, split_bytes=None, costs=costs(1.0, 1.0)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        current_plan().say_missing_costs()
+    torch._dynamo.reset()
+
+
+CHANGES = {
+    "prefetch": 3.0,
+    "backward_prefetch": 3.0,
+    "reduces_in_flight": 3.0,
+    "bucket_bytes": 3,
+    "split_bytes": 3,
+    "own_message": 3,
+    "reductions": "all_to_all",
+    "recompute": False,
+    "memory_budget": 0.5,
+    "kept": (("u", "w"),),
+    "dropped": (("u", "w"),),
+    "costs": costs(1.0, 1.0),
+}
+
+
+def test_every_field_is_part_of_the_compile_caches_key():
+    """Of the plan, of its costs, and of each link."""
+    assert [f.name for f in fields(Plan)] == list(CHANGES)
+    plans = [Plan(**{name: changed}) for name, changed in CHANGES.items()]
+    machine = costs(1.0, 1.0)
+    ((_, link),) = machine.links
+    links = [replace(link, **{f.name: 7.0}) for f in fields(Link)]
+    machines = [replace(machine, **{name: 7.0}) for name in ("flops", "bandwidth", "overhead")]
+    machines += [machine.fused(False), *(replace(machine, links=(("shard", changed),)) for changed in links)]
+    plans += [Plan(costs=changed) for changed in machines]
+    for key in (JointPass().uuid, HalfPass().uuid):
+        seen = {key()}
+        for plan in plans:
+            with planned(**{f.name: getattr(plan, f.name) for f in fields(plan)}):
+                seen.add(key())
+        assert len(seen) == 1 + len(plans)
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = %r
+from test_planner import planned_backward
+sys.stdout.write(planned_backward())
+"""
+
+
+def planned_backward() -> str:
+    return show(scheduled(backward(6), costs(1.0, 2.5)).graph)
+
+
+def test_the_same_in_every_process():
+    """Whatever the seed of Python's hashes."""
+    here = Path(__file__).parent
+    script = PROGRAM % [str(here), str(here.parent), str(here.parent / "benchmarks")]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "wait_tensor" in done.stdout
+    assert done.stdout == planned_backward()
 
 
 def test_from_costs_units_share_until_the_link_is_busy():
