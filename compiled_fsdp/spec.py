@@ -73,8 +73,9 @@ class Reduction:
     @property
     def first_dtype(self) -> torch.dtype:
         """What a gradient is cast to first: `retained_dtype` where it is kept, or added to what was."""
-        is_summed = self.sync == "retain" or self.is_accumulating
-        return (is_summed and self.retained_dtype) or self.dtype
+        if self.retained_dtype is not None and (self.sync == "retain" or self.is_accumulating):
+            return self.retained_dtype
+        return self.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,14 +60,19 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
-def sharded(model: Model, front_end: str) -> Any:
-    """The model through a front end; FSDP1 takes the layers that share a weight into one instance, the root."""
+def program_of(front_end: str) -> Program:
+    """FSDP1 takes the layers that share a weight into one instance, the root: the model's own specs say so."""
     if front_end == "fully_shard":
-        return shard(model, PROGRAM)
-    program = random_fsdp1.Wrapped(
-        0, PROGRAM.specs, strategy="FULL_SHARD", policy="custom", use_orig_params=front_end == "fsdp1_orig"
-    )
-    return random_fsdp1.shard(Api("eager"), model, random_fsdp1.legal(program))
+        return PROGRAM
+    use_orig_params = front_end == "fsdp1_orig"
+    return random_fsdp1.legal(random_fsdp1.Wrapped(0, PROGRAM.specs, policy="custom", use_orig_params=use_orig_params))
+
+
+def sharded(model: Model, program: Program) -> Any:
+    """A model of this program through its front end."""
+    if isinstance(program, random_fsdp1.Wrapped):
+        return random_fsdp1.shard(Api("eager"), model, program)
+    return shard(model, program)
 
 
 def synced(model: Any, is_last: bool) -> AbstractContextManager[None]:
@@ -83,8 +88,9 @@ class Soak:
 
     def __init__(self, folder: str, front_end: str) -> None:
         self.folder = folder
-        self.reference = build(PROGRAM)
-        self.model = sharded(copy.deepcopy(self.reference), front_end)
+        program = program_of(front_end)
+        self.reference = build(program)
+        self.model = sharded(copy.deepcopy(self.reference), program)
         self.compiled = torch.compile(self.model, backend="compiled_fsdp_eager", fullgraph=True)
         self.ours = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.theirs = torch.optim.AdamW(self.reference.parameters(), lr=1e-3)

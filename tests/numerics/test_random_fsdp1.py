@@ -19,7 +19,7 @@ from compiled_fsdp import planned
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "8")), 10  # 100 take minutes: benchmarks/results/random_models.md
+NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "6")), 10  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
 # Of parameters, after two steps. fp32: sums over ranks in another order than one process adds. 16 bits: that one computes in fp32.
 AGAINST_ONE_PROCESS = {False: 2e-5, True: 0.05}
