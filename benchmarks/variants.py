@@ -104,8 +104,8 @@ def build_ours_planned(job: Job, *, overlap: bool = False, **fields: float) -> S
 
 
 def build_ours_costs(job: Job) -> Step:
-    """Everything decided from costs; other variants of the same process keep the default plan."""
-    from compiled_fsdp import Plan, current_plan, explain, fully_shard, planned, set_plan
+    """Everything decided from costs, kernels measured; other variants of the same process keep the default plan."""
+    from compiled_fsdp import Plan, current_plan, explain, fully_shard, measure_kernels, planned, set_plan
 
     model = make_model(job)
     shard(model, fully_shard)
@@ -117,8 +117,10 @@ def build_ours_costs(job: Job) -> Step:
         nonlocal plan
         with planned():
             set_plan(plan)
+            if plan.costs is None:
+                measure_kernels(model, *make_batches(job)[0])
             loss = step(index)
-            plan = current_plan()  # with the costs that the first forward measured
+            plan = current_plan()
         return loss
 
     def predicted() -> float | None:

@@ -41,6 +41,7 @@ from .fsdp_module import FSDPModule as FSDPModule
 from .fsdp_module import UnshardHandle as UnshardHandle
 from .fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
 from .fsdp_module import share_comm_ctx as share_comm_ctx
+from .kernel_times import measure_kernels as measure_kernels
 from .overlap import overlap_optimizer as overlap_optimizer
 from .plan import Plan as Plan
 from .plan import current_plan as current_plan
@@ -88,6 +89,7 @@ __all__ = [
     "dumped_to",
     "explain",
     "fully_shard",
+    "measure_kernels",
     "overlap_optimizer",
     "planned",
     "register_fsdp_forward_method",

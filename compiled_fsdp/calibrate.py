@@ -36,11 +36,7 @@ def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
 
     None where nothing is communicated: one rank, or a fake process group.
     """
-    groups = {}
-    for info in infos:
-        for group in (info.shard_group, info.replicate_group if info.replicate_size > 1 else None):
-            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-                groups[group.group_name] = group
+    groups = groups_of(infos)
     if not groups:
         return None
     device = infos[0].device
@@ -53,6 +49,16 @@ def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
     count = len(links) // len(groups)
     each = [Link(*links[n : n + count]) for n in range(0, len(links), count)]
     return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
+
+
+def groups_of(infos: Sequence[MeshInfo]) -> dict[str, dist.ProcessGroup]:
+    """The groups of these meshes over which anything is communicated, by name."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for info in infos:
+        for group in (info.shard_group, info.replicate_group if info.replicate_size > 1 else None):
+            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                found[group.group_name] = group
+    return found
 
 
 def calibrate_plan(infos: Sequence[MeshInfo]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,11 @@ from . import schema
 from .graph import hint, is_matmul, is_view
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Node
 
+WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
 FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, operator.getitem)
 
 
@@ -57,6 +61,7 @@ class Costs:
     overhead: seconds for launching a kernel.
     links: for each process group, by name; groups that are not there cost what the first one does.
     is_fused: whether a compiler fuses pointwise kernels, so that what passes between them costs nothing.
+    kernels: seconds of matmuls and attentions that were measured inside the model (`measure_kernels`), by `kernel`.
     """
 
     flops: float
@@ -64,6 +69,7 @@ class Costs:
     overhead: float
     links: tuple[tuple[str, Link], ...]
     is_fused: bool = True
+    kernels: tuple[tuple[str, float], ...] = ()
 
     def link(self, group: str) -> Link:
         """The link of a group."""
@@ -83,6 +89,9 @@ class Costs:
             link = self.link(group)
             return max(self.overhead, link.start) + sent * link.issue
         if is_matmul(node):
+            known = _by_key(self.kernels).get(kernel_of(node)) if self.kernels else None
+            if known is not None:
+                return known
             seconds = flops(node) / self.flops
             return self.overhead + max(seconds, self._traffic(node))
         if self.is_fused and is_fusible(node):
@@ -126,6 +135,25 @@ def _as_now(val: Any) -> Any:
         is_fixed = not any(isinstance(size, torch.SymInt) for size in val.shape)
         return val if is_fixed else torch.empty([hint(size) for size in val.shape], dtype=val.dtype, device="meta")
     return hint(val) if isinstance(val, torch.SymInt) else val
+
+
+def kernel(op: torch._ops.OpOverload, args: Sequence[Any]) -> str:
+    """What takes the same time: "mm float32[8, 4] float32[4, 2]". The bias of a matmul does not count."""
+    name = op.overloadpacket.__name__
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if name in WITH_BIAS:
+        name, tensors = WITH_BIAS[name], tensors[1:]
+    return " ".join([name, *(f"{str(t.dtype).removeprefix('torch.')}{[hint(size) for size in t.shape]}" for t in tensors)])
+
+
+def kernel_of(node: Node) -> str:
+    """The same of a node."""
+    return kernel(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[arg-type]
+
+
+@cache
+def _by_key(kernels: tuple[tuple[str, float], ...]) -> dict[str, float]:
+    return dict(kernels)
 
 
 def is_fusible(node: Node) -> bool:

@@ -16,7 +16,7 @@ REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version options torch_private ranges log spec plan layout keys errors
+    version options torch_private ranges log spec layout keys errors plan
     meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives meta ops
     graph regions meaning costs choices planner
     fusion origins lifetimes halves memory
@@ -27,7 +27,7 @@ ORDER = """
     partition budget splitting pin_order inductor backend
     arguments calibrate deferred in_flight flat extension unit clock tree
     resident full_params runtime stock_state fallback first_call
-    state fsdp_module module api warmup overlap
+    state fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__
     fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler
 """.split()

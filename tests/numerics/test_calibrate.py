@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from numerics.test_graphs import captured
@@ -12,6 +13,7 @@ from pool import Pool
 import compiled_fsdp
 from compiled_fsdp import budget, calibrate, fully_shard
 from compiled_fsdp.costs import Costs, Link
+from compiled_fsdp.graph import is_matmul
 from compiled_fsdp.inductor import HalfPass, JointPass
 from compiled_fsdp.plan import Plan, current_plan, set_plan
 from compiled_fsdp.regions import find_regions
@@ -160,3 +162,53 @@ def chooses_slices() -> None:
     assert "slice" in found[0.0]
     assert set(found[1.0]) == {"keep"}
     assert all(map(torch.equal, grads[0.0], grads[1.0]))
+
+
+def test_kernels_are_measured_in_the_model(two: Pool) -> None:
+    costs = two.run(measured_kernels)
+    assert costs[0] == costs[1]
+
+
+def measured_kernels() -> str:
+    """Forward's addmm and backward's mm of both layers: in the graphs they cost what they took; nothing else is changed."""
+    before = current_plan()
+    try:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5), torch.nn.Linear(5, 3)
+        )
+        for layer in (model[0], model[3]):
+            fully_shard(layer)
+        call = torch.compile(fully_shard(model), backend="compiled_fsdp_eager", fullgraph=True)
+        state = [torch.get_rng_state(), *(b.clone() for b in model.buffers())]
+        costs = compiled_fsdp.measure_kernels(
+            call, torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        )
+        assert current_plan().costs is costs
+        assert all(torch.equal(a, b) for a, b in zip(state, [torch.get_rng_state(), *model.buffers()], strict=True))
+        assert all(p.grad is None for p in model.parameters())
+        assert [key for key, _ in costs.kernels] == [
+            "mm float32[3, 4] float32[4, 5]",
+            "mm float32[4, 3] float32[3, 5]",
+            "mm float32[4, 5] float32[5, 3]",
+            "mm float32[4, 6] float32[6, 5]",
+            "mm float32[5, 4] float32[4, 6]",
+        ]
+        with captured() as halves:
+            call(torch.randn(4, 6)).sum().backward()
+        heavy = [n for half in halves for n in half.nodes if is_matmul(n)]
+        assert sorted(costs.compute(n) for n in heavy) == sorted(seconds for _, seconds in costs.kernels)
+        return repr(costs)
+    finally:
+        set_plan(before)
+
+
+def test_kernels_of_what_is_not_sharded(two: Pool) -> None:
+    two.run(not_sharded)
+
+
+def not_sharded() -> None:
+    with pytest.raises(
+        TypeError, match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on it first$"
+    ):
+        compiled_fsdp.measure_kernels(torch.nn.Linear(2, 2), torch.ones(1, 2))
