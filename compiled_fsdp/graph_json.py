@@ -196,7 +196,8 @@ def _plan_of(values: dict[str, Any]) -> Plan:
     costs = values["costs"]
     if costs is not None:
         links = tuple((str(name), Link(*fields)) for name, *fields in costs["links"])
-        costs = Costs(**{**costs, "links": links})
+        kernels = tuple((str(key), float(seconds)) for key, seconds in costs.get("kernels", ()))
+        costs = Costs(**{**costs, "links": links, "kernels": kernels})
     return Plan(
         **{
             **values,

@@ -339,17 +339,18 @@ def trial(subject: Subject, good: tuple[Any, Counter[str]], mutation: Callable[.
 
 
 def trials(count: int, seed: int = 0) -> list[Mutant]:
-    """`count` mutants: every mutation on every graph in turn."""
+    """`count` mutants: every mutation in turn, each on a graph at random to which it can be done."""
     found: list[Mutant] = []
     everything = [(s, s.execute(s.compiled().graph)) for s in subjects()]
     numbers = iter(range(seed, sys.maxsize))
     while len(found) < count:
         for mutation in MUTATIONS:
             number = next(numbers)
-            subject, good = everything[random.Random(number).randrange(len(everything))]
-            mutant = trial(subject, good, mutation, number)
-            if mutant is not None:
-                found.append(mutant)
+            for subject, good in random.Random(number).sample(everything, len(everything)):
+                mutant = trial(subject, good, mutation, number)
+                if mutant is not None:
+                    found.append(mutant)
+                    break
     return found[:count]
 
 

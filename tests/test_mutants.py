@@ -36,7 +36,7 @@ def test_correct_graphs_pass_and_execute() -> None:
         assert subject.caught(lambda gm, plan: gm) is None, subject.name
         results, moved = subject.execute(subject.compiled().graph)
         assert len(results) == subject.world
-        assert moved
+        assert moved or subject.name.startswith("flat whole forward"), "under NO_SHARD forward has nothing to gather"
 
 
 def test_ranks_that_start_in_another_order_hang() -> None:

@@ -216,7 +216,9 @@ def communications(run: Callable[[], Any]) -> dict[str, int]:
     for event in profiler.events():
         named = [c for c in event.cpu_children if c.name.startswith("compiled_fsdp::")]  # the range that our op opens
         inside = [*event.cpu_children, *(c for entry in named for c in entry.cpu_children)]
-        is_run = not event.name.startswith("fsdp::") or any(c.name == "c10d::recv_" for c in inside)
+        is_run = not event.name.startswith("fsdp::") or any(
+            c.name == "aten::copy_" for c in inside
+        )  # of the rank's own piece
         if event.name in _COMMUNICATIONS and is_run:  # else a fake one, or one that a dispatch mode passes on
             found[_COMMUNICATIONS[event.name]] += 1
     return {kind: found[kind] for kind in ("gather", "reduce", "all_reduce")}
