@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import operator
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from dataclasses import replace
 
 import pytest
 import torch
