@@ -1,8 +1,9 @@
 """Run all sides of a comparison in one group of processes, taking turns, and say what each step cost.
 
 The launcher (`run_local`, or two hosts of `hosts.py`) starts this file on every rank with a `Comparison` as JSON.
-The sides take turns in rounds, so that drift of the machine meets all of them. A barrier precedes every timed
-step, and a step takes as long as on the slowest rank. All that train must lose alike; if not, nothing is reported.
+The sides take turns in rounds, so that drift of the machine meets all of them. The timed steps of a round follow each
+other without a barrier, and a step takes as long as on the slowest rank. All that train must lose alike; if not,
+nothing is reported.
 """
 
 from __future__ import annotations
@@ -71,20 +72,29 @@ class Side:
     sent: list[int] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
 
-    def run(self, num_steps: int, *, is_timed: bool) -> None:
-        """Take some steps."""
+    def run(self, num_steps: int) -> None:
+        """Take some steps that are not timed."""
+        dist.barrier()
         for _ in range(num_steps):
-            dist.barrier()
+            self._step()
+
+    def time(self, num_steps: int) -> None:
+        """Time some steps, one right after the other and after one that is not timed: what a step leaves under way for the next
+        is on the wire while that one runs, not in a barrier between them that nobody counts.
+        """
+        self.run(1)
+        for _ in range(num_steps):
             sent, core, start = sent_bytes(), time.process_time(), time.perf_counter()
-            loss = self.step(self.num_steps)
-            seconds = time.perf_counter() - start
-            self.num_steps += 1
-            if loss is not None:
-                self.losses.append(loss.item())
-            if is_timed:
-                self.times.append(seconds)
-                self.sent.append(sent_bytes() - sent)
-                self.core.append(time.process_time() - core)
+            self._step()
+            self.times.append(time.perf_counter() - start)
+            self.core.append(time.process_time() - core)
+            self.sent.append(sent_bytes() - sent)
+
+    def _step(self) -> None:
+        loss = self.step(self.num_steps)
+        self.num_steps += 1
+        if loss is not None:
+            self.losses.append(loss.item())
 
 
 # --- on each rank ---------------------------------------------------------------------------------
@@ -103,11 +113,11 @@ def work(comparison: Comparison, output: Path) -> None:
         for name in comparison.variants:
             start = time.perf_counter()
             sides.append(Side(name, VARIANTS[name].build(comparison.job)))
-            sides[-1].run(NUM_WARMUP, is_timed=False)
+            sides[-1].run(NUM_WARMUP)
             done(f"{name} is ready after {time.perf_counter() - start:.0f} s")
         for number in range(comparison.rounds):
             for side in sides:
-                side.run(comparison.steps, is_timed=True)
+                side.time(comparison.steps)
                 seconds = statistics.median(side.times[-comparison.steps :])
                 done(f"round {number + 1} of {comparison.rounds}, {side.name}: {seconds:.3f} s/step")
         differences = compare_losses({side.name: side.losses for side in sides})

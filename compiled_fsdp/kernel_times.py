@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,11 @@ from .torch_private import uncompiled
 from .warmup import run_both, sharded_below, without_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
+
+    from .unit import Unit
 
 STEPS = 3  # that are measured, after one that is not
 
@@ -49,7 +52,7 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
     states = sharded_below(model, "measure_kernels")
     infos = list(dict.fromkeys(flat.mesh_info for state in states for flat in state.unit.flats))
     seen: list[dict[str, list[float]]] = []
-    with without_trace(model), torch.compiler.set_stance("force_eager"):
+    with without_trace(model), _unseen([state.unit for state in states]), torch.compiler.set_stance("force_eager"):
         for _ in range(1 + STEPS):
             with Clock(infos[0].device) as clock:
                 run_both(uncompiled(model), example, more, "measure_kernels")
@@ -94,6 +97,17 @@ class Clock(TorchDispatchMode):
     def _settle(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+
+@contextmanager
+def _unseen(units: list[Unit]) -> Iterator[None]:
+    """What runs inside is no run of the user's to `explain`: neither that units ran eagerly, nor what options that took."""
+    before = [(unit.num_eager_forwards, {name: dict(by) for name, by in unit.options.consumed.items()}) for unit in units]
+    try:
+        yield
+    finally:
+        for unit, (count, consumed) in zip(units, before, strict=True):
+            unit.num_eager_forwards, unit.options.consumed = count, consumed
 
 
 def _medians(mine: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:

@@ -34,7 +34,15 @@ class TestBenchmarks(unittest.TestCase):
     def test_in_small(self):
         """Real ranks, real losses compared, real passes on the 405 B shape; not Inductor, which takes minutes."""
         with TemporaryDirectory() as folder:
-            command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "latency", "memory", "plan", "--quick"]
+            command = [
+                sys.executable,
+                str(ROOT / "benchmarks" / "bench.py"),
+                "latency",
+                "memory",
+                "plan",
+                "graphs",
+                "--quick",
+            ]
             command += ["--variants", "ours_eager", "stock_eager", "fsdp1", "--layers", "1", "2", "--out", folder]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             self.assertEqual(done.returncode, 0, done.stderr[-3000:])
@@ -44,6 +52,8 @@ class TestBenchmarks(unittest.TestCase):
             for name in ("ours_eager", "stock_eager", "fsdp1"):
                 (row,) = (line for line in latency.splitlines() if line.startswith(f"| {name} |"))
                 self.assertIn("0.0e+00", row, "eager losses are stock's, bit for bit")
+            (row,) = (line for line in (Path(folder) / "fsdp1_graphs.md").read_text().splitlines() if "| ours |" in line)
+            self.assertIn("| ours | 1 | 1 | 5 | 9 | 0 | runs |", row)
             plan = (Path(folder) / "plan.md").read_text()
             self.assertIn("| bucket_all_gather |", plan)
 
@@ -56,6 +66,15 @@ class TestBenchmarks(unittest.TestCase):
         for variant in VARIANTS.values():
             self.assertFalse(variant.floor and VARIANTS[variant.floor].trains)
         self.assertEqual(with_floors(["ours"]), ["ours", "local_compile"])
+
+    def test_timed_steps_follow_each_other(self):
+        """What a step leaves under way is not carried in a barrier, at the cost of nobody."""
+        seen_: list[str] = []
+        side = side_by_side.Side("ours", lambda index: seen_.append(f"step {index}"))
+        with mock.patch.object(side_by_side.dist, "barrier", side_effect=lambda: seen_.append("barrier")):
+            side.time(2)
+        self.assertEqual(seen_, ["barrier", "step 0", "step 1", "step 2"])
+        self.assertEqual([len(side.times), len(side.core), len(side.sent)], [2, 2, 2])
 
     def test_losses_that_differ_stop_the_run(self):
         with mock.patch.object(side_by_side.dist, "all_reduce"):

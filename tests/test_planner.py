@@ -258,7 +258,9 @@ def test_every_field_is_part_of_the_compile_caches_key():
     ((_, link),) = machine.links
     links = [replace(link, **{f.name: 7.0}) for f in fields(Link)]
     machines = [replace(machine, **{name: 7.0}) for name in ("flops", "bandwidth", "overhead")]
-    machines += [machine.fused(False), *(replace(machine, links=(("shard", changed),)) for changed in links)]
+    machines += [machine.fused(False), replace(machine, kernels=(("mm", 7.0),))]
+    machines += [replace(machine, links=(("shard", changed),)) for changed in links]
+    assert len(machines) == len(fields(Costs)) - 1 + len(links)
     plans += [Plan(costs=changed) for changed in machines]
     for key in (JointPass().uuid, HalfPass().uuid):
         seen = {key()}

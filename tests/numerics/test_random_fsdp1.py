@@ -12,9 +12,7 @@ from compat.fsdp1.oracle import Api, grads, params, plain
 from compat.oracle import check_equal
 from numerics.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
 from numerics.random_models import build, shrink
-from numerics.test_random_models import BUCKETS, batch
-
-from compiled_fsdp import planned
+from numerics.test_random_models import batch, problem_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,17 +76,7 @@ def unsharded(program: Wrapped) -> dict[str, Any]:
 
 def fails(program: Wrapped) -> str | None:
     """What is wrong with a program on any rank; None if nothing is."""
-    torch._dynamo.reset()
-    program = legal(program)
-    problem = None
-    try:
-        with planned(bucket_bytes=BUCKETS[program.seed % len(BUCKETS)]):
-            compare(program)
-    except Exception as error:  # noqa: BLE001
-        problem = f"{type(error).__name__}: {str(error)[:500]}"
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    return next(filter(None, everyone), None)
+    return problem_of(compare, legal(program))
 
 
 def compare(program: Wrapped) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from numerics.random_models import Program, Spec, build, make, shard, shrink, smaller
+from numerics.random_models import P, Program, Spec, build, make, shard, shrink, smaller
 from torch import Tensor
 
 from compiled_fsdp import planned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "30")), 10  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
@@ -51,23 +55,33 @@ def gradients(program: Program, kind: str) -> list[Tensor | None]:
 
 def fails(program: Program) -> str | None:
     """What is wrong with a program on any rank; None if nothing is."""
+    return problem_of(compare, program)
+
+
+def problem_of(compare: Callable[[P], None], program: P) -> str | None:
+    """What `compare` raises for a program on any rank; None if it returns on all."""
     torch._dynamo.reset()
     problem = None
     try:
         with planned(bucket_bytes=BUCKETS[program.seed % len(BUCKETS)]):
-            expected, eager, compiled = (gradients(program, kind) for kind in ("unsharded", "eager", "compiled"))
-        for i, (a, b, c) in enumerate(zip(expected, eager, compiled, strict=True)):
-            if (a is None, b is None, c is None) not in ((True,) * 3, (False,) * 3):
-                problem = f"gradient {i}: None is unsharded {a is None}, eager {b is None}, compiled {c is None}"
-            elif a is not None and not torch.allclose(a, b, atol=TOLERANCE[program.low_precision], rtol=1e-4):
-                problem = f"gradient {i}: eager differs from unsharded by {(a - b).abs().max().item():.2e}"
-            elif b is not None and not torch.equal(b, c):
-                problem = f"gradient {i}: compiled differs from eager by {(b - c).abs().max().item():.2e}"
+            compare(program)
     except Exception as error:  # noqa: BLE001
         problem = f"{type(error).__name__}: {str(error)[:500]}"
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, problem)
     return next(filter(None, everyone), None)
+
+
+def compare(program: Program) -> None:
+    """Raises: AssertionError, with the first difference."""
+    expected, eager, compiled = (gradients(program, kind) for kind in ("unsharded", "eager", "compiled"))
+    for i, (a, b, c) in enumerate(zip(expected, eager, compiled, strict=True)):
+        if a is None or b is None or c is None:
+            assert a is b is c, f"gradient {i}: None is unsharded {a is None}, eager {b is None}, compiled {c is None}"
+            continue
+        is_close = torch.allclose(a, b, atol=TOLERANCE[program.low_precision], rtol=1e-4)
+        assert is_close, f"gradient {i}: eager differs from unsharded by {(a - b).abs().max().item():.2e}"
+        assert torch.equal(b, c), f"gradient {i}: compiled differs from eager by {(b - c).abs().max().item():.2e}"
 
 
 def check(first: int, number: int) -> None:
