@@ -30,6 +30,13 @@ DISTANCES = {
 }  # the default, and where nothing is known of costs
 
 FROM_COSTS = (*DISTANCES, "bucket_bytes", "split_bytes", "own_message", "reductions")  # None: decided from costs
+# Fields that are bytes, and what None stands for.
+SIZES = {
+    "bucket_bytes": "from costs",
+    "split_bytes": "from costs",
+    "own_message": "from costs",
+    "reduction_bytes": "three times the largest reduction",
+}
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 
 
@@ -55,6 +62,8 @@ class Plan:
         gathered straight into its place; None: from costs, where copying takes as long as a message.
     reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo, whose reduce-scatter moves twice
         the bytes, else reduce-scatter); None: from costs, for each unit the faster.
+    reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight=None`), those under way send together at
+        most so many bytes (full gradients, which stay alive meanwhile); 0: one at a time; None: three times the largest.
     recompute: whether backward computes again what pointwise kernels make from values that are saved anyway, also where a matmul
         reads it (`partition.py`); False: as torch's partitioner decides. Activation checkpointing comes before it.
     memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
@@ -72,6 +81,7 @@ class Plan:
     split_bytes: int | None = 0
     own_message: int | None = OWN_MESSAGE
     reductions: str | None = "backend"
+    reduction_bytes: int | None = None
     recompute: bool = True
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
@@ -85,10 +95,10 @@ class Plan:
                 continue
             if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
                 raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None (from costs)")
-        for name in ("bucket_bytes", "split_bytes", "own_message"):
+        for name, by_default in SIZES.items():
             size = getattr(self, name)
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise ValueError(f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None (from costs)")
+                raise ValueError(f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None ({by_default})")
         if self.reductions not in REDUCTIONS:
             raise ValueError(
                 f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for the cheaper by costs"
@@ -133,7 +143,7 @@ class Plan:
 
 
 _current = _DEFAULT = Plan()
-ASKED = (*FROM_COSTS, "recompute", "memory_budget", "costs")
+ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "memory_budget", "costs")
 # What users set of the plan; `Plan.kept` is decided, not set.
 options = Options()
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from . import collectives as comm
 from .graph import is_backward, is_matmul
 from .meta import get_tag
-from .regions import find_regions
+from .regions import Region, find_regions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 # A start comes earlier than the model asks for by this share of the collective's time: machines are not exact. On the wire of
 # `make bench`, a step took 9 % longer with 0.25.
 MARGIN = 1.0
-# At most so many all-gathers have started ahead of the one in use, and so many reductions are under way.
-AHEAD = REDUCTIONS = 3
+# At most so many all-gathers have started ahead of the one in use.
+AHEAD = 3
+# Reductions under way send together at most so many times the bytes of the largest, if the plan says no number of bytes.
+REDUCTIONS = 3
 # With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest reduction.
 UNITS_IN_FLIGHT = 2
 # With `overlap_optimizer`, the step gathers at most so many bytes of full parameters ahead, if the user sets nothing else.
@@ -189,20 +192,29 @@ def gather_anchors(graph: Graph, costs: Costs) -> dict[Node, Node]:
     return {p.node: gathers.rest[place].node for p, place in zip(gathers.starts, places, strict=True)}
 
 
-def wait_anchors(graph: Graph, costs: Costs) -> dict[Node, Node | None]:
+def reduction_room(regions: Sequence[Region], asked: int | None) -> int:
+    """Bytes that reductions under way may send together, where costs decide when they are awaited."""
+    return REDUCTIONS * max((r.sent_bytes for r in regions), default=0) if asked is None else asked
+
+
+def wait_anchors(graph: Graph, costs: Costs, reduction_bytes: int | None = None) -> dict[Node, Node | None]:
     """For each reduction's first start, the node before which it is awaited; None for the end of the graph."""
     points = program(graph, costs)
     regions = [r for r in find_regions(graph, "reduce") if r.starts]
+    room = reduction_room(regions, reduction_bytes)
     every = [s for r in regions for s in r.starts]
     line = simulate(points, every)
     reached = [line.reached[p.node] for p in points]
     index = {p.node: n for n, p in enumerate(points)}
     starts = [r.starts[0] for r in regions]
+    sizes = [r.sent_bytes for r in regions]
     anchors: dict[Node, Node | None] = {}
     for n, start in enumerate(starts):
         begin, done = line.carried[start]
         place = bisect_right(reached, done + MARGIN * (done - begin))
-        if n + REDUCTIONS < len(starts):
-            place = min(place, index[starts[n + REDUCTIONS]])
+        under_way = accumulate(sizes[n:])  # those before it are awaited before it
+        first_too_many = next((m for m, size in enumerate(under_way, n) if m > n and size > room), len(starts))
+        if first_too_many < len(starts):
+            place = min(place, index[starts[first_too_many]])
         anchors[start] = points[place].node if place < len(points) else None
     return anchors

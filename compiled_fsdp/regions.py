@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from . import meta
 from .collectives import STARTS, WAIT
+from .graph import value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -57,6 +58,11 @@ class Region:
     def waits(self) -> tuple[Node, ...]:
         """The nodes that wait for one."""
         return tuple(n for n in self.nodes if n.target is WAIT)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of what its first collective sends, this rank's part included: alive until it is awaited; 0 if it starts none."""
+        return sum(value(n).nbytes for start in self.starts[:1] for n in start.all_input_nodes)
 
 
 def find_regions(graph: Graph, kind: str) -> list[Region]:

@@ -23,8 +23,8 @@ After, with reduces_in_flight=1:
 Requires: a lowered graph.
 Ensures: by distance, what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th
     (or, for a fraction, before a matmul that share of the way to it), or at the end of the graph; from costs, it stands where
-    `planner.wait_anchors` says. With HSDP the all-reduce starts there, and is awaited a unit later again.
-    A unit's `set_reduce_scatter_max_input_buffers` comes before the plan.
+    `planner.wait_anchors` says, within `Plan.reduction_bytes`. With HSDP the all-reduce starts there, and is awaited a unit
+    later again. A unit's `set_reduce_scatter_max_input_buffers` comes before the plan.
 Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
 """
 
@@ -61,7 +61,8 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
         if is_from_costs and stage == 0:
             assert plan.costs is not None
             consume(gm, "Plan.costs")
-            anchors = wait_anchors(gm.graph, plan.costs)
+            consume(gm, "Plan.reduction_bytes")
+            anchors = wait_anchors(gm.graph, plan.costs, plan.reduction_bytes)
             decided = [(r.waits[0], anchors[r.starts[0]] or end) for r in regions]
         else:
             decided = decide(regions, stage, distances(regions, plan), end)

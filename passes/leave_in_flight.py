@@ -57,7 +57,7 @@ def decide(graph: Graph) -> list[Region]:
     """The last reductions, in the order of their starts."""
     regions = [r for r in find_regions(graph, "reduce") if r.starts]
     regions.sort(key=lambda r: r.starts[0])
-    sizes = [sum(value(n).nbytes for n in r.starts[0].all_input_nodes) for r in regions]
+    sizes = [r.sent_bytes for r in regions]
     room = UNITS_IN_FLIGHT * max(sizes, default=0)
     found: list[Region] = []
     for region, size in zip(reversed(regions), reversed(sizes), strict=True):

@@ -22,7 +22,8 @@ from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import aliases, find, is_backward, is_view, order, output, placeholders, starts, sum_root, value
 from compiled_fsdp.meaning import interface
 from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
-from compiled_fsdp.planner import AHEAD, REDUCTIONS, UNITS_IN_FLIGHT
+from compiled_fsdp.plan import DISTANCES
+from compiled_fsdp.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 from compiled_fsdp.regions import Region, find_regions
 from compiled_fsdp.schema import (
     ADD_RETAINED,
@@ -291,47 +292,48 @@ def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
     """No more gathers or reductions are under way at once than the plan, or the user for a unit, allows."""
     for kind in ("gather", "reduce"):
         regions = [r for r in find_regions(gm.graph, kind) if r.starts]
-        limit = _limit(gm, plan, kind, regions)
+        limit, room = _limit(gm, plan, kind, regions)
         first_waits = {r.waits[0]: r for r in regions if r.waits}
         first_starts = {r.starts[0]: r for r in regions if r.waits}
         under_way: dict[int, int] = {}
         for node in gm.graph.nodes:
             if node in first_starts:
-                under_way[first_starts[node].tag.region] = _sent_bytes(first_starts[node])
+                under_way[first_starts[node].tag.region] = first_starts[node].sent_bytes
             if node in first_waits:
                 under_way.pop(first_waits[node].tag.region, None)
-            if node in first_starts and len(under_way) > limit:
+            num, total = len(under_way), sum(under_way.values())
+            if node in first_starts and (num > limit or (num > 1 and total > room)):
+                allowed = f"{room:g} bytes" if num <= limit else f"{limit:g}"
                 yield (
                     node,
-                    f"%{node.name} makes {len(under_way)} {kind}s of together {sum(under_way.values())} bytes under way; the "
-                    f"plan allows {limit:g}",
+                    f"%{node.name} makes {num} {kind}s of together {total} bytes under way; the plan allows {allowed}",
                 )
 
 
-def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> float:
-    """How many may be under way at once; with prefetch lists of the user, any number of gathers."""
+def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tuple[float, float]:
+    """How many may be under way at once, and bytes of several; with prefetch lists of the user, any number of gathers."""
     if kind == "reduce":
         distance = plan.distance("reduces_in_flight")
-        asked = [r.spec.reduces_in_flight or (REDUCTIONS if distance is None else distance) for r in regions if r.waits]
-        return max(1, *map(ceil, asked)) if asked else 1
+        asked = [r.spec.reduces_in_flight for r in regions if r.waits]
+        if distance is None and not any(asked):
+            return inf, reduction_room(regions, plan.reduction_bytes)
+        by_default = DISTANCES["reduces_in_flight"] if distance is None else distance
+        return max([1, *(ceil(number or by_default) for number in asked)]), inf
     name, lists = ("backward_prefetch", "backward_after") if is_backward(gm.graph) else ("prefetch", "forward_after")
     if any(getattr(r.spec, lists) for r in regions):
-        return inf
+        return inf, inf
     distance = plan.distance(name)
-    return (AHEAD if distance is None else floor(distance)) + 1
-
-
-def _sent_bytes(region: Region) -> int:
-    return sum(value(n).nbytes for n in _sent(region.starts[0]))
+    return (AHEAD if distance is None else floor(distance)) + 1, inf
 
 
 def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
     """What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest reduction."""
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
     left = [r for r in regions if _is_left(r)]
-    room = UNITS_IN_FLIGHT * max(map(_sent_bytes, regions), default=0)
-    if sum(map(_sent_bytes, left)) > room:
-        yield left[0].nodes[-1], f"{len(left)} reductions of together {sum(map(_sent_bytes, left))} bytes; at most {room}"
+    sizes = [r.sent_bytes for r in left]
+    room = UNITS_IN_FLIGHT * max((r.sent_bytes for r in regions), default=0)
+    if sum(sizes) > room:
+        yield left[0].nodes[-1], f"{len(left)} reductions of together {sum(sizes)} bytes; at most {room}"
 
 
 def same_interface(gm: GraphModule, plan: Plan) -> Violations:

@@ -16,6 +16,7 @@ from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.delay_wait import delay_wait
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
+from compiled_fsdp.passes.verify import bounded_in_flight
 from passes_harness import PLAN, Hand, numel, unit
 from torch.fx import GraphModule
 
@@ -32,6 +33,7 @@ from compiled_fsdp.planner import AHEAD, REDUCTIONS, gather_anchors, program, si
 MM = torch.ops.aten.mm.default
 WIDTH = 64
 MATMUL = 2 * WIDTH**3  # operations of each matmul below
+GRADIENT = WIDTH * WIDTH * 4  # bytes
 BYTES = WIDTH * WIDTH * 4 / 2  # that each of two ranks sends for a weight
 
 
@@ -89,6 +91,21 @@ def marks(gm: GraphModule) -> str:
 def scheduled(gm: GraphModule, machine: Costs) -> GraphModule:
     plan = Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, costs=machine)
     return delay_wait(prefetch_all_gather(gm, plan), plan)
+
+
+def under_way(gm: GraphModule) -> int:
+    """The most reductions that are under way at once."""
+    now = worst = 0
+    for mark in marks(gm):
+        now += (mark == "R") - (mark == "r")
+        worst = max(worst, now)
+    return worst
+
+
+def reducing(gradients: float) -> Plan:
+    """Reductions by costs, with room for so many gradients under way."""
+    machine = costs(matmul=1.0, transfer=20.0)
+    return Plan(reduces_in_flight=None, bucket_bytes=0, reduction_bytes=int(gradients * GRADIENT), costs=machine)
 
 
 class TestCosts:
@@ -192,11 +209,21 @@ class TestSchedule:
 
     def test_few_reductions_are_under_way(self):
         gm = scheduled(backward(8, matmuls=1, is_kept=True), costs(matmul=1.0, transfer=20.0))
-        under_way = worst = 0
-        for mark in marks(gm):
-            under_way += (mark == "R") - (mark == "r")
-            worst = max(worst, under_way)
-        assert worst == REDUCTIONS
+        assert under_way(gm) == REDUCTIONS
+
+    @pytest.mark.parametrize(("rooms", "at_most"), [(0, 1), (1.9, 1), (2, 2), (4.9, 4), (100, 8)])
+    def test_bytes_of_reductions_under_way(self, rooms: float, at_most: int):
+        """In gradients, each of which is alive while it is sent; one at a time is always allowed."""
+        gm = delay_wait(backward(8, matmuls=1, is_kept=True), reducing(rooms))
+        assert under_way(gm) == at_most
+        assert not list(bounded_in_flight(gm, reducing(rooms)))
+
+    def test_verify_counts_the_bytes_of_reductions(self):
+        gm = delay_wait(backward(8, matmuls=1, is_kept=True), reducing(3))
+        ((_, detail), *_) = bounded_in_flight(gm, reducing(2))
+        assert detail.endswith(
+            f"makes 3 reduces of together {3 * GRADIENT} bytes under way; the plan allows {2 * GRADIENT} bytes"
+        )
 
     def test_the_same_every_time(self):
         machine = costs(matmul=1.0, transfer=2.5)
@@ -242,6 +269,7 @@ CHANGES = {
     "split_bytes": 3,
     "own_message": 3,
     "reductions": "all_to_all",
+    "reduction_bytes": 3,
     "recompute": False,
     "memory_budget": 0.5,
     "kept": (("u", "w"),),
