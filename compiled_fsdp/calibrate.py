@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,11 @@ REPEATS = 5
 SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collective
 MESSAGES = 8  # of the same collective, to see what each further one costs
 IN_FLIGHT = 4  # large ones that are started together, as a schedule does
+BULK = 1 << 23  # the same, where so much is moved that starting does not count
+UNDER_WAY = (
+    0.01  # seconds that a collective takes at most whose cost to the core is measured; on a slow link, it is a smaller one
+)
+LONGER = 4  # times as long as a collective is computed beside it, so that none of it is left to wait for
 MATMUL = {"cpu": 512, "cuda": 4096}
 OPERANDS = {"cpu": 32, "cuda": 2}  # matrices to multiply: on the CPU more than caches hold, as in a model
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
@@ -76,14 +82,15 @@ def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median time of a call, the first one left out."""
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median([_once(run, device) for _ in range(REPEATS + 1)][1:])
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
 
 
 def _flops(device: torch.device) -> float:
@@ -130,31 +137,57 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     pieces = [SMALL // MESSAGES] * MESSAGES
     latency = seconds(lambda: comm.call(comm.ALL_GATHER, small, size, name))
     several = seconds(lambda: comm.call(schema.ALL_GATHER, small, pieces, size, name))
+    gathering = bandwidth(lambda: comm.call(comm.ALL_GATHER, large, size, name))
+    (agreed,) = _medians([gathering], group, device)  # all ranks gather as much
+    some, bulk = (_ones(agreed / (size - 1) * UNDER_WAY, most, device) for most in (LARGE, BULK))
+    delay = _taken(
+        lambda: comm.call(comm.ALL_GATHER, some, size, name), latency + (size - 1) * some.nbytes / gathering, device
+    )
+    issue = _busy(lambda: comm.call(comm.ALL_GATHER, bulk, size, name)) / ((size - 1) * bulk.nbytes)
     return [
         latency,
-        bandwidth(lambda: comm.call(comm.ALL_GATHER, large, size, name)),
+        gathering,
         max(several - latency, 0.0) / (MESSAGES - 1),
         bandwidth(lambda: comm.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
         bandwidth(lambda: comm.call(comm.ALL_TO_ALL, [rows], size, name)),
-        start := _busy(lambda: comm.call(comm.ALL_GATHER, small, size, name), time.thread_time),
-        max(_busy(lambda: comm.call(comm.ALL_GATHER, large, size, name), _core_time()) - start, 0.0) / ((size - 1) * LARGE),
+        max(delay - issue * (size - 1) * some.nbytes, 0.0),
+        issue,
     ]
 
 
-def _core_time() -> Callable[[], float]:
-    """The processor time spent on the training thread's core: by all threads, if the process has no other core."""
+def _busy(start: Callable[[], torch.Tensor]) -> float:
+    """Processor seconds that a collective needs on the training thread's core: of all threads, if the process has no other core."""
     is_alone = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
-    return time.process_time if is_alone else time.thread_time
-
-
-def _busy(start: Callable[[], torch.Tensor], clock: Callable[[], float]) -> float:
-    """Processor seconds of a collective, from its start to the end of its wait."""
-    count = REPEATS * IN_FLIGHT  # together: clocks of threads are coarse
+    clock = time.process_time if is_alone else time.thread_time
     comm.call(comm.WAIT, start())
     begin = clock()
-    for _ in range(count):
+    for _ in range(REPEATS):  # together: clocks of threads are coarse
         comm.call(comm.WAIT, start())
-    return (clock() - begin) / count
+    return (clock() - begin) / REPEATS
+
+
+def _ones(nbytes: float, most: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(max(1, int(min(nbytes, most)) // torch.float.itemsize), device=device)
+
+
+def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.device) -> float:
+    """Seconds by which a collective of so many seconds delays what is computed while it is under way."""
+    width = MATMUL.get(device.type, MATMUL["cuda"])
+    a = torch.ones(width, width, device=device)
+    count = ceil(LONGER * seconds / _seconds(lambda: a @ a, device))
+
+    def run(*, is_beside: bool) -> None:
+        for _ in range(IN_FLIGHT):
+            out = start() if is_beside else None
+            for _ in range(count):
+                a @ a
+            if out is not None:
+                comm.call(comm.WAIT, out)
+
+    delays = [
+        _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device) for _ in range(REPEATS + 1)
+    ]
+    return max(statistics.median(delays[1:]), 0.0) / IN_FLIGHT
 
 
 def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -35,8 +35,8 @@ class Link:
     bandwidth: bytes a second from then on, of all-gathers.
     message: seconds for each further message of the same collective.
     scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where they were not measured.
-    start, issue: seconds, for each collective and for each byte, that the training thread's core spends on communicating: gloo
-        sends and receives on it, and its threads share it if the process has no other.
+    start, issue: seconds, for each collective and for each byte, by which it delays what is computed while it is under way: gloo
+        sends and receives on cores, and needs the training thread's if the process has no other.
     """
 
     latency: float

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from pool import Pool
 
 import compiled_fsdp
 from compiled_fsdp import budget, calibrate, fully_shard
+from compiled_fsdp import collectives as comm
 from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.graph import is_matmul
 from compiled_fsdp.inductor import HalfPass, JointPass
@@ -214,3 +218,33 @@ def not_sharded() -> None:
         TypeError, match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on it first$"
     ):
         compiled_fsdp.measure_kernels(torch.nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_ranks_that_measure_differently_gather_as_much(two: Pool) -> None:
+    assert len(set(two.run(measured_differently))) == 1
+
+
+def measured_differently() -> str:
+    """How much is gathered depends on the link's speed, which is agreed before; other sizes would not fit each other."""
+    model = fully_shard(torch.nn.Linear(6, 5))
+    original = calibrate._seconds
+    sizes: list[int] = []
+
+    def call(op: Any, *args: Any) -> Any:
+        sizes.extend(a.nbytes for a in args if isinstance(a, torch.Tensor))
+        return comm.call(op, *args)
+
+    def slower(run: Any, device: torch.device) -> float:
+        return original(run, device) * (1 + 9 * dist.get_rank())
+
+    with (
+        mock.patch.object(calibrate, "_seconds", slower),
+        mock.patch.object(calibrate, "comm", SimpleNamespace(**{**vars(comm), "call": call})),
+    ):
+        costs = calibrate.calibrate([model._get_fsdp_state().unit.mesh_info])
+    assert costs is not None
+    ((_, link),) = costs.links
+    assert link.start >= 0
+    assert 0 < link.issue < 1e-6, "moving bytes takes the core's time"
+    assert len(set(sizes)) >= 4
+    return repr((costs, sizes))
