@@ -1,7 +1,8 @@
 """How long our passes take on a model far too large to run: Llama of 405 B parameters on 1,024 ranks, in one process.
 
 Parameters and inputs are fake tensors, the process group is torch's fake one, and rank 0 traces as it would for real:
-Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each half. Nothing is executed.
+Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each half. Nothing is executed. Three times: by the
+default plan, with everything decided from costs, and with a memory budget besides, which tries schedules on copies of the graph.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import Plan, fully_shard, set_plan
+from compiled_fsdp.budget import fit_budget
+from compiled_fsdp.costs import assumed
 from compiled_fsdp.partition import partition as partition_joint
 from compiled_fsdp.plan import current_plan
+from compiled_fsdp.splitting import fit_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,45 +44,61 @@ if TYPE_CHECKING:
 WORLD, LENGTH = 1024, 8192
 GOAL_S = 60
 TRACING, PARTITION = "Dynamo and AOTAutograd", "torch's partitioner"
+BUDGET, SPLIT = "fit_budget", "fit_split"
+FROM_COSTS = Plan(None, None, None, None, None, None, None, costs=assumed("cuda"))
+BUDGETED = "from costs, with a memory budget"
+PLANS = {"by default": Plan(), "from costs": FROM_COSTS, BUDGETED: replace(FROM_COSTS, memory_budget=0.5)}
+DEEPEST = 32  # layers with a budget: each of its trials takes about as long as planning by default
 
 
 def run(settings: Settings, screen: Screen) -> Report:
     """One process for each number of layers."""
-    found = []
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in PLANS}
     for number in settings.layers:
-        screen.line(f"plan, {number} layers")
-        command = [sys.executable, str(Path(__file__).resolve()), str(number)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        for name, seen in found.items():
+            if name == BUDGETED and number > DEEPEST:
+                continue
+            screen.line(f"plan, {number} layers, {name}")
+            command = [sys.executable, str(Path(__file__).resolve()), str(number), name]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            seen.append(json.loads(done.stdout.splitlines()[-1]))
     return report(settings.layers, found)
 
 
-def report(layers: Sequence[int], found: list[dict[str, Any]]) -> Report:
-    """A row per pass, a column per depth; the picture shows the passes alone."""
-    passes = [name for name in found[0]["seconds"] if name not in (TRACING, PARTITION)]
-    totals = [sum(seen["seconds"][name] for name in passes) for seen in found]
-    per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=True)]
-    rows = [["nodes in both halves", *(f"{seen['nodes']:,}" for seen in found)]]
-    rows += [[name, *(f"{seen['seconds'][name]:.2f}" for seen in found)] for name in found[0]["seconds"]]
-    rows.append(["all our passes", *(f"{total:.2f}" for total in totals)])
-    rows.append(["the same per layer, ms", *(f"{each:.0f}" for each in per_layer)])
+def report(layers: Sequence[int], found: dict[str, list[dict[str, Any]]]) -> Report:
+    """For each plan a row per pass, a column per depth; the picture shows our passes alone."""
     facts = [
         machine(),
         "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary 128256), "
         f"{WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one sequence of {LENGTH} per rank; "
         "seconds of processor time, forward and backward.",
     ]
-    table = Table("Seconds", facts, ["", *(f"{number} layers" for number in layers)], rows)
-    bars = {
-        f"{number} layers": {name: seen["seconds"][name] for name in passes}
-        for number, seen in zip(layers, found, strict=True)
-    }
-    notes = [
-        f"All our passes at {layers[-1]} layers: {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
-        f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}.",
-    ]
+    tables, notes = [], []
+    bars: dict[str, dict[str, float]] = {}
+    for name, measured in found.items():
+        if not measured:
+            continue
+        passes = [key for key in measured[0]["seconds"] if key not in (TRACING, PARTITION)]
+        totals = [sum(seen["seconds"][key] for key in passes) for seen in measured]
+        per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=False)]
+        rows = [["nodes in both halves", *(f"{seen['nodes']:,}" for seen in measured)]]
+        rows += [[key, *(f"{seen['seconds'][key]:.2f}" for seen in measured)] for key in measured[0]["seconds"]]
+        rows.append(["all our passes", *(f"{total:.2f}" for total in totals)])
+        rows.append(["the same per layer, ms", *(f"{each:.0f}" for each in per_layer)])
+        tables.append(
+            Table(f"Seconds, {name}", facts, ["", *(f"{number} layers" for number in layers[: len(rows[0]) - 1])], rows)
+        )
+        bars |= {
+            f"{number} layers, {name}": {key: seen["seconds"][key] for key in passes}
+            for number, seen in zip(layers, measured, strict=False)
+        }
+        notes.append(
+            f"{name}: all our passes at {layers[len(totals) - 1]} layers {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
+            f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}."
+        )
+    notes.append(f"**{BUDGET}**, **{SPLIT}**: trials on copies of the graph, torch's partitioner included.")
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
-    return Report("plan", "Time to plan", [table], panels, notes)
+    return Report("plan", "Time to plan", tables, panels, notes)
 
 
 class Clock:
@@ -96,9 +117,10 @@ class Clock:
         self.lap(entry.name)
 
 
-def plan(num_layers: int) -> dict[str, Any]:
+def plan(num_layers: int, name: str) -> dict[str, Any]:
     """Trace and plan the model at this depth, and say what took how long."""
     torch.set_num_threads(1)
+    set_plan(PLANS[name])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     halves: list[GraphModule] = []
@@ -125,28 +147,36 @@ def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
 
     def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, ...]:
         clock.lap(TRACING)
-        joint = run_pipeline(joint, current_plan(), JOINT, clock.after_pass)
-        split = partition_joint(joint, inputs, current_plan(), **options)
+        chosen = fit_budget(joint, current_plan(), is_fused=True)
+        clock.lap(BUDGET)
+        joint = run_pipeline(joint, chosen, JOINT, clock.after_pass)
+        split = partition_joint(joint, inputs, chosen, **options)
         clock.lap(PARTITION)
         for half in split:
-            halves.append(run_pipeline(half, current_plan(), HALF, clock.after_pass))
+            parts = fit_split(half, current_plan())
+            clock.lap(SPLIT)
+            halves.append(run_pipeline(half, parts, HALF, clock.after_pass))
         return split
 
     return partition
 
 
 def _do_not_run(gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-    """A compiler of graphs whose outputs are what they were traced with."""
+    """A compiler of graphs that return new tensors, fake where it runs, like those that they were traced with."""
     (returned,) = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args
-    outputs = [n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in returned]
+    values = [n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in returned]
 
     def runner(arguments: list[Any]) -> list[Any]:
         arguments.clear()
-        return outputs
+        return [_like(v) if isinstance(v, torch.Tensor) else v for v in values]
 
     runner._boxed_call = True  # type: ignore[attr-defined]
     return runner
 
 
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(plan(int(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(plan(int(sys.argv[1]), sys.argv[2])) + "\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import accumulate
+
 import pytest
 import torch
 from compiled_fsdp.passes.choose_collectives import reduced_by
@@ -116,6 +119,23 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
     plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
     assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
     assert [fqn for _, fqn in plan.dropped] == [n for n in "vw" if n not in sliced]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_most_that_fits_in_few_trials(share):
+    """Peaks that grow by less than what is kept, in jumps, after a beginning that costs nothing; as many as trying all finds."""
+    rng = random.Random(0)
+    for _ in range(50):
+        sizes = [rng.choice([1, 8, 8, 32]) for _ in range(rng.randint(1, 300))]
+        free = rng.randint(0, len(sizes))
+        peaks = [100, *accumulate((0 if n < free else rng.choice([0, size]) for n, size in enumerate(sizes)), initial=100)][
+            1:
+        ]
+        budget_ = 100 + rng.random() * share * (peaks[-1] - 100)
+        tried: list[int] = []
+        found = budget._most(lambda n, peaks=peaks, tried=tried: tried.append(n) or peaks[n], budget_, sizes)
+        assert found == max(n for n, value in enumerate(peaks) if value <= budget_)
+        assert len(set(tried)) <= 3 * len(sizes).bit_length() + 2
 
 
 @pytest.mark.parametrize("name", ["split_bytes", "own_message"])
