@@ -35,7 +35,7 @@ from compiled_fsdp.plan import current_plan
 from compiled_fsdp.splitting import fit_split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from screen import Screen
     from settings import Settings
@@ -61,11 +61,11 @@ def run(settings: Settings, screen: Screen) -> Report:
             screen.line(f"plan, {number} layers, {name}")
             command = [sys.executable, str(Path(__file__).resolve()), str(number), name]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            seen.append(json.loads(done.stdout.splitlines()[-1]))
-    return report(settings.layers, found)
+            seen.append({"layers": number, **json.loads(done.stdout.splitlines()[-1])})
+    return report(found)
 
 
-def report(layers: Sequence[int], found: dict[str, list[dict[str, Any]]]) -> Report:
+def report(found: dict[str, list[dict[str, Any]]]) -> Report:
     """For each plan a row per pass, a column per depth; the picture shows our passes alone."""
     facts = [
         machine(),
@@ -78,25 +78,24 @@ def report(layers: Sequence[int], found: dict[str, list[dict[str, Any]]]) -> Rep
     for name, measured in found.items():
         if not measured:
             continue
+        layers = [seen["layers"] for seen in measured]
         passes = [key for key in measured[0]["seconds"] if key not in (TRACING, PARTITION)]
         totals = [sum(seen["seconds"][key] for key in passes) for seen in measured]
-        per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=False)]
+        per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=True)]
         rows = [["nodes in both halves", *(f"{seen['nodes']:,}" for seen in measured)]]
         rows += [[key, *(f"{seen['seconds'][key]:.2f}" for seen in measured)] for key in measured[0]["seconds"]]
         rows.append(["all our passes", *(f"{total:.2f}" for total in totals)])
         rows.append(["the same per layer, ms", *(f"{each:.0f}" for each in per_layer)])
-        tables.append(
-            Table(f"Seconds, {name}", facts, ["", *(f"{number} layers" for number in layers[: len(rows[0]) - 1])], rows)
-        )
-        bars |= {
-            f"{number} layers, {name}": {key: seen["seconds"][key] for key in passes}
-            for number, seen in zip(layers, measured, strict=False)
-        }
+        tables.append(Table(f"Seconds, {name}", facts, ["", *(f"{number} layers" for number in layers)], rows))
+        bars |= {f"{seen['layers']} layers, {name}": {key: seen["seconds"][key] for key in passes} for seen in measured}
         notes.append(
-            f"{name}: all our passes at {layers[len(totals) - 1]} layers {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
+            f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
             f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}."
         )
-    notes.append(f"**{BUDGET}**, **{SPLIT}**: trials on copies of the graph, torch's partitioner included.")
+    notes.append(
+        f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: trials on copies of the joint graph, partitioned by torch; "
+        f"measured up to {DEEPEST} layers only."
+    )
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
     return Report("plan", "Time to plan", tables, panels, notes)
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +58,13 @@ def chain(layers: int, matmuls: int = 4) -> GraphModule:
     return bucket_all_gather(lower(hand.returns(x), PLAN), PLAN)
 
 
-def backward(layers: int, matmuls: int = 4, is_kept: bool = False) -> GraphModule:
+def backward(layers: int, matmuls: int = 4, is_kept: bool = False, **changes: Any) -> GraphModule:
     """A backward of such units, the last first, each with one reduction; `is_kept`: nothing is gathered again."""
     hand = Hand()
     x = hand.input("tangents_1", WIDTH, WIDTH)
     flats = []
     for n in reversed(range(layers)):
-        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)})
+        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)}, **changes)
         flats.append((hand.input(f"flat{n}", numel([spec])), spec))
     grads = []
     kept = hand.input("kept", WIDTH, WIDTH)
@@ -224,6 +225,13 @@ class TestSchedule:
         assert detail.endswith(
             f"makes 3 reduces of together {3 * GRADIENT} bytes under way; the plan allows {2 * GRADIENT} bytes"
         )
+
+    def test_a_units_own_bound_comes_before_costs(self):
+        """Then the others go by distance, in the pass and for verify."""
+        plan = reducing(100)
+        gm = delay_wait(backward(8, matmuls=1, is_kept=True, reduces_in_flight=2), plan)
+        assert under_way(gm) == 2
+        assert not list(bounded_in_flight(gm, plan))
 
     def test_the_same_every_time(self):
         machine = costs(matmul=1.0, transfer=2.5)
