@@ -45,7 +45,7 @@ WORLD, LENGTH = 1024, 8192
 GOAL_S = 60
 TRACING, PARTITION = "Dynamo and AOTAutograd", "torch's partitioner"
 BUDGET, SPLIT = "fit_budget", "fit_split"
-FROM_COSTS = Plan(None, None, None, None, None, None, None, costs=assumed("cuda"))
+FROM_COSTS = Plan(None, None, None, None, None, None, None, None, costs=assumed("cuda"))
 BUDGETED = "from costs, with a memory budget"
 PLANS = {"by default": Plan(), "from costs": FROM_COSTS, BUDGETED: replace(FROM_COSTS, memory_budget=0.5)}
 DEEPEST = 32  # layers with a budget: each of its trials takes about as long as planning by default

@@ -111,7 +111,7 @@ def build_ours_costs(job: Job) -> Step:
     shard(model, fully_shard)
     seconds: list[float] = []
     step = trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, seconds=seconds)
-    plan = Plan(None, None, None, bucket_bytes=None, split_bytes=None, own_message=None, reductions=None)
+    plan = Plan(None, None, None, bucket_bytes=None, split_bytes=None, own_message=None, reductions=None, copy_out=None)
 
     def step_from_costs(index: int) -> Tensor | None:
         nonlocal plan
@@ -242,6 +242,9 @@ VARIANTS: dict[str, Variant] = {
     "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
     "ours_costs": Variant(build_ours_costs, "local_compile", "the same, scheduled from costs"),
     "ours_overlap": Variant(build_ours_overlap, "local_compile", "the same, with overlap_optimizer"),
+    "ours_strided": Variant(
+        partial(build_ours_planned, copy_out="strided"), "local_compile", "the same, small parameters read in their buckets"
+    ),
     "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
     "ours_fsdp1": Variant(build_ours_fsdp1, "local_compile", "compiled_fsdp's FullyShardedDataParallel, one graph"),
     "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),

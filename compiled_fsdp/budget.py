@@ -127,5 +127,6 @@ def _peak(gm: GraphModule, plan: Plan, *, is_fused: bool) -> int:
     outputs = list(output(copied).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
     forward, backward = partition(trial, (), plan, num_fwd_outputs=num_outputs)
+    plan = plan.executed_by(is_fused=is_fused)
     halves = [run_pipeline(half, plan, HALF) for half in (forward, backward)]
     return profile_step(halves[0].graph, halves[1].graph, is_fused).peak

@@ -322,12 +322,16 @@ def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -
     return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
 
 
-def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
-    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart."""
+def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, *, is_copied: bool = True) -> Value:
+    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart; without
+    `is_copied`, a reshape that leaves it to the compiler whether to copy.
+    """
     rows = columns(run, gathered, specs, place)
     is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gather_messages(specs))
-    if is_apart:
+    if is_apart and is_copied:
         rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    elif is_apart:
+        rows = run(aten.reshape.default, rows, [specs[place].group_size * specs[place].shard_numel])
     return from_rows(run, rows, specs[place])
 
 

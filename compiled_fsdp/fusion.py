@@ -59,24 +59,33 @@ def inlined(graph: Graph) -> set[Node]:
     calls = 0
     for node in graph.nodes:
         stretch[node] = calls
-        calls += node.op == "call_function" and not _is_generated(node) and node.target not in ORDERED_ONLY
+        calls += node.op == "call_function" and not is_generated(node) and node.target not in ORDERED_ONLY
     found: set[Node] = set()
     for node in graph.nodes:
         if is_pointwise(node):
-            readers = _readers(node)
-            is_near = node.target in CONSTANT or all(stretch[r] == stretch[node] for r in readers)
-            if is_near and all(_is_generated(r) for r in readers):
+            users = readers(node)
+            is_near = node.target in CONSTANT or all(stretch[r] == stretch[node] for r in users)
+            if is_near and all(is_generated(r) for r in users):
                 found.add(node)
+        elif is_read_strided(node):
+            found.add(node)
     return found
 
 
-def _readers(node: Node) -> list[Node]:
+def readers(node: Node) -> list[Node]:
     """What reads a value or a view of it."""
     return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
 
 
-def _is_generated(node: Node) -> bool:
+def is_generated(node: Node) -> bool:
+    """Whether Inductor generates the kernel, and so can read its inputs as they lie."""
     return is_pointwise(node) or node.target in GENERATED or is_view(node)
+
+
+def is_read_strided(node: Node) -> bool:
+    """Whether kernels read this in the bucket that brought it (`passes/read_strided.py`)."""
+    tag = get_tag(node)
+    return node.target is aten.reshape.default and tag is not None and tag.kind == "gather"
 
 
 def is_pointwise(node: Node) -> bool:

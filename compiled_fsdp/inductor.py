@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,9 +89,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
-    plan = current_plan()
-    if plan.costs is not None:
-        plan = fit_split(gm, replace(plan, costs=plan.costs.fused(is_fused)))
+    plan = fit_split(gm, current_plan().executed_by(is_fused=is_fused))
     writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:

@@ -252,7 +252,8 @@ class Captured:
             return
         gathered = comm.gather_bucket(run, [(m.source, s) for m, s in zip(members, specs, strict=True)])
         for place, member in enumerate(members):
-            lowered.stands_for[comm.copy_out(run, gathered, specs, place)] = member.result
+            for is_copied in (True, False):
+                lowered.stands_for[comm.copy_out(run, gathered, specs, place, is_copied=is_copied)] = member.result
 
     def _reduce(self, region: Region, members: tuple[Reduce, ...], lowered: Lowered) -> None:
         run, specs, first = self.run, region.tag.specs, members[0]

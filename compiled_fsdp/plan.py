@@ -29,7 +29,7 @@ DISTANCES = {
     "reduces_in_flight": 1.0,
 }  # the default, and where nothing is known of costs
 
-FROM_COSTS = (*DISTANCES, "bucket_bytes", "split_bytes", "own_message", "reductions")  # None: decided from costs
+FROM_COSTS = (*DISTANCES, "bucket_bytes", "split_bytes", "own_message", "reductions", "copy_out")  # None: decided from costs
 # Fields that are bytes, and what None stands for.
 SIZES = {
     "bucket_bytes": "from costs",
@@ -38,6 +38,7 @@ SIZES = {
     "reduction_bytes": "three times the largest reduction",
 }
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
+COPY_OUT = ("copy", "strided", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class Plan:
         gathered straight into its place; None: from costs, where copying takes as long as a message.
     reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo, whose reduce-scatter moves twice
         the bytes, else reduce-scatter); None: from costs, for each unit the faster.
+    copy_out: how parameters that share a message are read under Inductor: "copy": each is copied into one piece where it is first
+        needed; "strided": kernels that Inductor generates read it in the bucket, and only what other kernels read is copied;
+        None: from costs, strided where copying takes a hundredth of a graph's time. Strided reads save launches, and cost
+        compile time, since every place in a bucket gets a kernel of its own, and time where a rank's rows are no whole vectors.
     reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight=None`), those under way send together at
         most so many bytes (full gradients, which stay alive meanwhile); 0: one at a time; None: three times the largest.
     recompute: whether backward computes again what pointwise kernels make from values that are saved anyway, also where a matmul
@@ -81,6 +86,7 @@ class Plan:
     split_bytes: int | None = 0
     own_message: int | None = OWN_MESSAGE
     reductions: str | None = "backend"
+    copy_out: str | None = "copy"
     reduction_bytes: int | None = None
     recompute: bool = True
     memory_budget: float | None = None
@@ -103,6 +109,8 @@ class Plan:
             raise ValueError(
                 f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for the cheaper by costs"
             )
+        if self.copy_out not in COPY_OUT:
+            raise ValueError(f"Plan: copy_out={self.copy_out!r}; should be one of {COPY_OUT}, None for the cheaper by costs")
         if not isinstance(self.recompute, bool):
             raise ValueError(f"Plan: recompute={self.recompute!r}; should be True or False")
         budget = self.memory_budget
@@ -126,6 +134,11 @@ class Plan:
                 "fake process group, nor for a plan that is set after the first forward. So they are as in Plan(), and units are "
                 "in one part. Set the plan before the first forward, or give it costs: Plan(costs=...)"
             )
+
+    def executed_by(self, *, is_fused: bool) -> Plan:
+        """The plan for an executor that fuses kernels, or one that does not: only generated kernels read with gaps."""
+        costs = None if self.costs is None else self.costs.fused(is_fused)
+        return replace(self, costs=costs, copy_out=self.copy_out if is_fused else "copy")
 
     def distance(self, name: str) -> float | None:
         """The distance of this name; None if costs decide."""

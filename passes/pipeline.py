@@ -14,6 +14,7 @@ from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .prefetch_all_gather import prefetch_all_gather
+from .read_strided import read_strided
 from .reshard import reshard
 from .verify import verify
 
@@ -29,6 +30,7 @@ PIPELINE = check_order(
         Pass(prefetch_all_gather, Stage.HALF, (Property.LOWERED,), Property.PREFETCHED),
         Pass(delay_wait, Stage.HALF, (Property.LOWERED,), Property.DELAYED),
         Pass(leave_in_flight, Stage.HALF, (Property.LOWERED, Property.DELAYED), Property.LEFT),
+        Pass(read_strided, Stage.HALF, (Property.LOWERED,), Property.STRIDED),
         Pass(free, Stage.HALF, (Property.PREFETCHED, Property.DELAYED), Property.FREED),
         Pass(verify, Stage.HALF, (Property.LOWERED, Property.FREED), Property.VERIFIED),
         Pass(gather_ahead, Stage.HALF, (Property.VERIFIED,), Property.AHEAD),

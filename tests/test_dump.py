@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -127,6 +128,15 @@ return [%convert_element_type_default, None, %ids, %mask]""",
 
 
 class TestFolder(GraphTest):
+    def test_groups_are_those_of_the_folder(self):
+        """Not of a process group that was destroyed since."""
+        found = []
+        for world in (2, 4):
+            with fake_ranks(world), tempfile.TemporaryDirectory() as name:
+                trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
+                found += [json.loads(path.read_text())["groups"] for path in Path(name).rglob("settings.json")]
+        self.assertEqual([[*groups.values()] for groups in found], [[[0, 1]], [[0, 1, 2, 3]]])
+
     def test_files(self):
         """One folder a graph, numbered in the order of compilation; one text a pass, and what it changed."""
         with fake_ranks(2), tempfile.TemporaryDirectory() as name, mock.patch("compiled_fsdp.dump._number", 0):
@@ -169,15 +179,18 @@ rank0/001_forward/05_delay_wait.txt
 rank0/001_forward/06_leave_in_flight.diff
 rank0/001_forward/06_leave_in_flight.json
 rank0/001_forward/06_leave_in_flight.txt
-rank0/001_forward/07_free.diff
-rank0/001_forward/07_free.json
-rank0/001_forward/07_free.txt
-rank0/001_forward/08_verify.diff
-rank0/001_forward/08_verify.json
-rank0/001_forward/08_verify.txt
-rank0/001_forward/09_gather_ahead.diff
-rank0/001_forward/09_gather_ahead.json
-rank0/001_forward/09_gather_ahead.txt
+rank0/001_forward/07_read_strided.diff
+rank0/001_forward/07_read_strided.json
+rank0/001_forward/07_read_strided.txt
+rank0/001_forward/08_free.diff
+rank0/001_forward/08_free.json
+rank0/001_forward/08_free.txt
+rank0/001_forward/09_verify.diff
+rank0/001_forward/09_verify.json
+rank0/001_forward/09_verify.txt
+rank0/001_forward/10_gather_ahead.diff
+rank0/001_forward/10_gather_ahead.json
+rank0/001_forward/10_gather_ahead.txt
 rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
 rank0/001_forward/timeline.json
@@ -201,15 +214,18 @@ rank0/002_backward/05_delay_wait.txt
 rank0/002_backward/06_leave_in_flight.diff
 rank0/002_backward/06_leave_in_flight.json
 rank0/002_backward/06_leave_in_flight.txt
-rank0/002_backward/07_free.diff
-rank0/002_backward/07_free.json
-rank0/002_backward/07_free.txt
-rank0/002_backward/08_verify.diff
-rank0/002_backward/08_verify.json
-rank0/002_backward/08_verify.txt
-rank0/002_backward/09_gather_ahead.diff
-rank0/002_backward/09_gather_ahead.json
-rank0/002_backward/09_gather_ahead.txt
+rank0/002_backward/07_read_strided.diff
+rank0/002_backward/07_read_strided.json
+rank0/002_backward/07_read_strided.txt
+rank0/002_backward/08_free.diff
+rank0/002_backward/08_free.json
+rank0/002_backward/08_free.txt
+rank0/002_backward/09_verify.diff
+rank0/002_backward/09_verify.json
+rank0/002_backward/09_verify.txt
+rank0/002_backward/10_gather_ahead.diff
+rank0/002_backward/10_gather_ahead.json
+rank0/002_backward/10_gather_ahead.txt
 rank0/002_backward/memory.json
 rank0/002_backward/memory.txt
 rank0/002_backward/timeline.json

@@ -277,6 +277,7 @@ CHANGES = {
     "split_bytes": 3,
     "own_message": 3,
     "reductions": "all_to_all",
+    "copy_out": "strided",
     "reduction_bytes": 3,
     "recompute": False,
     "memory_budget": 0.5,

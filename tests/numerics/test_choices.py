@@ -18,7 +18,16 @@ from compiled_fsdp.graph import find
 from compiled_fsdp.regions import find_regions
 
 FROM_COSTS: dict[str, Any] = dict.fromkeys(
-    ("prefetch", "backward_prefetch", "reduces_in_flight", "bucket_bytes", "split_bytes", "own_message", "reductions")
+    (
+        "prefetch",
+        "backward_prefetch",
+        "reduces_in_flight",
+        "bucket_bytes",
+        "split_bytes",
+        "own_message",
+        "reductions",
+        "copy_out",
+    )
 )
 PLANS: dict[str, dict[str, Any]] = {
     "parts": {"split_bytes": 20_000},

@@ -297,3 +297,35 @@ def planned_order(plan: Plan) -> None:
     assert found == graphs
     assert graphs[0].count("m") == 10
     assert hidden == [4, 8], "all gathers but the first in forward; in backward, gathers and reductions"
+
+
+def test_small_parameters_are_read_in_their_bucket(two: Pool) -> None:
+    two.run(strided_reads, timeout=SLOW)
+
+
+def step_of_norms(call: Any, optimizer: torch.optim.Optimizer) -> float:
+    loss = call(torch.linspace(-1, 1, 8 * 24).view(8, 24)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def strided_reads() -> None:
+    """No kernel copies what a norm reads; matmuls get their operands in one piece; the numbers stay."""
+    losses: dict[str, list[float]] = {}
+    copies: dict[str, list[int]] = {}
+    for how in ("copy", "strided"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(24, 24, bias=False), nn.LayerNorm(24)) for _ in range(2)]
+        model = nn.Sequential(*blocks)
+        for block in blocks:
+            fully_shard(block)
+        call = torch.compile(fully_shard(model), fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with planned(copy_out=how, bucket_bytes=0), inductor_config.patch(force_disable_caches=True):
+            first, codes = run_and_get_code(step_of_norms, call, optimizer)
+        copies[how] = [code.count("copy_columns.default(") for code in codes]
+        losses[how] = [first, step_of_norms(call, optimizer)]
+    assert copies == {"copy": [6, 4], "strided": [2, 1]}  # backward reads a weight, and of the norms what it computes again
+    torch.testing.assert_close(losses["strided"], losses["copy"], rtol=ROUNDING[0], atol=ROUNDING[1])
