@@ -154,7 +154,7 @@ def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
-_groups: dict[str, list[int]] = {}  # that dumped graphs communicate over: names, and ranks
+_groups: dict[Path, dict[str, list[int]]] = {}  # for each folder, that its graphs communicate over: names, and ranks
 
 
 def folder() -> Path | None:
@@ -232,9 +232,11 @@ class Dump:
     def _write_settings(self, graph: Graph) -> None:
         """What all graphs of this rank have in common, `settings.json`: written again as more groups become known."""
         assert self.path is not None
+        groups = _groups.setdefault(self.path.parent, {})
         for name in (group_of(start) for start in starts(graph)):
-            _groups[name] = dist.get_process_group_ranks(group_named(name))
-        (self.path.parent / "settings.json").write_text(f"{json.dumps(settings(), indent=1)}\n")
+            groups[name] = dist.get_process_group_ranks(group_named(name))
+        found = {**settings(), "groups": groups}
+        (self.path.parent / "settings.json").write_text(f"{json.dumps(found, indent=1)}\n")
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""
@@ -321,7 +323,6 @@ def settings() -> dict[str, Any]:
         "world_size": dist.get_world_size() if is_there else 1,
         "backend": dist.get_backend() if is_there else "",
         "plan": {name: str(getattr(plan, name)) for name in ASKED},
-        "groups": _groups,
     }
 
 
