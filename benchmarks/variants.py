@@ -90,7 +90,7 @@ def build_ours_overlap(job: Job) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
 
 
-def build_ours_planned(job: Job, *, overlap: bool = False, **fields: float) -> Step:
+def build_ours_planned(job: Job, *, overlap: bool = False, **fields: float | str) -> Step:
     """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward, 1.0 keeps all)."""
     from compiled_fsdp import planned
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
-FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, operator.getitem)
+FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
 
 
 @dataclass(frozen=True, slots=True)

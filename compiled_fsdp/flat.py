@@ -145,6 +145,7 @@ class FlatParam:
     marked: offsets of the parameters whose gradients the running backward delivers.
     arrival: the reduction that the last backward has left in flight.
     ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
+    is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered ahead is for the next forward.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
         "partial": over the shard axis only) and offset.
     """
@@ -158,6 +159,7 @@ class FlatParam:
     marked: set[int] = field(default_factory=set)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
+    is_stepped: bool = False
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,6 +224,16 @@ class FlatParam:
         run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
         reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
         self.deliver_later(run, comm.place_bucket(run, reduced, specs, self.layout.numel), params)
+
+    def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_gradients()
+        if self.unit.settings.is_accumulating:
+            self.unit.on_retained()
+        params = [p for p in self.params if p.layout.offset in offsets and p.sharded.requires_grad]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not self.unit.on_reduced(self, flat_grad, params):
+                self.accumulate_grad(flat_grad, params)
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""

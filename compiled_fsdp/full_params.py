@@ -141,13 +141,16 @@ class FullParams:
             param.register(param.sharded)
         self.is_unsharded = False
 
-    def drop_pending(self) -> None:
-        """Await gathers under way, which nobody used or which are out of date, and forget them."""
+    def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
+        """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
+        that it has started for the next forward.
+        """
         for program, *_ in (*self.pending, *self.pending_extensions):
             program.finish()
         self.pending, self.pending_extensions, self.checksums = [], [], []
         for flat in self.unit.flats:
-            flat.drop_ahead()
+            if not (is_end_of_backward and flat.is_stepped):
+                flat.drop_ahead()
 
     def _has_pending(self) -> bool:
         if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():

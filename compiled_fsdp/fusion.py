@@ -14,7 +14,7 @@ import torch
 from .collectives import CONVERT, STARTS, WAIT
 from .graph import aliases, is_view
 from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, MARK_GRADS
+from .schema import COPY_COLUMNS, FREE, MARK_GRADS, STEP
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -47,7 +47,7 @@ GENERATED = (  # kernels that Inductor generates, other than pointwise ones
     aten.var.correction,
     aten.var_mean.correction,
 )
-ORDERED_ONLY = (*STARTS, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, operator.getitem)  # no reason to split a chain
+ORDERED_ONLY = (*STARTS, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, STEP, operator.getitem)  # no reason to split a chain
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
 
 

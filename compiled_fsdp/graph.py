@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS, WAIT
+from .schema import MARK_GRADS, STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,6 +108,15 @@ def aliases(node: Node) -> list[Node]:
     for current in found:
         found.extend(u for u in current.users if is_view(u) and u.args[0] is current and u not in found)
     return found
+
+
+def last_read(buffer: Node, position: dict[Node, int]) -> int:
+    """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does; a collective reads until it is
+    awaited. Marks and steps of a flat buffer need its owner alone.
+    """
+    readers = [u for alias in aliases(buffer) for u in alias.users if u.target not in (MARK_GRADS, STEP)]
+    readers += [wait for u in readers if u.target in STARTS for wait in u.users]
+    return max((position[reader] for reader in readers), default=-1)
 
 
 def is_sum(node: Node) -> bool:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .torch_private import make_dtensor, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.distributed.tensor import DTensor
 
     from .deferred import Deferred, Value
 
@@ -59,14 +58,45 @@ class Arrival:
         self._grads.clear()
 
 
-class InFlight(Tensor):
-    """A local gradient that is not there yet."""
+class Spent:
+    """Stands for a gradient that the optimizer has used up inside backward: who reads it is told so."""
 
-    arrival: Arrival
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def make_grad(self, param: DTensor) -> DTensor:
+        """In the place of a gradient for `param`."""
+        with without_torch_function():
+            return make_dtensor(InFlight(param._local_tensor, self), param)
+
+    def wait(self) -> None:
+        """There is nothing to wait for.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"the gradient of {self.name} was read after backward, and the optimizer has used it up inside backward already. To "
+            "clip, scale, log or add up gradients, leave out in_backward=True of overlap_optimizer; to forget them, call "
+            "zero_grad(set_to_none=True)"
+        )
+
+
+def is_spent(grad: Tensor | None) -> bool:
+    """Whether this stands for a gradient that was used up."""
+    with without_torch_function():
+        local = object.__getattribute__(grad, "_local_tensor") if isinstance(grad, DTensor) else None
+        return isinstance(local, InFlight) and isinstance(local.arrival, Spent)
+
+
+class InFlight(Tensor):
+    """A local gradient that is not there yet, or was used up."""
+
+    arrival: Arrival | Spent
     arrived: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, arrival: Arrival) -> InFlight:
+    def __new__(cls, like: Tensor, arrival: Arrival | Spent) -> InFlight:
         """Shape, strides, dtype and device of `like`."""
         made: InFlight = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
@@ -74,7 +104,7 @@ class InFlight(Tensor):
         made.arrival, made.arrived = arrival, None
         return made
 
-    def __init__(self, like: Tensor, arrival: Arrival) -> None:
+    def __init__(self, like: Tensor, arrival: Arrival | Spent) -> None:
         super().__init__()
 
     @classmethod

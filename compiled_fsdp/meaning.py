@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import collectives as comm
-from .graph import CAT, is_sum, output, placeholders, sum_root, value
+from .graph import CAT, find, is_sum, output, placeholders, sum_root, value
 from .regions import Region, find_regions
 from .schema import (
     ADD_RETAINED,
@@ -30,6 +30,7 @@ from .schema import (
     REDUCE_GRAD,
     REDUCE_LATER,
     RETAIN,
+    STEP,
     UNSHARD,
     UNSHARD_SLICE,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-OURS = (MARK_GRADS, RETAIN, ADD_RETAINED, REDUCE_LATER)
+OURS = (MARK_GRADS, RETAIN, ADD_RETAINED, REDUCE_LATER, STEP)
 MAX_READINGS = 16  # of a bucket in which one parameter has several gradients
 
 
@@ -179,14 +180,15 @@ class Captured:
             return result
         return None
 
-    def _expected_marks(self, graph: Graph, exprs: dict[Node, Expr]) -> dict[Expr, Expr]:
+    def _expected_marks(self, graph: Graph, exprs: dict[Node, Expr]) -> dict[Expr, tuple[Expr, list[int]]]:
+        """Of each flat gradient that is fully reduced: its flat buffer, and the offsets of its parameters."""
         found: dict[Node, tuple[Expr, list[int]]] = {}
         for node in graph.nodes:
             if node.target is REDUCE_GRAD:
                 spec = ParamSpec.of(node.args[2:])
                 if spec.sync == "reduce":
                     found.setdefault(sum_root(node), (exprs[node.args[1]], []))[1].append(spec.offset)
-        return {exprs[r]: self.run(MARK_GRADS, exprs[r], flat, sorted(offsets)) for r, (flat, offsets) in found.items()}
+        return {exprs[r]: (flat, sorted(offsets)) for r, (flat, offsets) in found.items()}
 
     # -- comparing
 
@@ -198,12 +200,17 @@ class Captured:
             yield output(graph), "a reduction carries gradients that were not captured"
         exprs, effects = _walk(graph, self.run, lowered.stands_for)
         end = output(graph)
-        wanted = [None if expr in lowered.left else expr for expr in self.outputs]
+        stepped = {exprs[node.args[0]] for node in find(graph, STEP)}  # type: ignore[index]
+        wanted = [None if expr in lowered.left | stepped else expr for expr in self.outputs]
         for i, (before, now) in enumerate(zip(wanted, _returned(graph, exprs), strict=False)):
             if before is not now:
                 node = end.args[0][i]  # type: ignore[index]
                 yield (node or end), f"output {i} is not what was captured"  # type: ignore[misc]
-        marks = [mark for result, mark in self.marks.items() if result not in lowered.left]
+        marks = [
+            self.run(STEP if result in stepped else MARK_GRADS, result, flat, offsets)
+            for result, (flat, offsets) in self.marks.items()
+            if result not in lowered.left
+        ]
         expected = Counter([*self.effects, *lowered.effects, *marks])
         missing, surplus = expected - Counter(effects), Counter(effects) - expected
         for expr in surplus:

@@ -54,6 +54,9 @@ class Owner(Protocol):
     def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
         """A reduction of these under way, with `spec.reduction`: its result is needed when somebody reads the gradients."""
 
+    def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
+        """Reduced gradients of these, in a buffer of the flat buffer's layout: to be used up now, or kept for the optimizer."""
+
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
 
@@ -199,6 +202,11 @@ def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: st
 @_real("reduce_later_")
 def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
     _owner(flat, "reduce_later_").reduce_later(started, offsets, ParamSpec.of(args))
+
+
+@_real("step_")
+def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
+    _owner(flat, "step_").step(flat_grad, offsets)
 
 
 @_real("gather_ahead")
@@ -350,5 +358,5 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """What an op without a result does to fake tensors."""
 
 
-for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "agree", "free"):
+for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "free"):
     _fake(_name)(_nothing)

@@ -5,6 +5,9 @@ Backward returns while its last reductions are under way (`passes/leave_in_fligh
 order in which their reductions were started. As soon as the units that forward uses first are stepped, their gathers start, and the
 next forward finds them under way (`passes/gather_ahead.py`).
 
+With `in_backward`, units whose reductions are awaited in backward are stepped right there (`passes/step_in_backward.py`), and
+gathers of the next forward start beside the rest of backward; the step does what is left.
+
 Collectives start in the same order as without all this, on every rank: reductions in the order of backward, gathers in the order of
 forward. In which order units are stepped may differ between ranks (somebody looked at a gradient on one of them); nothing is
 communicated by that.
@@ -14,20 +17,23 @@ Private torch used here (tried on 2.13): `Optimizer._patch_step_function`, which
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn, optim
 
+from .in_flight import Spent, is_spent
 from .planner import MAX_AHEAD_BYTES
+from .spec import IN_BACKWARD
 from .state import states_below
-from .torch_private import uncompiled
+from .torch_private import make_dtensor, uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from .flat import FlatParam, Gather
+    from .flat import FlatParam, Gather, ShardedParam
     from .runtime import Runtime
     from .unit import Unit
 
@@ -48,7 +54,9 @@ ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
 )
 
 
-def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> Optimizer:
+def overlap_optimizer(
+    model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES, in_backward: bool = False
+) -> Optimizer:
     """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the numbers stay the same.
 
     Call it once, on every rank, after building the optimizer and before its learning rate scheduler. The training loop
@@ -57,25 +65,33 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes
     Args:
         model: the sharded module, compiled or not.
         optimizer: of one of the classes in `ONE_BY_ONE`.
-        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none. Inside
+            backward, at most half of them.
+        in_backward: step units in a compiled backward as soon as their gradients are reduced, and drop these gradients: every
+            backward that reduces is then a step, with the hyperparameters of that moment, and `.grad` raises where it is read.
+            Not for clipping, gradient scaling, adding up gradients of several backwards (but for `set_requires_gradient_sync`), or
+            hooks on the optimizer's step. `step()` does the rest and stays in the loop.
 
     Raises:
         NotImplementedError: the model is a `FullyShardedDataParallel`.
         TypeError: the optimizer is of another class.
         ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
-        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler.
+        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler; with `in_backward`, from
+            backward: gradients of an earlier backward are still there, or the optimizer has hooks on its step.
     """
     states = states_below(uncompiled(model))
     units = [state.unit for state in states]
     base: type[optim.Optimizer] = type(optimizer)
     _check(units, optimizer, max_ahead_bytes)
     for unit in units:
-        unit.settings.overlap = True
+        unit.settings.overlap = IN_BACKWARD if in_backward else "step"
         unit.options.ask("overlap_optimizer", True)
         unit.publish()
-    overlap = Overlap([state.runtime for state in states], base, max_ahead_bytes)
+    overlap = Overlap([state.runtime for state in states], optimizer, max_ahead_bytes)
     for unit in units:
         unit.on_gather = overlap.note
+        if in_backward:
+            unit.on_reduced = overlap.take
     optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
     optimizer.__class__ = _overlapped(base)  # type: ignore[assignment]
     optimizer._patch_step_function()
@@ -137,12 +153,16 @@ class Overlap:
     """The step of one optimizer of one model.
 
     order: gathers that forward came to since the last step, in order.
+    early: of these, those that backward has started again for the next forward.
     """
 
-    def __init__(self, runtimes: list[Runtime], base: type[optim.Optimizer], max_ahead_bytes: int) -> None:
+    def __init__(self, runtimes: list[Runtime], optimizer: optim.Optimizer, max_ahead_bytes: int) -> None:
+        base = type(optimizer)
         self.runtimes = runtimes
         self.max_ahead_bytes = max_ahead_bytes
         self.order: dict[Gather, None] = {}
+        self.early: dict[Gather, None] = {}
+        self._optimizer = weakref.ref(optimizer)
         step: Any = base.step
         self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._base = base
@@ -154,20 +174,77 @@ class Overlap:
     def step(self, optimizer: optim.Optimizer) -> None:
         """Step unit by unit, and start gathers as soon as their units are stepped."""
         for runtime in self.runtimes:
-            runtime.drop_pending()
-        flats = [flat for runtime in self.runtimes for flat in runtime.unit.flats]
-        owners = {id(p.sharded): flat for flat in flats for p in flat.params}
-        held: dict[FlatParam | None, set[int]] = {}
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            held.setdefault(owners.get(id(param)), set()).add(id(param))
+            runtime.drop_pending(is_end_of_backward=True)
+        held = self._held(optimizer)
+        spent = {id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)}
+        left = {part: params - spent for part, params in held.items() if params - spent}
         ahead = self._first_gathers(held)
-        waiting = self._sorted(held)
+        waiting = self._sorted(left)
         for part in list(waiting):
-            self._step_part(optimizer, held[part])
+            self._step_part(optimizer, left[part])
             waiting.remove(part)
             while ahead and not any(flat in waiting for flat in ahead[0].flats):
                 ahead.pop(0).start()
+        for flat in self._flats():
+            flat.is_stepped = False
         self.order.clear()
+        self.early.clear()
+
+    def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+        """Step these parameters inside backward, which has reduced their gradient, and start gathers of the next forward; not if
+        some of the buffer's are another optimizer's, or hooks wait for a gradient: then they get it, and the step is to come.
+        """
+        optimizer = self._optimizer()
+        held = set() if optimizer is None else self._held(optimizer).get(flat, set())
+        if optimizer is None or not _trained(flat) <= held or any(p.sharded._post_accumulate_grad_hooks for p in params):
+            return False
+        self._check_free(optimizer, params)
+        if not any(other.is_stepped for other in self._flats()):
+            for other in self._flats():
+                other.drop_ahead()
+        flat.is_stepped = True
+        for param in params:
+            param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        self._step_part(optimizer, {id(p.sharded) for p in params})
+        for param in params:
+            param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+        self._start_early()
+        return True
+
+    def _check_free(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
+        name = type(optimizer).__name__
+        if taken := [p.fqn for p in params if p.sharded.grad is not None]:
+            raise RuntimeError(
+                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which still has a gradient of an "
+                "earlier backward. Each backward is a step: call zero_grad() between them, add up gradients by "
+                "set_requires_gradient_sync(False), or leave out in_backward=True"
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise RuntimeError(
+                f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is taken in parts inside backward. "
+                "Remove the hooks, or leave out in_backward=True"
+            )
+
+    def _start_early(self) -> None:
+        """Gathers of the next forward whose units are stepped, in the order in which backward comes to them."""
+        room = self.max_ahead_bytes // 2 - sum(gather.num_bytes for gather in self.early)
+        for gather in reversed(self.order):
+            is_ready = gather not in self.early and all(flat.is_stepped for flat in gather.flats)
+            if is_ready and gather.num_bytes <= room:
+                room -= gather.num_bytes
+                self.early[gather] = None
+                gather.start()
+
+    def _flats(self) -> list[FlatParam]:
+        return [flat for runtime in self.runtimes for flat in runtime.unit.flats]
+
+    def _held(self, optimizer: optim.Optimizer) -> dict[FlatParam | None, set[int]]:
+        """The optimizer's parameters, by the flat buffer that they lie in; None for those of no unit."""
+        owners = {id(p.sharded): flat for flat in self._flats() for p in flat.params}
+        held: dict[FlatParam | None, set[int]] = {}
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            held.setdefault(owners.get(id(param)), set()).add(id(param))
+        return held
 
     def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
         """Those whose gradients are there in the order of forward, then those that wait, oldest reduction first."""
@@ -185,8 +262,8 @@ class Overlap:
     def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[Gather]:
         """The first gathers of forward that fit, up to the first buffer which is not only this optimizer's to change."""
         found = []
-        room = self.max_ahead_bytes
-        for gather in self.order:
+        room = self.max_ahead_bytes - sum(gather.num_bytes for gather in self.early)
+        for gather in (g for g in self.order if g not in self.early):
             room -= gather.num_bytes
             if room < 0 or not all(_trained(flat) <= held.get(flat, set()) for flat in gather.flats):
                 break

@@ -12,6 +12,7 @@
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
+| `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
@@ -36,7 +37,7 @@ SPEC = (
     "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, str gather_algorithm, "
     "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str reduce_op, "
     "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str replicate_group, str sync, "
-    "bool is_accumulating, str hook, bool overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, "
+    "bool is_accumulating, str hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, "
     "str[] backward_after, SymInt own_message, float forward_ahead, float backward_ahead, ScalarType? retained_dtype"
 )
 
@@ -57,6 +58,7 @@ library.define(
     "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor", tags=HOST
 )
 library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()", tags=HOST)
+library.define("step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()", tags=HOST)
 library.define(
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor",
     tags=HOST,
@@ -81,6 +83,7 @@ HOOK = fsdp.all_reduce_hook.default
 CUSTOM_ALL_GATHER = fsdp.custom_all_gather.default
 CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
+STEP = fsdp.step_.default
 GATHER_AHEAD = fsdp.gather_ahead.default
 FLATTEN_GRAD = fsdp.flatten_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default
@@ -90,6 +93,6 @@ ALL_REDUCE = fsdp.all_reduce.default
 AGREE = fsdp.agree.default
 FREE = fsdp.free.default
 
-for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, FREE, AGREE):
+for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, STEP, FREE, AGREE):
     torch.fx.node.has_side_effect(_effect)
 torch.fx.node.has_side_effect(MARK_GRADS)

@@ -27,6 +27,7 @@ CONSTANTS = ModuleType("constants")
 OWN_MESSAGE = 1 << 18
 
 MEAN = "mean:"  # before a hook's key
+IN_BACKWARD = "backward"  # `ParamSpec.overlap`
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an op's arguments.
 REGISTRY: dict[str, Any] = {}
@@ -92,7 +93,8 @@ class ParamSpec:
     reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
         (keep a 1/post_size slice and gather that over `post_group`).
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see `Reduction`.
-    overlap: the optimizer's step may overlap with the last reductions and the first gathers; see `overlap.py`.
+    overlap: "step": the optimizer's step may overlap with the last reductions and the first gathers; IN_BACKWARD: backward itself
+        steps what it has reduced; "": neither. See `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
@@ -122,7 +124,7 @@ class ParamSpec:
     sync: str
     is_accumulating: bool
     hook: str
-    overlap: bool
+    overlap: str
     unit: str
     fqn: str
     reduces_in_flight: int = 0

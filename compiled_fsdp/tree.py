@@ -122,7 +122,7 @@ class Tree:
             self.order.clear()
             for runtime in self.members:
                 runtime.indices.clear()
-                runtime.drop_pending()
+                runtime.drop_pending(is_end_of_backward=True)
 
     def _await_or_leave(self) -> None:
         while self.in_flight:

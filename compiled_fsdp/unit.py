@@ -91,7 +91,7 @@ class Settings:
     all_reduce_hook: str = ""
     reduce_unused: bool = False
     max_reductions_in_flight: int = 0
-    overlap: bool = False
+    overlap: str = ""
     forward_prefetch: bool = True
     backward_prefetch: str = "pre"
     forward_ahead: float = -1.0
@@ -142,6 +142,8 @@ class Unit:
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
         self.on_retained: Callable[[], None] = _nothing
+        # Called with gradients that a backward has reduced, before anybody sees them: whether they were used up.
+        self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.
@@ -402,6 +404,11 @@ def original_class(module: nn.Module) -> type:
 
 def _nothing() -> None:
     """What to do where there is no eager runtime."""
+
+
+def _keep(flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+    """What to do with gradients while no optimizer steps inside backward."""
+    return False
 
 
 def _nothing_of(gather: Gather) -> None:

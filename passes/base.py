@@ -37,6 +37,7 @@ class Property(Enum):
     PREFETCHED = "all-gathers start ahead of their use"
     DELAYED = "reductions are awaited late"
     LEFT = "the last reductions are awaited by who reads the gradients"
+    STEPPED = "the optimizer steps what backward has reduced"
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     FREED = "every gathered buffer has a visible end"
     VERIFIED = "the invariants hold"

@@ -19,7 +19,19 @@ from compiled_fsdp import collectives as comm
 from compiled_fsdp import schema
 from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
 from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import aliases, find, is_backward, is_view, order, output, placeholders, starts, sum_root, value
+from compiled_fsdp.graph import (
+    aliases,
+    find,
+    is_backward,
+    is_view,
+    last_read,
+    order,
+    output,
+    placeholders,
+    starts,
+    sum_root,
+    value,
+)
 from compiled_fsdp.meaning import interface
 from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
 from compiled_fsdp.plan import DISTANCES
@@ -32,6 +44,7 @@ from compiled_fsdp.schema import (
     MARK_GRADS,
     REDUCE_GRAD,
     REDUCE_LATER,
+    STEP,
     UNSHARD,
     UNSHARD_SLICE,
 )
@@ -279,13 +292,22 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
-    """Every fully reduced gradient is named by exactly one mark_grads_ or reduce_later_."""
-    marked = Counter(offset for node in find(gm.graph, MARK_GRADS, REDUCE_LATER) for offset in node.args[2])  # type: ignore[union-attr]
+    """Every fully reduced gradient is named by exactly one mark_grads_, reduce_later_ or step_."""
+    marked = Counter(offset for node in find(gm.graph, MARK_GRADS, REDUCE_LATER, STEP) for offset in node.args[2])  # type: ignore[union-attr]
     regions = find_regions(gm.graph, "reduce")
     reduced = Counter(spec.offset for region in regions for spec in region.tag.specs if spec.sync == "reduce")
     if marked != reduced:
         where = regions[0].nodes[0] if regions else output(gm.graph)
         yield where, f"offsets reduced {dict(reduced)} are not the offsets marked {dict(marked)}"
+
+
+def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
+    """No flat buffer is read after the optimizer has stepped it, nor by a collective that is not awaited by then."""
+    position = order(gm.graph)
+    for step in find(gm.graph, STEP):
+        flat: Any = step.args[1]
+        if last_read(flat, position) > position[step]:
+            yield step, f"%{step.name} writes %{flat.name}, which is still to be read"
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
@@ -370,6 +392,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     nothing_gathered_saved,
     reduced_once,
     gradients_marked,
+    stepped_last,
     bounded_in_flight,
     bounded_left,
     same_interface,

@@ -49,7 +49,7 @@ def unit(name: str, shapes: dict[str, tuple[int, ...]], world: int = WORLD, **ch
         "sync": "reduce",
         "is_accumulating": False,
         "hook": "",
-        "overlap": False,
+        "overlap": "",
         "reshard": "gather",
         "post_size": 1,
         "post_group": "",

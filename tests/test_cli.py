@@ -67,8 +67,8 @@ def test_dump_lists(dumps, capsys):
         f"rank 0: of 2, fake; torch {torch.__version__}, compiled_fsdp {compiled_fsdp.__version__}, "
         f"python {sys.version.split()[0]}"
     )
-    assert "    08_free                     2 gathers, 0 reductions; 160 bytes gathered, largest bucket 80" in text
-    assert "    08_free                     1 gathers, 2 reductions; 64 bytes gathered, largest bucket 64" in text
+    assert "    09_free                     2 gathers, 0 reductions; 160 bytes gathered, largest bucket 80" in text
+    assert "    09_free                     1 gathers, 2 reductions; 64 bytes gathered, largest bucket 64" in text
 
 
 def test_dump_prints_a_graph(dumps, capsys):
@@ -76,12 +76,12 @@ def test_dump_prints_a_graph(dumps, capsys):
     status, text = run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "free")
     assert status == 0
     lines = text.splitlines()
-    assert lines[0] == "# rank0/001_forward/08_free"
+    assert lines[0] == "# rank0/001_forward/09_free"
     assert lines[1].startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
     assert "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # 0: gather" in lines
     assert "free(%wait_tensor_default_4)" in lines
     assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[1].startswith(
-        "# rank0/001_forward/10_gather_ahead\n"
+        "# rank0/001_forward/11_gather_ahead\n"
     )
 
 
@@ -89,12 +89,12 @@ def test_diff_of_passes(dumps, capsys):
     status, text = run(capsys, "diff", dumps / "dumped", "--passes", "lower", "free", "--graph", "forward")
     assert status == 1
     assert text.startswith(
-        "rank0/001_forward/01_lower -> rank0/001_forward/08_free\n"
+        "rank0/001_forward/01_lower -> rank0/001_forward/09_free\n"
         "  all-gathers: 4 -> 2\n"
         "  frees: 0 -> 2\n"
         "  peak above rest: 144 bytes -> 240 bytes\n"
         "--- rank0/001_forward/01_lower\n"
-        "+++ rank0/001_forward/08_free\n"
+        "+++ rank0/001_forward/09_free\n"
     )
     assert run(capsys, "diff", dumps / "dumped", "--passes", "free", "verify") == (0, "no difference\n")
 
@@ -111,7 +111,7 @@ def test_diff_of_ranks(folder, dumps, capsys):
     shutil.copytree(dumps / "other" / "rank0", folder / "rank1")
     status, text = run(capsys, "diff", folder, "--ranks", 0, 1, "--graph", "backward", "--after", "free")
     assert status == 1
-    assert text.startswith("rank0/002_backward/08_free -> rank1/002_backward/08_free\n")
+    assert text.startswith("rank0/002_backward/09_free -> rank1/002_backward/09_free\n")
     assert "  reductions: 2 -> 1\n" in text
 
 
@@ -168,7 +168,7 @@ def test_verify_finds_another_divisor(folder, capsys):
     tamper(path.with_suffix(".txt"), ", 2.0)", ", 4.0)")
     status, text = run(capsys, "verify", folder)
     assert status == 1
-    assert text.startswith("rank0/002_backward/09_verify: after verify in ")
+    assert text.startswith("rank0/002_backward/10_verify: after verify in ")
     assert "Invariant: " in text
     assert text.endswith("2 graphs of 1 ranks: 1 wrong\n")
 

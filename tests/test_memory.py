@@ -197,14 +197,14 @@ class TestHalves(GraphTest):
         hand = Hand()
         x = hand.input("x", 4, 4)
         for name in ("a", "b"):
-            (spec,) = unit(name, {"w": (4, 4)}, overlap=True)
+            (spec,) = unit(name, {"w": (4, 4)}, overlap="step")
             x = hand(aten.mm.default, x, hand.unshard(hand.input(f"flat_{name}", 8), spec))
         graph = run_pipeline(hand.returns(x), Plan(prefetch=0, bucket_bytes=0), HALF).graph
         for room, first in ((32, 32), (31, 16), (0, 0)):
             with mock.patch("compiled_fsdp.lifetimes.MAX_AHEAD_BYTES", room * FLOAT):
                 self.assertEqual(profile(graph).curve.during[0] // FLOAT, first)
         hand = Hand()
-        (spec,) = unit("a", {"w": (4, 4)}, overlap=True)
+        (spec,) = unit("a", {"w": (4, 4)}, overlap="step")
         grad = hand.compute(hand.input("tangents_1", 4, 4))
         graph = run_pipeline(hand.returns(hand.reduce_grad(grad, hand.input("primals_1", 8), spec)), PLAN, HALF).graph
         self.assertEqual(Lifetimes(graph).curve().after[-1] // FLOAT, 16 + 8)  # what is sent, and what arrives

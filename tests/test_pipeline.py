@@ -300,7 +300,7 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
 return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
-            body(found["forward/09_verify"]),
+            body(found["forward/10_verify"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]
@@ -601,7 +601,7 @@ mark_grads_(%div_tensor_5, %primals_2, [0, 8])
 return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         )
         self.assertExpectedInline(
-            body(found["backward/09_verify"]),
+            body(found["backward/10_verify"]),
             """\
 %primals_2: f32[10]
 %primals_3: f32[10]
@@ -694,6 +694,6 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/09_verify"])
+                self.assertNotIn("free(", found["forward/10_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(3, 4))

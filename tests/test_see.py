@@ -72,7 +72,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward gather_ahead: no change"
-    assert len(lines) == 4 + 10 + 10
+    assert len(lines) == 4 + 11 + 11
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -139,8 +139,8 @@ def test_artifacts_in_torchs_trace(traced):
     ours = {name: (head, payload) for name, head, payload in found if name.startswith("compiled_fsdp_")}
     names = [name.removeprefix("compiled_fsdp_") for name in ours]
     assert names[:3] == ["000_joint_00_capture.txt", "000_joint_01_dedup_unshard.txt", "000_joint_01_dedup_unshard.diff"]
-    assert {"001_forward_08_free.txt", "001_forward_memory.txt", "002_backward_10_gather_ahead.diff"} <= {*names}
-    head, payload = ours["compiled_fsdp_001_forward_08_free.txt"]
+    assert {"001_forward_09_free.txt", "001_forward_memory.txt", "002_backward_11_gather_ahead.diff"} <= {*names}
+    head, payload = ours["compiled_fsdp_001_forward_09_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (0, 0, "string")
     assert payload.startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
     assert "free(%wait_tensor" in payload

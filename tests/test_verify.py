@@ -14,6 +14,7 @@ from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
+from compiled_fsdp.passes.step_in_backward import step_in_backward
 from compiled_fsdp.passes.verify import INVARIANTS, check, verify
 from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
@@ -25,6 +26,7 @@ from compiled_fsdp.graph import Builder, find, output
 from compiled_fsdp.meta import CommTag, get_tag
 from compiled_fsdp.plan import Plan
 from compiled_fsdp.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.spec import IN_BACKWARD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +282,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
     def left(self) -> GraphModule:
         """Three reductions of 16 bytes, each of a unit of its own."""
         hand = Hand()
-        specs = [unit(name, {"w": (4,)}, overlap=True)[0] for name in "uvw"]
+        specs = [unit(name, {"w": (4,)}, overlap="step")[0] for name in "uvw"]
         flats = [hand.input(f"flat{i}", 2) for i in range(3)]
         x = hand.input("x", 4)
         return hand.returns(*(hand.reduce_grad(hand.compute(x), f, s) for f, s in zip(flats, specs, strict=True)))
@@ -293,6 +295,21 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             "after the pipeline: 3 reductions of together 48 bytes; at most 32.\n"
             "Invariant: What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest "
             "reduction.",
+        )
+
+    def test_stepped_last(self):
+        """The unit is stepped, and gathered once more."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4,)}, overlap=IN_BACKWARD)
+        flat, x = hand.input("flat", 2), hand.input("x", 4)
+        late = hand.compute(flat)
+        gm = step_in_backward(lower(hand.returns(hand.reduce_grad(x, flat, spec), late), PLAN), PLAN)
+        output(gm.graph).prepend(late)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: %step__default writes %flat, which is still to be read.\n"
+            "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a collective that is not awaited by "
+            "then.",
         )
 
     def test_meaning_of_what_is_left(self):

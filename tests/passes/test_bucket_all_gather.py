@@ -357,7 +357,7 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
             {"gather_algorithm": "custom:0"},
             {"reshard": "keep"},
             {"forward_after": ("a",)},
-            {"overlap": True},
+            {"overlap": "step"},
         ):
             gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
             self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "gather")], ["a", "b"], changes)

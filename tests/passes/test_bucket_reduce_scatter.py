@@ -336,7 +336,7 @@ return [%clone_default, %clone_default_1]""",
             {"is_accumulating": True},
             {"post_divide": 3.0},
             {"reduces_in_flight": 2},
-            {"overlap": True},
+            {"overlap": "step"},
         ):
             gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
             self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "reduce")], ["a", "b"], changes)

@@ -17,7 +17,7 @@ def gathers(names: str, backward: bool = False, **changes: Any) -> GraphModule:
     flat = hand.input("flat", 6)
     if backward:
         hand.input("tangents_1", 4)
-    specs = {s.fqn: s for s in unit("u", {"a": (4,), "b": (4,), "c": (4,)}, **{"overlap": True, **changes})}
+    specs = {s.fqn: s for s in unit("u", {"a": (4,), "b": (4,), "c": (4,)}, **{"overlap": "step", **changes})}
     read = [hand.compute(hand.unshard(flat, specs[name])) for name in names]
     return bucket_all_gather(lower(hand.returns(*read), PLAN), PLAN)
 
@@ -30,7 +30,7 @@ class TestGatherAhead(GraphTest):
     def test_docstring(self):
         hand = Hand()
         flat = hand.input("flat0", 2)
-        (spec,) = unit("u", {"w": (4,)}, overlap=True)
+        (spec,) = unit("u", {"w": (4,)}, overlap="step")
         gm = lower(hand.returns(hand.unshard(flat, spec)), PLAN)
         self.assertDocumented(module, "Before", gm)
         self.assertDocumented(module, "After", gather_ahead(gm, PLAN))
@@ -46,14 +46,14 @@ class TestGatherAhead(GraphTest):
             gathers("ac"),
             gathers("abc", backward=True),
             gathers("abc", gather_algorithm="custom:f#0"),
-            gathers("abc", overlap=False),
+            gathers("abc", overlap=""),
         ):
             self.assertUnchanged(gather_ahead, gm)
 
     def test_two_buffers(self):
         hand = Hand()
         flats = [hand.input(f"flat{i}", 2) for i in range(2)]
-        (a,), (b,) = unit("u", {"a": (4,)}, overlap=True), unit("u", {"b": (4,)}, overlap=True)
+        (a,), (b,) = unit("u", {"a": (4,)}, overlap="step"), unit("u", {"b": (4,)}, overlap="step")
         read = [hand.compute(hand.unshard(f, s)) for f, s in zip(flats, (a, b), strict=True)]
         gm = bucket_all_gather(lower(hand.returns(*read), PLAN), PLAN)
         self.assertEqual(len([n for n in gm.graph.nodes if n.target is aten.cat.default]), 1)

@@ -25,7 +25,7 @@ def reductions(sizes: list[int], **changes: Any) -> GraphModule:
         flat = hand.input(f"flat{i}", size // 2)
         x = hand.compute(x)
         grad = hand(aten.repeat.default, x, [size // 4])
-        results.append(hand.reduce_grad(grad, flat, *unit(f"u{i}", {"w": (size,)}, **{"overlap": True, **changes})))
+        results.append(hand.reduce_grad(grad, flat, *unit(f"u{i}", {"w": (size,)}, **{"overlap": "step", **changes})))
     return delay_wait(lower(hand.returns(*results), PLAN), PLAN)
 
 
@@ -43,7 +43,7 @@ class TestLeaveInFlight(GraphTest):
     def test_docstring(self):
         hand = Hand()
         flats = hand.input("flat0", 2), hand.input("flat1", 2)
-        (u,), (v,) = unit("u", {"w": (4,)}, overlap=True), unit("v", {"w": (4,)}, overlap=True)
+        (u,), (v,) = unit("u", {"w": (4,)}, overlap="step"), unit("v", {"w": (4,)}, overlap="step")
         rows1 = hand.compute(hand.input("x", 4))
         g1 = hand.reduce_grad(rows1, flats[1], v)
         g0 = hand.reduce_grad(hand.compute(rows1), flats[0], u)
@@ -75,7 +75,7 @@ class TestLeaveInFlight(GraphTest):
     def test_leaves_alone(self):
         """Units that did not ask, hooks, one rank, gradients that are returned otherwise, memory that others may write to."""
         for changes in (
-            {"overlap": False},
+            {"overlap": ""},
             {"hook": "f#0"},
             {"group_size": 1, "post_divide": 1.0},
             {"sync": "retain", "is_accumulating": True},
@@ -87,7 +87,7 @@ class TestLeaveInFlight(GraphTest):
             hand = Hand()
             flat, x = hand.input("flat", 2), hand.input("x", 4)
             grad = hand.compute(x) if is_returned else x
-            (spec,) = unit("u", {"w": (4,)}, overlap=True)
+            (spec,) = unit("u", {"w": (4,)}, overlap="step")
             reduced = hand.reduce_grad(grad, flat, spec)
             gm = delay_wait(lower(hand.returns(reduced, *([grad] if is_returned else [])), PLAN), PLAN)
             self.assertUnchanged(leave_in_flight, gm)
@@ -95,7 +95,7 @@ class TestLeaveInFlight(GraphTest):
     def test_leaves_alone_what_others_read(self):
         hand = Hand()
         flat, x = hand.input("flat", 2), hand.compute(hand.input("x", 4))
-        (spec,) = unit("u", {"w": (4,)}, overlap=True)
+        (spec,) = unit("u", {"w": (4,)}, overlap="step")
         reduced = hand.reduce_grad(x, flat, spec)
         other = hand.compute(reduced)
         self.assertUnchanged(leave_in_flight, lower(hand.returns(reduced, other), PLAN))
@@ -103,7 +103,7 @@ class TestLeaveInFlight(GraphTest):
     def test_buckets_with_gaps(self):
         """A unit of three parameters, one of them without a gradient."""
         hand = Hand()
-        specs = unit("u", {"a": (4,), "b": (4,), "c": (4,)}, overlap=True)
+        specs = unit("u", {"a": (4,), "b": (4,), "c": (4,)}, overlap="step")
         flat, x = hand.input("flat", 6), hand.input("x", 4)
         grads = [hand.reduce_grad(hand.compute(x), flat, s) for s in (specs[0], specs[2])]
         gm = bucket_reduce_scatter(lower(hand.returns(hand.add(*grads)), PLAN), PLAN)

@@ -1,0 +1,279 @@
+"""`overlap_optimizer(in_backward=True)`: the same numbers bit for bit; units are stepped and gathered while backward runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import Options, batch_of
+from models import loss_of
+from numerics.test_graphs import captured
+from numerics.test_overlap import BF16, OPTIMIZERS, Run, changed_by_hand, check_equal, evaluated, start, with_groups
+from torch import nn
+
+from compiled_fsdp.graph import find
+from compiled_fsdp.in_flight import is_spent
+from compiled_fsdp.schema import MARK_GRADS, REDUCE_LATER, STEP
+from compiled_fsdp.state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import Pool
+
+
+def begin(options: Options, optimizer: Any = OPTIMIZERS["adamw"], kind: str = "compiled", **more: Any) -> Run:
+    return start(True, kind, options, optimizer, in_backward=True, **more)
+
+
+def compare(
+    script: Callable[[Run], Any], options: Options, optimizer: Any = OPTIMIZERS["adamw"], kind: str = "compiled"
+) -> None:
+    """What a training script returns, and the state that it leaves, with a plain step and with one inside backward."""
+    runs = [start(False, kind, options, optimizer), begin(options, optimizer, kind)]
+    plain, ours = [script(run) for run in runs]
+    check_equal(list(plain), list(ours), str(options))
+    check_equal(runs[0].state(), runs[1].state(), str(options))
+
+
+def spent(run: Run) -> list[str]:
+    return [name for name, p in run.model.named_parameters() if is_spent(p.grad)]
+
+
+def is_early(run: Run) -> bool:
+    """Whether gathers of the next forward are under way."""
+    return any(flat.ahead for state in states_below(run.model) for flat in state.unit.flats)
+
+
+def train(run: Run) -> list[float]:
+    losses = []
+    is_ours = hasattr(run.optimizer, "_fsdp_overlap")
+    for step in range(4):
+        before = [p.to_local().clone() for p in run.model.parameters()]  # type: ignore[attr-defined]
+        losses.append(run.backward(step))
+        after = [p.to_local() for p in run.model.parameters()]  # type: ignore[attr-defined]
+        changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert any(changed) == bool(spent(run)) == is_early(run) == is_ours
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert not spent(run)
+    assert len(set(losses)) == 4
+    return losses
+
+
+def compare_optimizers() -> None:
+    for name in ("sgd", "adam", "adamw", "adamw_foreach", "adamw_fused", "rmsprop"):
+        compare(train, Options("odd"), OPTIMIZERS[name])
+
+
+def test_optimizers(two: Pool) -> None:
+    two.run(compare_optimizers, timeout=400.0)
+
+
+def plain_training(run: Run) -> list[float]:
+    return [run.step(step) for step in range(4)]
+
+
+def compare_models() -> None:
+    compare(train, Options("gpt", policies=(BF16,)))
+    compare(train, Options("odd", reshard=False))
+    for model in ("gpt", "llama_tied_unit", "one_unit", "frozen", "unused", "called_twice", "list_units"):
+        compare(plain_training, Options(model))
+    compare(plain_training, Options("odd"), kind="eager")  # units that run eagerly are stepped by step()
+
+
+def test_models(two: Pool) -> None:
+    two.run(compare_models, timeout=400.0)
+
+
+def compare_hsdp() -> None:
+    compare(plain_training, Options("gpt", mesh="hsdp"))
+
+
+def test_hsdp(four: Pool) -> None:
+    four.run(compare_hsdp)
+
+
+def compare_inductor() -> None:
+    compare(train, Options("gpt", policies=(BF16,)), kind="inductor")
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(compare_inductor, timeout=400.0)
+
+
+# -- what scripts do between
+
+
+def accumulated(run: Run) -> list[float]:
+    """Three backwards make a step, of which the last reduces."""
+    losses = []
+    model: Any = run.model
+    for step in range(6):
+        model.set_requires_gradient_sync(step % 3 == 2)
+        losses.append(run.backward(step))
+        if step % 3 == 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return losses
+
+
+def scheduled(run: Run) -> list[float]:
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda epoch: 0.5**epoch)
+    losses = []
+    for step in range(4):
+        losses.append(run.step(step))
+        schedule.step()
+    return losses
+
+
+def zeroed_first(run: Run) -> list[float]:
+    losses = []
+    for step in range(3):
+        run.optimizer.zero_grad()
+        losses.append(run.backward(step))
+        run.optimizer.step()
+    return losses
+
+
+def frozen_later(run: Run) -> list[float]:
+    """A part of a unit, then a whole one."""
+    losses = [run.step(0)]
+    params = list(run.model.parameters())
+    params[0].requires_grad_(False)
+    losses.append(run.step(1))
+    params[1].requires_grad_(False)
+    return [*losses, run.step(2), run.step(3)]
+
+
+def hooked(run: Run) -> list[float]:
+    """A hook waits for a gradient: that unit is stepped by step()."""
+    seen: list[float] = []
+    last = list(run.model.parameters())[-1]
+    last.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.to_local().sum())))  # type: ignore[union-attr]
+    return [*(run.step(step) for step in range(3)), *seen]
+
+
+SCRIPTS = {
+    script.__name__: script
+    for script in (accumulated, scheduled, zeroed_first, frozen_later, hooked, evaluated, changed_by_hand)
+}
+
+
+def compare_script(name: str) -> None:
+    compare(SCRIPTS[name], Options("odd"), with_groups if name == "scheduled" else OPTIMIZERS["adamw"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(two: Pool, name: str) -> None:
+    two.run(compare_script, name)
+
+
+# -- what is in the graph, and what is bounded
+
+
+def ops_of(**more: Any) -> tuple[int, int, int]:
+    with captured() as halves:
+        begin(Options("gpt"), **more).step(0)
+    return tuple(sum(len(find(h, target)) for h in halves) for target in (STEP, REDUCE_LATER, MARK_GRADS))  # type: ignore[return-value]
+
+
+def test_steps_are_nodes(two: Pool) -> None:
+    """Every unit is stepped in the graph, but for the last ones, which are left in flight."""
+    steps, left, marks = two.run(ops_of)[0]
+    assert steps >= 2
+    assert left >= 1
+    assert marks == 0
+
+
+def early_bytes(limit: int) -> tuple[int, int]:
+    """Gathered ahead when backward ends, and when the step does."""
+    run = begin(Options("equal_units"), max_ahead_bytes=limit)
+    found = []
+    for what in (lambda: run.backward(0), run.optimizer.step):
+        what()
+        flats = [flat for state in states_below(run.model) for flat in state.unit.flats]
+        found.append(sum(gathered.nbytes for flat in flats for *_, gathered, _ in flat.ahead.values()))
+    run.optimizer.zero_grad()
+    run.step(1)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("limit", [0, 40_000, 1 << 20])
+def test_early_gathers_are_bounded(two: Pool, limit: int) -> None:
+    """A unit of 64 x 64 + 64 floats has 16,640 bytes; half of the limit may be gathered inside backward."""
+    in_backward, in_step = two.run(early_bytes, limit)[0]
+    assert in_backward <= limit // 2
+    assert in_backward <= in_step <= limit
+    assert bool(in_backward) == (limit > 2 * 16_640)
+
+
+# -- mistakes
+
+
+def read_too_late() -> None:
+    run = begin(Options("odd"))
+    run.backward(0)
+    name = spent(run)[0]
+    param = dict(run.model.named_parameters())[name]
+    message = rf"the gradient of {name} was read after backward, and the optimizer has used it up inside backward already"
+    for read in (
+        lambda: param.grad.to_local().sum(),  # type: ignore[union-attr]
+        lambda: nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+        lambda: run.optimizer.zero_grad(set_to_none=False),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            read()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step(1)
+
+
+def added_up() -> None:
+    run = begin(Options("odd"))
+    run.backward(0)
+    with pytest.raises(RuntimeError, match=r"which still has a gradient of an earlier backward\. Each backward is a step"):
+        run.backward(1)
+
+
+def with_step_hooks() -> None:
+    run = begin(Options("odd"))
+    run.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="the AdamW has hooks on its step, which is taken in parts inside backward"):
+        run.backward(0)
+
+
+@pytest.mark.parametrize("mistake", [read_too_late, added_up, with_step_hooks])
+def test_mistakes(two: Pool, mistake: Callable[[], None]) -> None:
+    two.run(mistake)
+
+
+def two_optimizers() -> list[Any]:
+    """Neither of two that share units steps inside backward."""
+    from harness import build, shard
+
+    from compiled_fsdp import fully_shard, overlap_optimizer
+
+    results = []
+    for overlap in (False, True):
+        torch._dynamo.reset()
+        model = build("odd")
+        shard(model, Options("odd"), fully_shard)
+        params = list(model.parameters())
+        both = [torch.optim.SGD(params[::2], lr=0.1), torch.optim.AdamW(params[1::2], lr=0.02)]
+        for optimizer in both if overlap else ():
+            overlap_optimizer(model, optimizer, in_backward=True)
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+        for step in range(3):
+            loss_of(call(*batch_of("odd", step))).backward()
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.to_local().clone() for p in model.parameters()])  # type: ignore[attr-defined]
+    check_equal(*results, "two optimizers")
+    return []
+
+
+def test_two_optimizers(two: Pool) -> None:
+    two.run(two_optimizers)
