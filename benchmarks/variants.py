@@ -82,19 +82,26 @@ def build_ours_eager(job: Job) -> Step:
     return trainer(model, model, job)
 
 
-def build_ours_overlap(job: Job) -> Step:
+def build_ours_overlap(job: Job, **options: float) -> Step:
     from compiled_fsdp import fully_shard, overlap_optimizer
 
     model = make_model(job)
     shard(model, fully_shard)
-    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap_optimizer)
+
+    def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        overlap_optimizer(model, optimizer, **options)  # type: ignore[arg-type]
+
+    return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap)
 
 
-def build_ours_planned(job: Job, *, overlap: bool = False, **fields: float | str) -> Step:
-    """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward, 1.0 keeps all)."""
+def build_ours_planned(job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str) -> Step:
+    """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward, 1.0 keeps all).
+
+    overlap: options of `overlap_optimizer`; None to leave it out.
+    """
     from compiled_fsdp import planned
 
-    step = build_ours_overlap(job) if overlap else build_ours(job)
+    step = build_ours(job) if overlap is None else build_ours_overlap(job, **overlap)
 
     def step_as_planned(index: int) -> Tensor | None:
         with planned(**fields):  # compiled in the first step
@@ -281,9 +288,16 @@ VARIANTS |= {
 }
 # As much memory as DDP has is room for more than keeping every parameter.
 VARIANTS["ours_at_ddp_peak"] = Variant(
-    partial(build_ours_planned, overlap=True, memory_budget=1.0, prefetch=6.0, reduces_in_flight=2.0),
+    partial(
+        build_ours_planned,
+        overlap={"in_backward": True, "max_ahead_bytes": 1 << 27},
+        memory_budget=1.0,
+        prefetch=6.0,
+        reduces_in_flight=2.0,
+    ),
     "local_compile",
-    "ours, memory_budget=1.0, overlap_optimizer, gathers six units ahead in forward, two reductions under way",
+    "ours, memory_budget=1.0, overlap_optimizer in backward with 128 MiB ahead, gathers six units ahead in forward, two reductions "
+    "under way",
 )
 
 

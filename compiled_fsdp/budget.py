@@ -3,24 +3,28 @@
 Every all-gather that backward need not repeat takes its time off the wire, and its bytes into memory. The parameters that forward
 uses last are needed first in backward: they stay for the shortest, so they are kept first. Before that, parameters with a
 smaller mesh get slices, from which backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`)
-finds room for, in a trial that splits and schedules a copy of the joint graph. The record is frozen before any
-rewriting, and a function of graph and plan alone.
+finds room for.
+
+A trial splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each parameter, and
+when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The others check, and
+correct, what that says. The record is frozen before any rewriting, and a function of graph and plan alone.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule
 
 from . import meta
 from .errors import warn_once
-from .graph import backward_nodes, find, output
-from .memory import profile_step
+from .graph import backward_nodes, find, last_read, order, output
+from .memory import StepProfile, profile_step
 from .partition import partition
+from .regions import find_regions
 from .schema import UNSHARD
 from .spec import ParamSpec
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 SLICE, KEEP = "slice", "keep"
+TRIALS = 5  # at most, after the first
 
 
 def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
@@ -39,7 +44,7 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     meta.begin_pass(gm, "fit_budget")
     meta.consume(gm, "Plan.memory_budget")
     candidates = _moves(gm.graph)
-    peaks: dict[int, int] = {}
+    none, every = 0, len(candidates)
 
     def record(num: int) -> Plan:
         """With the first moves made."""
@@ -48,15 +53,15 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         return replace(plan, kept=kept, dropped=dropped)
 
     def peak(num: int) -> int:
-        if num not in peaks:
-            peaks[num] = _peak(gm, record(num), is_fused=is_fused)
-        return peaks[num]
+        return _try(gm, record(num), is_fused=is_fused).profile.peak
 
-    none, every = 0, len(candidates)
-    least = peak(none)
+    if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
+        return record(every)
+    growth = Growth.of(_try(gm, record(none), is_fused=is_fused), candidates)
+    least = growth.peak(none)
     budget = float(plan.memory_budget)
     if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
-        budget = least + budget * max(0, peak(every) - least)
+        budget = least + budget * max(0, growth.peak(every) - least)
     if least > budget:
         warn_once(
             f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs {least / 1e6:.1f} MB above what is at "
@@ -64,28 +69,32 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
             "checkpoint activations"
         )
         return record(none)
-    return record(_most(peak, budget, [move.num_bytes for move in candidates]))
+    return record(most(peak, growth.peak, budget, every))
 
 
-def _most(peak: Callable[[int], int], budget: float, sizes: Sequence[int]) -> int:
-    """The most moves whose peak fits, given that none fits. Each trial is dear, and peaks grow about as bytes do: so between what
-    fits and what does not, the next to try is where a line reaches the budget; every third trial halves, whatever the line says.
+def most(peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int) -> int:
+    """The most moves that fit, given that none fits, in few calls of `peak`, which are dear: by `expected`, corrected by what the
+    calls found, in between along a line. What is returned fits; more might, where neither `expected` nor a line is right.
     """
-    fits, too_many = 0, len(sizes)
-    if peak(too_many) <= budget:
-        return too_many
-    kept = [0, *accumulate(sizes)]
-    for trial in count(1):
-        if too_many - fits <= 1:
+    fits, too_many = 0, every + 1
+    off = {fits: 0}
+
+    def corrected(num: int) -> float:
+        low, high = off[fits], off.get(too_many, off[fits])
+        return expected(num) + low + (high - low) * (num - fits) / (too_many - fits)
+
+    for _ in range(TRIALS):
+        num = bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=corrected) - 1
+        if num == fits:  # none, or the line is wrong
+            num = (fits + bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=expected)) // 2
+        if num == fits:
             break
-        share = (budget - peak(fits)) / (peak(too_many) - peak(fits))
-        on_line = bisect_right(kept, kept[fits] + share * (kept[too_many] - kept[fits])) - 1
-        middle = (fits + too_many) // 2
-        at = middle if trial % 3 == 0 else min(max(on_line, fits + 1), too_many - 1)
-        if peak(at) <= budget:
-            fits = at
+        found = peak(num)
+        off[num] = found - expected(num)
+        if found <= budget:
+            fits = num
         else:
-            too_many = at
+            too_many = num
     return fits
 
 
@@ -115,18 +124,78 @@ def _moves(graph: Graph) -> tuple[Move, ...]:
     return (*sliced, *whole)
 
 
-def _peak(gm: GraphModule, plan: Plan, *, is_fused: bool) -> int:
-    """Of a step of this joint graph under this plan, in bytes above what is at rest."""
-    from .passes.base import run_pipeline
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Both halves under a plan, and the memory of the step."""
+
+    forward: Graph
+    backward: Graph
+    profile: StepProfile
+
+
+def _try(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Trial:
+    """Split and schedule a copy of this joint graph."""
+    from .passes.base import Property, run_pipeline
     from .passes.pipeline import HALF, JOINT
 
     copied = Graph()
     meta.take_over(copied.output(copied.graph_copy(gm.graph, {})), output(gm.graph))
-    trial = run_pipeline(GraphModule(gm, copied), plan, JOINT)
+    trial = run_pipeline(GraphModule(gm, copied), plan, JOINT, is_trial=True)
     backward_of = backward_nodes(copied)
     outputs = list(output(copied).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
-    forward, backward = partition(trial, (), plan, num_fwd_outputs=num_outputs)
+    halves = partition(trial, (), plan, num_fwd_outputs=num_outputs)
     plan = plan.executed_by(is_fused=is_fused)
-    halves = [run_pipeline(half, plan, HALF) for half in (forward, backward)]
-    return profile_step(halves[0].graph, halves[1].graph, is_fused).peak
+    passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
+    forward, backward = (run_pipeline(half, plan, passes, is_trial=True).graph for half in halves)
+    return Trial(forward, backward, profile_step(forward, backward, is_fused))
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What moves add to the memory of a step in which nothing is kept.
+
+    forward, backward: bytes alive at each node.
+    moves: for each, from which node of forward on its bytes are alive longer, before which node of backward, and how many they are.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    moves: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(trial: Trial, candidates: Sequence[Move]) -> Growth:
+        """From a trial without any."""
+        dropped, gathered = _gathers(trial.forward), _gathers(trial.backward)
+        slices = {move.param: move.num_bytes for move in candidates if move.kind == SLICE}
+        moves = []
+        for move in candidates:
+            (_, last), (first, _) = dropped.get(move.param, (0, 0)), gathered.get(move.param, (0, 0))
+            in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
+            moves.append((last + 1, first, move.num_bytes - in_place_of))
+        profile = trial.profile
+        return Growth(profile.forward.curve.during, profile.backward.curve.during, tuple(moves))
+
+    def peak(self, num: int) -> int:
+        """Of the step with the first moves made."""
+        more, less = [0] * (len(self.forward) + 1), [0] * (len(self.backward) + 1)
+        for begin, end, num_bytes in self.moves[:num]:
+            if end:  # backward does gather it again
+                more[begin] += num_bytes
+                less[end] += num_bytes
+        kept = sum(more)
+        forward = (alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False))
+        backward = (alive + kept - gone for alive, gone in zip(self.backward, accumulate(less), strict=False))
+        return max(*forward, *backward)
+
+
+def _gathers(graph: Graph) -> dict[tuple[str, str], tuple[int, int]]:
+    """For each parameter that a graph gathers, from where to where its bucket is alive;"""
+    position = order(graph)
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for region in find_regions(graph, "gather"):
+        first = position[region.starts[0]] if region.starts else position[region.nodes[0]]
+        last = last_read(region.waits[0], position) if region.waits else first
+        for spec in region.tag.specs:
+            found.setdefault((spec.unit, spec.fqn), (first, last))
+    return found

@@ -54,4 +54,4 @@ def _seconds(gm: GraphModule, plan: Plan) -> float:
     trial = GraphModule(gm, copied)
     assert plan.costs is not None
     passes = [entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)]
-    return predict(run_pipeline(trial, plan, passes).graph, plan.costs).total
+    return predict(run_pipeline(trial, plan, passes, is_trial=True).graph, plan.costs).total

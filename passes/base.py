@@ -92,20 +92,25 @@ def run_pipeline(
     plan: Plan,
     passes: Sequence[Pass],
     after_pass: Callable[[GraphModule, Pass], None] | None = None,
+    *,
+    is_trial: bool = False,
 ) -> GraphModule:
     """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests).
 
     What the graph was before the first pass is kept with it meanwhile, for `verify`. Which options the passes have consumed is
-    left with it: see `meta.take_consumed`.
+    left with it: see `meta.take_consumed`. A trial, whose graph is measured and thrown away, is neither linted nor compiled, and
+    has nothing to be verified by.
     """
     is_half = any(entry.stage is Stage.HALF for entry in passes)
-    set_captured(gm, Captured(gm.graph) if is_half else None)
+    set_captured(gm, Captured(gm.graph) if is_half and not is_trial else None)
     for entry in passes:
         begin_pass(gm, entry.name)
         gm = entry.function(gm, plan)
-        gm.graph.lint()
+        if not is_trial:
+            gm.graph.lint()
         if after_pass is not None:
             after_pass(gm, entry)
     set_captured(gm, None)
-    gm.recompile()
+    if not is_trial:
+        gm.recompile()
     return gm

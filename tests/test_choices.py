@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_fsdp.passes.base import run_pipeline
 from compiled_fsdp.passes.choose_collectives import reduced_by
-from passes_harness import Hand, numel, unit
+from compiled_fsdp.passes.pipeline import HALF
+from passes_harness import PLAN, Hand, numel, unit
 from test_planner import chain, costs
 
 from compiled_fsdp import budget
 from compiled_fsdp.choices import Choices, break_even, faster
 from compiled_fsdp.costs import Costs, Link
+from compiled_fsdp.memory import StepProfile, profile
 from compiled_fsdp.plan import Plan
 from compiled_fsdp.spec import OWN_MESSAGE
 from compiled_fsdp.splitting import fit_split
@@ -112,30 +116,81 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
         dy = hand.add(dy, hand.unshard(hand.input(f"flat_{name}", 8), spec))
     gm = hand.returns(dy)
 
-    def peak(gm, plan, *, is_fused):
-        return 50 * (2 - len(plan.dropped)) + 100 * len(plan.kept)
+    def tried(gm, plan, *, is_fused):
+        peak = 50 * (2 - len(plan.dropped)) + 100 * len(plan.kept)
+        return SimpleNamespace(profile=SimpleNamespace(peak=peak))
 
-    monkeypatch.setattr(budget, "_peak", peak)
+    by_num = [0, 50, 100, 200, 300, 400]
+    monkeypatch.setattr(budget, "_try", tried)
+    monkeypatch.setattr(budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num]))
     plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
     assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
     assert [fqn for _, fqn in plan.dropped] == [n for n in "vw" if n not in sliced]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_most_that_fits_in_few_trials(share):
-    """Peaks that grow by less than what is kept, in jumps, after a beginning that costs nothing; as many as trying all finds."""
+@pytest.mark.parametrize("error", [0, 40])
+def test_the_most_that_fits_in_few_trials(share, error):
+    """What is expected is right, or off by more and more; then a trial corrects it, and what is returned fits."""
     rng = random.Random(0)
-    for _ in range(50):
-        sizes = [rng.choice([1, 8, 8, 32]) for _ in range(rng.randint(1, 300))]
-        free = rng.randint(0, len(sizes))
-        peaks = [100, *accumulate((0 if n < free else rng.choice([0, size]) for n, size in enumerate(sizes)), initial=100)][
-            1:
-        ]
+    calls = []
+    for _ in range(100):
+        sizes = [rng.choice([0, 1, 8, 8, 32]) for _ in range(rng.randint(1, 300))]
+        expected = [100, *accumulate(sizes, initial=100)][1:]
+        drift = [*accumulate((rng.choice([0, error]) / 40 for _ in sizes), initial=0)]
+        peaks = [round(e + d) for e, d in zip(expected, drift, strict=True)]
         budget_ = 100 + rng.random() * share * (peaks[-1] - 100)
         tried: list[int] = []
-        found = budget._most(lambda n, peaks=peaks, tried=tried: tried.append(n) or peaks[n], budget_, sizes)
-        assert found == max(n for n, value in enumerate(peaks) if value <= budget_)
-        assert len(set(tried)) <= 3 * len(sizes).bit_length() + 2
+
+        def peak(n, peaks=peaks, tried=tried):
+            tried.append(n)
+            return peaks[n]
+
+        found = budget.most(peak, expected.__getitem__, budget_, len(sizes))
+        assert peaks[found] <= budget_
+        assert peaks[min(found + 8, len(sizes))] > budget_ - 5 * error or found + 8 >= len(sizes)
+        if not error:
+            assert found == max(n for n, value in enumerate(peaks) if value <= budget_)
+        calls.append(len(tried))
+    assert max(calls) <= (1 if not error else 6)
+    assert sum(calls) <= (1 if not error else 4) * len(calls)
+
+
+class TestGrowth:
+    """Two units of a parameter each, gathered in forward in this order and in backward in the other."""
+
+    def trial(self) -> budget.Trial:
+        halves = []
+        for names in ("vw", "wv"):
+            hand = Hand()
+            x = hand.input("x", 64, 64)
+            flats = {name: hand.input(f"flat_{name}", 2048) for name in names}
+            for name, flat in flats.items():
+                (spec,) = unit(name, {name: (64, 64)})
+                x = hand(torch.ops.aten.mm.default, x, hand.unshard(flat, spec))
+            halves.append(run_pipeline(hand.returns(x), PLAN, HALF).graph)
+        return budget.Trial(*halves, StepProfile(*map(profile, halves)))
+
+    def test_from_the_last_use_to_the_next_gather(self):
+        trial = self.trial()
+        forward, backward = ([n.name for n in graph.nodes] for graph in (trial.forward, trial.backward))
+        last, first = forward.index("free_default_1"), backward.index("all_gather_into_tensor_default")
+        moves = [budget.Move("keep", ("w", "w"), 16384), budget.Move("keep", ("v", "v"), 16384)]
+        growth = budget.Growth.of(trial, moves)
+        assert growth.moves[0] == (last + 1, first, 16384)
+        assert growth.moves[1][0] < last + 1
+        assert growth.moves[1][1] > first
+
+    def test_peaks(self):
+        """By hand: bytes that a move adds where nothing else is alive, and on top of the peak."""
+        growth = budget.Growth((10, 50, 10), (20, 30, 20), ((2, 1, 5), (1, 2, 7)))
+        assert [growth.peak(n) for n in range(3)] == [50, 50, 57]
+        assert budget.Growth((10, 10), (20, 30), ((1, 2, 5),)).peak(1) == 35
+
+    def test_what_backward_does_not_gather_again(self):
+        """Keeping it costs nothing: backward has no use for it."""
+        growth = budget.Growth.of(self.trial(), [budget.Move("keep", ("u", "u"), 16384)])
+        assert growth.peak(1) == growth.peak(0)
 
 
 @pytest.mark.parametrize("name", ["split_bytes", "own_message"])

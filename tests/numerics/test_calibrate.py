@@ -104,23 +104,20 @@ def keeps_what_fits() -> None:
         for layer in model:
             fully_shard(layer, reshard_after_forward=True)
         fully_shard(model, reshard_after_forward=True)
-        predicted: list[tuple[int, int]] = []
+        growths: list[tuple[int, int]] = []
+        original = budget.Growth.of
 
-        original = budget._peak
+        def spy(trial, moves, growths=growths, original=original):  # type: ignore[no-untyped-def]
+            growth = original(trial, moves)
+            growths.append((growth.peak(0), growth.peak(len(moves))))
+            return growth
 
-        def spy(gm, plan, *, is_fused, predicted=predicted, original=original):  # type: ignore[no-untyped-def]
-            predicted.append((len(plan.kept), peak := original(gm, plan, is_fused=is_fused)))
-            return peak
-
-        budget._peak = spy
-        try:
+        with mock.patch.object(budget.Growth, "of", spy):
             with compiled_fsdp.planned(memory_budget=share, costs=replace(MACHINE)):
                 call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
                 x = torch.randn(64, width, requires_grad=True)
                 loss = call(x).square().mean()
                 loss.backward()
-        finally:
-            budget._peak = original
         grads = [p.grad.to_local().clone() for p in model.parameters()]
 
         def step(call=call, x=x, model=model):  # type: ignore[no-untyped-def]
@@ -130,16 +127,17 @@ def keeps_what_fits() -> None:
         with torch.profiler.profile() as profiler:
             step()
         gathers = sum(e.name == "fsdp::all_gather" for e in profiler.events())
-        seen[share] = loss.item(), grads, gathers, peak_tensor_bytes(step).above_rest, predicted
+        seen[share] = loss.item(), grads, gathers, peak_tensor_bytes(step).above_rest, growths
     losses, grads, gathers, peaks, trials = ({k: v[i] for k, v in seen.items()} for i in range(5))
     assert len(set(losses.values())) == 1
     for other in (0.0, 0.5, 1.0):
         assert all(torch.equal(a, b) for a, b in zip(grads[None], grads[other], strict=True))
-    assert trials[None] == []
+    assert trials[None] == trials[1.0] == []
     assert gathers[None] >= gathers[0.0] > gathers[0.5] > gathers[1.0] == layers
     assert peaks[0.5] < peaks[1.0]
-    least, most = dict(trials[0.5])[0], dict(trials[0.5])[2 * layers]
+    ((least, most),) = trials[0.5]
     assert peaks[0.5] <= 1.05 * (least + most) / 2
+    assert most == pytest.approx(peaks[1.0], rel=0.05), "what keeping adds is what it was expected to add"
 
 
 def test_a_budget_chooses_slices_too(four: Pool) -> None:
