@@ -170,7 +170,8 @@ class Growth:
         slices = {move.param: move.num_bytes for move in candidates if move.kind == SLICE}
         moves = []
         for move in candidates:
-            (_, last), (first, _) = dropped.get(move.param, (0, 0)), gathered.get(move.param, (0, 0))
+            _, last = dropped.get(move.param, (0, 0))
+            first, _ = gathered.get(move.param, (0, 0))
             in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
             moves.append((last + 1, first, move.num_bytes - in_place_of))
         profile = trial.profile
@@ -190,7 +191,7 @@ class Growth:
 
 
 def _gathers(graph: Graph) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each parameter that a graph gathers, from where to where its bucket is alive;"""
+    """For each parameter that a graph gathers, from where to where its bucket is alive."""
     position = order(graph)
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for region in find_regions(graph, "gather"):

@@ -26,7 +26,7 @@ from .in_flight import Spent, is_spent
 from .planner import MAX_AHEAD_BYTES
 from .spec import IN_BACKWARD
 from .state import states_below
-from .torch_private import make_dtensor, uncompiled
+from .torch_private import backward_number, make_dtensor, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -163,6 +163,8 @@ class Overlap:
         self.order: dict[Gather, None] = {}
         self.early: dict[Gather, None] = {}
         self._optimizer = weakref.ref(optimizer)
+        self._backward = -1
+        self._held_now: dict[FlatParam | None, set[int]] = {}
         step: Any = base.step
         self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._base = base
@@ -192,16 +194,18 @@ class Overlap:
 
     def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
         """Step these parameters inside backward, which has reduced their gradient, and start gathers of the next forward; not if
-        some of the buffer's are another optimizer's, or hooks wait for a gradient: then they get it, and the step is to come.
+        they are not all of the buffer's, some are another optimizer's, or hooks wait for a gradient: then they get it, and the
+        step is to come.
         """
         optimizer = self._optimizer()
-        held = set() if optimizer is None else self._held(optimizer).get(flat, set())
-        if optimizer is None or not _trained(flat) <= held or any(p.sharded._post_accumulate_grad_hooks for p in params):
+        if optimizer is None:
+            return False
+        self._begin_backward(optimizer)
+        trained, held = _trained(flat), self._held_now.get(flat, set())
+        is_all = trained == {id(p.sharded) for p in params}  # else another graph may bring the rest, and still read the buffer
+        if not is_all or not trained <= held or any(p.sharded._post_accumulate_grad_hooks for p in params):
             return False
         self._check_free(optimizer, params)
-        if not any(other.is_stepped for other in self._flats()):
-            for other in self._flats():
-                other.drop_ahead()
         flat.is_stepped = True
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
@@ -210,6 +214,17 @@ class Overlap:
             param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
         self._start_early()
         return True
+
+    def _begin_backward(self, optimizer: optim.Optimizer) -> None:
+        """Once for each backward: look who holds what, and drop gathers of an earlier step that no forward has used."""
+        backward = backward_number()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self._held_now = self._held(optimizer)
+        if not any(flat.is_stepped for flat in self._flats()):
+            for flat in self._flats():
+                flat.drop_ahead()
 
     def _check_free(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
         name = type(optimizer).__name__

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from .torch_private import is_profiling
+from .torch_private import backward_number, is_profiling
 
 OFF = nullcontext()
 SHOWN = 4  # parameters in a name
@@ -39,4 +39,4 @@ def title(op: str, phase: str, what: str) -> str:
 
 def phase_now() -> str:
     """Outside a graph: whether autograd is running."""
-    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+    return "backward" if backward_number() != -1 else "forward"

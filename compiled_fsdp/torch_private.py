@@ -36,6 +36,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def backward_number() -> int:
+    """The number of the backward that autograd runs, another one for each; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
 def make_dtensor(
     local: Tensor,
     like: Tensor,

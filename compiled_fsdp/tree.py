@@ -5,7 +5,7 @@ The units below one outermost module form a `Tree`. Forward starts the gather of
 backward starts that of the unit whose forward came before; explicit lists replace both. A reduction is awaited when the next
 but one starts, or at the end of backward. Every rank takes these decisions from the same history, so all agree.
 
-Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue, and the id of the graph that it runs.
+Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ranges
 from .clock import Clock
+from .torch_private import backward_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -173,7 +174,7 @@ class Reduction:
 
 def in_backward() -> bool:
     """Whether autograd is running, so that a forward now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:

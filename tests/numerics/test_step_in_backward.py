@@ -277,3 +277,51 @@ def two_optimizers() -> list[Any]:
 
 def test_two_optimizers(two: Pool) -> None:
     two.run(two_optimizers)
+
+
+# -- units that several graphs read
+
+
+class Halves(nn.Module):
+    """Two graphs: the root's own weights, `first` and `last`, are read by one each; tied, they are one that both read."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 6))
+        self.middle = nn.Linear(6, 6)
+        self.last = self.first if is_tied else nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x @ self.first)
+        torch._dynamo.graph_break()
+        return torch.tanh(self.middle(x) @ self.last)
+
+
+def train_halves(is_tied: bool, in_backward: bool | None) -> list[torch.Tensor]:
+    from compiled_fsdp import fully_shard, overlap_optimizer
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Halves(is_tied)
+    fully_shard(model.middle)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if in_backward is not None:
+        overlap_optimizer(model, optimizer, in_backward=in_backward)
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    for step in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        call(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def compare_halves() -> None:
+    for is_tied in (False, True):
+        plain, ours = (train_halves(is_tied, in_backward) for in_backward in (None, True))
+        check_equal(plain, ours, f"two graphs, tied: {is_tied}")
+
+
+def test_units_that_several_graphs_read(two: Pool) -> None:
+    two.run(compare_halves)
