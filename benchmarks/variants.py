@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -286,7 +287,7 @@ VARIANTS |= {
     name: Variant(partial(build_ours_planned, memory_budget=budget), "local_compile", f"ours, memory_budget={budget}")
     for name, budget in SWEEP.items()
 }
-KEPT = {"memory_budget": 1.0, "prefetch": 6.0, "reduces_in_flight": 2.0}
+KEPT: dict[str, Any] = {"memory_budget": 1.0, "prefetch": 6.0, "reduces_in_flight": 2.0}
 VARIANTS["ours_kept"] = Variant(
     partial(build_ours_planned, overlap={}, **KEPT),
     "local_compile",
