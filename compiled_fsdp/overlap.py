@@ -202,7 +202,7 @@ class Overlap:
             return False
         self._begin_backward(optimizer)
         trained, held = _trained(flat), self._held_now.get(flat, set())
-        is_all = trained == {id(p.sharded) for p in params}  # else another graph may bring the rest, and still read the buffer
+        is_all = trained == {id(p.sharded) for p in params}  # else another graph may bring the rest, and read the buffer
         if not is_all or not trained <= held or any(p.sharded._post_accumulate_grad_hooks for p in params):
             return False
         self._check_free(optimizer, params)
