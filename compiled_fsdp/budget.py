@@ -12,9 +12,10 @@ correct, what that says. The record is frozen before any rewriting, and a functi
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule
@@ -155,8 +156,9 @@ def _try(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Trial:
 class Growth:
     """What moves add to the memory of a step in which nothing is kept.
 
-    forward, backward: bytes alive at each node.
-    moves: for each, from which node of forward on its bytes are alive longer, before which node of backward, and how many they are.
+    forward, backward: most bytes alive in each stretch of nodes; no move begins or ends within one.
+    moves: for each, from which stretch of forward on its bytes are alive longer, before which one of backward (0: it is not
+        gathered there), and how many they are.
     """
 
     forward: tuple[int, ...]
@@ -174,8 +176,11 @@ class Growth:
             first, _ = gathered.get(move.param, (0, 0))
             in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
             moves.append((last + 1, first, move.num_bytes - in_place_of))
-        profile = trial.profile
-        return Growth(profile.forward.curve.during, profile.backward.curve.during, tuple(moves))
+        begins, ends = (sorted({0, *places}) for places in (map(itemgetter(n), moves) for n in (0, 1)))
+        halves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
+        forward, backward = (_stretches(*half) for half in zip(halves, (begins, ends), strict=True))
+        placed = ((bisect_left(begins, begin), bisect_left(ends, end), num_bytes) for begin, end, num_bytes in moves)
+        return Growth(forward, backward, tuple(placed))
 
     def peak(self, num: int) -> int:
         """Of the step with the first moves made."""
@@ -188,6 +193,11 @@ class Growth:
         forward = (alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False))
         backward = (alive + kept - gone for alive, gone in zip(self.backward, accumulate(less), strict=False))
         return max(*forward, *backward)
+
+
+def _stretches(curve: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+    """The most bytes alive from each of these positions to the next."""
+    return tuple(max(curve[begin:end], default=0) for begin, end in pairwise((*begins, len(curve))))
 
 
 def _gathers(graph: Graph) -> dict[tuple[str, str], tuple[int, int]]:

@@ -174,12 +174,18 @@ class TestGrowth:
     def test_from_the_last_use_to_the_next_gather(self):
         trial = self.trial()
         forward, backward = ([n.name for n in graph.nodes] for graph in (trial.forward, trial.backward))
-        last, first = forward.index("free_default_1"), backward.index("all_gather_into_tensor_default")
-        moves = [budget.Move("keep", ("w", "w"), 16384), budget.Move("keep", ("v", "v"), 16384)]
-        growth = budget.Growth.of(trial, moves)
-        assert growth.moves[0] == (last + 1, first, 16384)
-        assert growth.moves[1][0] < last + 1
-        assert growth.moves[1][1] > first
+        curves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
+        last = {"w": forward.index("free_default_1"), "v": forward.index("free_default")}
+        first = {
+            "w": backward.index("all_gather_into_tensor_default"),
+            "v": backward.index("all_gather_into_tensor_default_1"),
+        }
+        huge = 10**9
+        for name in "wv":
+            growth = budget.Growth.of(trial, [budget.Move("keep", (name, name), huge)])
+            expected = max(*curves[0][last[name] + 1 :], *curves[1][: first[name]])
+            assert growth.peak(1) == expected + huge
+            assert growth.peak(0) == max(map(max, curves))
 
     def test_peaks(self):
         """By hand: bytes that a move adds where nothing else is alive, and on top of the peak."""
