@@ -199,6 +199,7 @@ class FlatParam:
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """See `ops.Owner`."""
         self.unit.on_retained()
+        self.unit.on_kept(self)
         for offset, piece in self._pieces(grads, offsets):
             kept = self.retained.get((where, offset))
             if kept is None:
@@ -417,6 +418,10 @@ class Gather(Protocol):
         """Of what it gathers to."""
         ...
 
+    def part(self, flat: FlatParam) -> tuple[int, int]:
+        """What of a buffer it gathers: the first element of this rank's shards, and the end."""
+        ...
+
     def start(self) -> None:
         """Start it; the next forward finds it, unless a parameter changes before."""
         ...
@@ -438,6 +443,10 @@ class PieceGather:
     def num_bytes(self) -> int:
         """See `Gather`."""
         return self.piece.numel * self.piece.group_size * self.piece.dtype.itemsize
+
+    def part(self, flat: FlatParam) -> tuple[int, int]:
+        """See `Gather`."""
+        return self.piece.start, self.piece.start + self.piece.numel
 
     def start(self) -> None:
         """See `Gather`."""

@@ -90,6 +90,10 @@ class FullParams:
         sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
         return sum(numel * itemsize for numel, itemsize in sizes)
 
+    def part(self, flat: FlatParam) -> tuple[int, int]:
+        """See `flat.Gather`."""
+        return 0, flat.layout.numel
+
     def start(self) -> None:
         """See `flat.Gather`."""
         self.unit.options.consume(WHO, "overlap_optimizer")

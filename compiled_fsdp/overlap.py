@@ -70,7 +70,8 @@ def overlap_optimizer(
         in_backward: step units in a compiled backward as soon as their gradients are reduced, and drop these gradients: every
             backward that reduces is then a step, with the hyperparameters of that moment, and `.grad` raises where it is read.
             Not for clipping, gradient scaling, adding up gradients of several backwards (but for `set_requires_gradient_sync`), or
-            hooks on the optimizer's step. `step()` does the rest and stays in the loop.
+            hooks on the optimizer's step. `step()` does the rest and stays in the loop: a forward before it, or after a backward
+            that failed or whose step is left out, computes with some units stepped and others not.
 
     Raises:
         NotImplementedError: the model is a `FullyShardedDataParallel`.
@@ -92,6 +93,7 @@ def overlap_optimizer(
         unit.on_gather = overlap.note
         if in_backward:
             unit.on_reduced = overlap.take
+            unit.on_kept = overlap.forget
     optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
     optimizer.__class__ = _overlapped(base)  # type: ignore[assignment]
     optimizer._patch_step_function()
@@ -154,6 +156,8 @@ class Overlap:
 
     order: gathers that forward came to since the last step, in order.
     early: of these, those that backward has started again for the next forward.
+    reads: for each buffer, what forward has gathered of it since the last step or backward, as (first element, end).
+    shared: buffers of which something was gathered twice, by several graphs or eagerly: their backwards will gather it again.
     """
 
     def __init__(self, runtimes: list[Runtime], optimizer: optim.Optimizer, max_ahead_bytes: int) -> None:
@@ -162,6 +166,8 @@ class Overlap:
         self.max_ahead_bytes = max_ahead_bytes
         self.order: dict[Gather, None] = {}
         self.early: dict[Gather, None] = {}
+        self.reads: dict[FlatParam, list[tuple[int, int]]] = {}
+        self.shared: set[FlatParam] = set()
         self._optimizer = weakref.ref(optimizer)
         self._backward = -1
         self._held_now: dict[FlatParam | None, set[int]] = {}
@@ -170,8 +176,15 @@ class Overlap:
         self._base = base
 
     def note(self, gather: Gather) -> None:
-        """Forward comes to a gather."""
+        """Forward comes to a gather. A graph gathers no element of a buffer twice."""
         self.order.setdefault(gather)
+        for flat in gather.flats:
+            start, end = gather.part(flat)
+            reads = self.reads.setdefault(flat, [])
+            if any(start < other_end and other < end for other, other_end in reads):
+                self.shared.add(flat)
+            if (start, end) not in reads:
+                reads.append((start, end))
 
     def step(self, optimizer: optim.Optimizer) -> None:
         """Step unit by unit, and start gathers as soon as their units are stepped."""
@@ -191,29 +204,40 @@ class Overlap:
             flat.is_stepped = False
         self.order.clear()
         self.early.clear()
+        self.reads.clear()
+        self.shared.clear()
 
     def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
         """Step these parameters inside backward, which has reduced their gradient, and start gathers of the next forward; not if
-        they are not all of the buffer's, some are another optimizer's, or hooks wait for a gradient: then they get it, and the
-        step is to come.
+        they are not all of the buffer's, some are another optimizer's or have a gradient already, or another backward may still
+        gather the buffer: then they get their gradient, and the step is to come. All of that is the same on every rank.
         """
         optimizer = self._optimizer()
         if optimizer is None:
             return False
         self._begin_backward(optimizer)
-        trained, held = _trained(flat), self._held_now.get(flat, set())
-        is_all = trained == {id(p.sharded) for p in params}  # else another graph may bring the rest, and read the buffer
-        if not is_all or not trained <= held or any(p.sharded._post_accumulate_grad_hooks for p in params):
+        trained = _trained(flat)
+        is_all = trained == {id(p.sharded) for p in params} and trained <= self._held_now.get(flat, set())
+        self._check(optimizer, params)
+        if not is_all or flat in self.shared or flat not in self.reads or any(p.sharded.grad is not None for p in params):
             return False
-        self._check_free(optimizer, params)
+        flat.settle()
         flat.is_stepped = True
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        for param in params:
+            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(param.sharded)
         self._step_part(optimizer, {id(p.sharded) for p in params})
         for param in params:
             param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
         self._start_early()
         return True
+
+    def forget(self, flat: FlatParam) -> None:
+        """What forward has read of a buffer was for a backward that has come to it now, and did not reduce."""
+        self.reads.pop(flat, None)
+        self.shared.discard(flat)
 
     def _begin_backward(self, optimizer: optim.Optimizer) -> None:
         """Once for each backward: look who holds what, and drop gathers of an earlier step that no forward has used."""
@@ -222,19 +246,24 @@ class Overlap:
             return
         self._backward = backward
         self._held_now = self._held(optimizer)
+        for flat in self._flats():  # no longer, if the user went on without a step
+            flat.is_stepped = any(is_spent(p.sharded.grad) for p in flat.params)
         if not any(flat.is_stepped for flat in self._flats()):
+            self.early.clear()
             for flat in self._flats():
                 flat.drop_ahead()
 
-    def _check_free(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
+    def _check(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
         name = type(optimizer).__name__
-        if taken := [p.fqn for p in params if p.sharded.grad is not None]:
+        if taken := [p.fqn for p in params if is_spent(p.sharded.grad)]:
             raise RuntimeError(
                 f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which still has a gradient of an "
                 "earlier backward. Each backward is a step: call zero_grad() between them, add up gradients by "
                 "set_requires_gradient_sync(False), or leave out in_backward=True"
             )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if (
+            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        ):  # those of all optimizers are Dynamo's too
             raise RuntimeError(
                 f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is taken in parts inside backward. "
                 "Remove the hooks, or leave out in_backward=True"

@@ -144,6 +144,8 @@ class Unit:
         self.on_retained: Callable[[], None] = _nothing
         # Called with gradients that a backward has reduced, before anybody sees them: whether they were used up.
         self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
+        # Called when a backward keeps gradients of a buffer for a later one.
+        self.on_kept: Callable[[FlatParam], None] = _nothing_of
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.
@@ -411,8 +413,8 @@ def _keep(flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) ->
     return False
 
 
-def _nothing_of(gather: Gather) -> None:
-    """What to do with a gather while nobody overlaps the optimizer's step."""
+def _nothing_of(gather_or_buffer: object) -> None:
+    """What to do with a gather, or a buffer, while nobody overlaps the optimizer's step."""
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:

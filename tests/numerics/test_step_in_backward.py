@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Options, batch_of
 from models import loss_of
 from numerics.test_graphs import captured
@@ -113,6 +114,8 @@ def accumulated(run: Run) -> list[float]:
     for step in range(6):
         model.set_requires_gradient_sync(step % 3 == 2)
         losses.append(run.backward(step))
+        if hasattr(run.optimizer, "_fsdp_overlap"):
+            assert bool(spent(run)) == (step % 3 == 2)
         if step % 3 == 2:
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -148,16 +151,46 @@ def frozen_later(run: Run) -> list[float]:
 
 
 def hooked(run: Run) -> list[float]:
-    """A hook waits for a gradient: that unit is stepped by step()."""
+    """Hooks see gradients before they are used up, and may change them; one is on one rank only."""
     seen: list[float] = []
-    last = list(run.model.parameters())[-1]
-    last.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.to_local().sum())))  # type: ignore[union-attr]
-    return [*(run.step(step) for step in range(3)), *seen]
+    params = list(run.model.parameters())
+
+    def look(p: Any) -> None:
+        seen.append(float(p.grad.to_local().sum()))
+
+    params[-1].register_post_accumulate_grad_hook(look)
+    params[-2].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))  # type: ignore[union-attr]
+    if dist.get_rank() == 0:
+        params[-3].register_post_accumulate_grad_hook(look)
+    losses = [run.step(step) for step in range(3)]
+    assert len(seen) == 6 - 3 * dist.get_rank()
+    return [*losses, *sorted(seen)]
+
+
+def called_for_two_inputs(run: Run) -> list[float]:
+    """Two forwards, whose gradients are added up by one backward."""
+    losses = []
+    for step in range(3):
+        loss = sum(loss_of(run.call(*batch_of(run.name, 2 * step + n))) for n in range(2))
+        loss.backward()  # type: ignore[union-attr]
+        losses.append(float(loss))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses
 
 
 SCRIPTS = {
     script.__name__: script
-    for script in (accumulated, scheduled, zeroed_first, frozen_later, hooked, evaluated, changed_by_hand)
+    for script in (
+        accumulated,
+        scheduled,
+        zeroed_first,
+        frozen_later,
+        hooked,
+        called_for_two_inputs,
+        evaluated,
+        changed_by_hand,
+    )
 }
 
 
@@ -282,6 +315,23 @@ def test_two_optimizers(two: Pool) -> None:
 # -- units that several graphs read
 
 
+class Twice(nn.Module):
+    """Two graphs read `both`; the first needs no gradient for it, and its backward gathers it all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.both = nn.ParameterList([nn.Parameter(torch.randn(8, 8))])
+        self.middle = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(torch.tanh(self.before(x)) @ self.both[0].detach())
+        torch._dynamo.graph_break()
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        return x @ self.both[0]
+
+
 class Halves(nn.Module):
     """Two graphs: the root's own weights, `first` and `last`, are read by one each; tied, they are one that both read."""
 
@@ -297,20 +347,21 @@ class Halves(nn.Module):
         return torch.tanh(self.middle(x) @ self.last)
 
 
-def train_halves(is_tied: bool, in_backward: bool | None) -> list[torch.Tensor]:
+def train_halves(make: Callable[[], nn.Module], in_backward: bool | None) -> list[torch.Tensor]:
     from compiled_fsdp import fully_shard, overlap_optimizer
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Halves(is_tied)
-    fully_shard(model.middle)
+    model = make()
+    for child in [c for top in model.children() for c in (top if isinstance(top, nn.ModuleList) else [top])]:
+        fully_shard(child)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     if in_backward is not None:
         overlap_optimizer(model, optimizer, in_backward=in_backward)
     call = torch.compile(model, backend="compiled_fsdp_eager")
     for step in range(4):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(step))
         call(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -318,9 +369,9 @@ def train_halves(is_tied: bool, in_backward: bool | None) -> list[torch.Tensor]:
 
 
 def compare_halves() -> None:
-    for is_tied in (False, True):
-        plain, ours = (train_halves(is_tied, in_backward) for in_backward in (None, True))
-        check_equal(plain, ours, f"two graphs, tied: {is_tied}")
+    for make in (lambda: Halves(False), lambda: Halves(True), Twice):
+        plain, ours = (train_halves(make, in_backward) for in_backward in (None, True))
+        check_equal(plain, ours, "two graphs")
 
 
 def test_units_that_several_graphs_read(two: Pool) -> None:
