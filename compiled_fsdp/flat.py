@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from . import collectives as comm
 from . import schema
 from .deferred import Deferred
+from .gathers import PieceGather
 from .in_flight import Arrival
 from .layout import FlatLayout, ShardLayout
 from .mesh import MeshInfo
@@ -403,54 +404,6 @@ class FlatParam:
                 f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
                 "its size; load a state dict to change values"
             )
-
-
-class Gather(Protocol):
-    """A gather that forward came to, which may start ahead of the next forward."""
-
-    @property
-    def flats(self) -> Sequence[FlatParam]:
-        """The buffers that it gathers."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what it gathers to."""
-        ...
-
-    def part(self, flat: FlatParam) -> tuple[int, int]:
-        """What of a buffer it gathers: the first element of this rank's shards, and the end."""
-        ...
-
-    def start(self) -> None:
-        """Start it; the next forward finds it, unless a parameter changes before."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PieceGather:
-    """One of a graph; see `Gather`."""
-
-    flat: FlatParam
-    piece: Piece
-
-    @property
-    def flats(self) -> Sequence[FlatParam]:
-        """See `Gather`."""
-        return (self.flat,)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Gather`."""
-        return self.piece.numel * self.piece.group_size * self.piece.dtype.itemsize
-
-    def part(self, flat: FlatParam) -> tuple[int, int]:
-        """See `Gather`."""
-        return self.piece.start, self.piece.start + self.piece.numel
-
-    def start(self) -> None:
-        """See `Gather`."""
-        self.flat.gather_ahead(self.piece)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

@@ -81,21 +81,21 @@ class FullParams:
 
     @property
     def flats(self) -> list[FlatParam]:
-        """See `flat.Gather`."""
+        """See `gathers.Gather`."""
         return self.unit.flats
 
     @property
     def num_bytes(self) -> int:
-        """See `flat.Gather`."""
+        """See `gathers.Gather`."""
         sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
         return sum(numel * itemsize for numel, itemsize in sizes)
 
     def part(self, flat: FlatParam) -> tuple[int, int]:
-        """See `flat.Gather`."""
+        """See `gathers.Gather`."""
         return 0, flat.layout.numel
 
     def start(self) -> None:
-        """See `flat.Gather`."""
+        """See `gathers.Gather`."""
         self.unit.options.consume(WHO, "overlap_optimizer")
         self.start_unshard()
         self.checksums = [flat.checksum() for flat in self.unit.flats]

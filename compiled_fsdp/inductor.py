@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import collectives as comm
 from . import dump, gloo
+from .errors import warn_once
 from .graph import erase_all, find, value
 from .graph_record import GraphRecord
 from .meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
@@ -89,6 +90,10 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     if not find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
         return gm
+    if current_plan().copy_out == "strided" and not is_fused:
+        warn_once(
+            "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this backend copies, as with 'copy'"
+        )
     plan = fit_split(gm, current_plan().executed_by(is_fused=is_fused))
     writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 

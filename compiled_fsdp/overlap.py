@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn, optim
 
+from .errors import warn_once
 from .in_flight import Spent, is_spent
 from .planner import MAX_AHEAD_BYTES
 from .spec import IN_BACKWARD
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .flat import FlatParam, Gather, ShardedParam
+    from .flat import FlatParam, ShardedParam
+    from .gathers import Gather
     from .runtime import Runtime
     from .unit import Unit
 
@@ -170,6 +172,7 @@ class Overlap:
         self.shared: set[FlatParam] = set()
         self._optimizer = weakref.ref(optimizer)
         self._backward = -1
+        self._said: set[str] = set()
         self._held_now: dict[FlatParam | None, set[int]] = {}
         step: Any = base.step
         self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -216,10 +219,14 @@ class Overlap:
         if optimizer is None:
             return False
         self._begin_backward(optimizer)
-        trained = _trained(flat)
-        is_all = trained == {id(p.sharded) for p in params} and trained <= self._held_now.get(flat, set())
         self._check(optimizer, params)
-        if not is_all or flat in self.shared or flat not in self.reads or any(p.sharded.grad is not None for p in params):
+        if why := self._why_not(flat, params):
+            if why not in self._said:  # once, whatever the unit
+                self._said.add(why)
+                warn_once(
+                    f"compiled_fsdp: overlap_optimizer(in_backward=True): {flat.unit.name} is stepped by optimizer.step(), not "
+                    f"inside backward, since {why}. The numbers are the same; of other units it is not said again"
+                )
             return False
         flat.settle()
         flat.is_stepped = True
@@ -233,6 +240,21 @@ class Overlap:
             param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
         self._start_early()
         return True
+
+    def _why_not(self, flat: FlatParam, params: Sequence[ShardedParam]) -> str:
+        """Why a buffer may not be stepped inside backward; "" if it may."""
+        trained = _trained(flat)
+        if not trained <= self._held_now.get(flat, set()):
+            return "the optimizer does not hold all of its parameters"
+        if trained != {id(p.sharded) for p in params}:
+            return "this graph has no gradients for some of its parameters"
+        if flat in self.shared:
+            return "forward has read it more than once since the last backward, and another backward may gather it"
+        if flat not in self.reads:
+            return "forward has not gathered it by an all-gather of its own"
+        if any(p.sharded.grad is not None for p in params):
+            return "its parameters have gradients already"
+        return ""
 
     def forget(self, flat: FlatParam) -> None:
         """What forward has read of a buffer was for a backward that has come to it now, and did not reduce."""
@@ -261,9 +283,8 @@ class Overlap:
                 "earlier backward. Each backward is a step: call zero_grad() between them, add up gradients by "
                 "set_requires_gradient_sync(False), or leave out in_backward=True"
             )
-        if (
-            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        ):  # those of all optimizers are Dynamo's too
+        # Its own; among those of all optimizers are Dynamo's.
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise RuntimeError(
                 f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is taken in parts inside backward. "
                 "Remove the hooks, or leave out in_backward=True"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import Placement
 
-    from .flat import Gather
+    from .gathers import Gather
 
 _unit_numbers = itertools.count()
 

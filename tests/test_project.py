@@ -25,7 +25,7 @@ ORDER = """
     report
     passes
     partition budget splitting pin_order inductor backend
-    arguments calibrate deferred in_flight flat extension unit clock tree
+    arguments calibrate deferred in_flight gathers flat extension unit clock tree
     resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__

@@ -514,8 +514,8 @@ def test_gives_back(two: Pool) -> None:
     two.run(gives_back)
 
 
-def two_optimizers() -> None:
-    """A unit that two optimizers share is not gathered after the first of them has stepped."""
+def two_optimizers(in_backward: bool) -> None:
+    """A unit that two optimizers share is not gathered after the first of them has stepped, nor stepped inside backward."""
     results = []
     for overlap in (False, True):
         model = build("odd")
@@ -524,7 +524,7 @@ def two_optimizers() -> None:
         both = [torch.optim.SGD(params[::2], lr=0.1), torch.optim.AdamW(params[1::2], lr=0.02)]
         if overlap:
             for optimizer in both:
-                overlap_optimizer(model, optimizer)
+                overlap_optimizer(model, optimizer, in_backward=in_backward)
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
         for step in range(3):
             loss_of(call(*batch_of("odd", step))).backward()
@@ -536,8 +536,9 @@ def two_optimizers() -> None:
     check_equal(*results, "two optimizers")
 
 
-def test_two_optimizers(two: Pool) -> None:
-    two.run(two_optimizers)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_two_optimizers(two: Pool, in_backward: bool) -> None:
+    two.run(two_optimizers, in_backward)
 
 
 # -- mistakes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -282,34 +283,25 @@ def test_mistakes(two: Pool, mistake: Callable[[], None]) -> None:
     two.run(mistake)
 
 
-def two_optimizers() -> list[Any]:
-    """Neither of two that share units steps inside backward."""
-    from harness import build, shard
-
-    from compiled_fsdp import fully_shard, overlap_optimizer
-
-    results = []
-    for overlap in (False, True):
-        torch._dynamo.reset()
-        model = build("odd")
-        shard(model, Options("odd"), fully_shard)
-        params = list(model.parameters())
-        both = [torch.optim.SGD(params[::2], lr=0.1), torch.optim.AdamW(params[1::2], lr=0.02)]
-        for optimizer in both if overlap else ():
-            overlap_optimizer(model, optimizer, in_backward=True)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
-        for step in range(3):
-            loss_of(call(*batch_of("odd", step))).backward()
-            for optimizer in both:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append([p.to_local().clone() for p in model.parameters()])  # type: ignore[attr-defined]
-    check_equal(*results, "two optimizers")
-    return []
+def said(options: Options) -> list[str]:
+    """What is said of units that are left to step(), in three steps with an evaluation between."""
+    run = begin(options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.step(0)
+        with torch.no_grad():
+            run.call(*batch_of(run.name, 50))
+        run.step(1)
+        run.step(2)
+    return [str(w.message) for w in caught if "in_backward" in str(w.message)]
 
 
-def test_two_optimizers(two: Pool) -> None:
-    two.run(two_optimizers)
+def test_what_is_left_to_step_is_said_once(two: Pool) -> None:
+    (text,) = two.run(said, Options("odd"))[0]
+    assert (
+        "is stepped by optimizer.step(), not inside backward, since forward has read it more than once since the last"
+        in text
+    )
 
 
 # -- units that several graphs read

@@ -12,10 +12,11 @@ from compiled_fsdp.passes.free import free
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.read_strided import read_strided
 from compiled_fsdp.passes.verify import check
-from passes_harness import PLAN, GraphTest, Hand, aten, numel, ops, unit
+from passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, numel, ops, unit
 from test_planner import costs
 from torch.fx import GraphModule
 
+from compiled_fsdp import fully_shard, planned
 from compiled_fsdp.costs import Costs
 from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.graph import find
@@ -150,3 +151,10 @@ def test_only_where_kernels_are_generated():
 def test_bad_value():
     with pytest.raises(ValueError, match="Plan: copy_out='lazy'; should be one of"):
         Plan(copy_out="lazy")
+
+
+def test_a_backend_without_kernels_says_that_it_copies():
+    with fake_ranks(2), planned(copy_out="strided"):
+        model = fully_shard(torch.nn.LayerNorm(8))
+        with pytest.warns(UserWarning, match="is for kernels that Inductor generates; this backend copies"):
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 8))
