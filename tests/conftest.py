@@ -11,7 +11,7 @@ from pool import Pool
 from reported import record
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compiled_fsdp import Plan, set_plan
+from compiled_fsdp import Plan, errors, set_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 os.environ["COMPILED_FSDP_VERIFY"] = "1"  # after every pass, in this process and those that it starts
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    """What another test was told once must not be missing from this one; as in `pool.py`."""
+    errors._said.clear()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 import compiled_fsdp
+from compiled_fsdp import errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,6 +120,7 @@ def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS
     for kind in kinds:
         torch._dynamo.reset()
         torch.manual_seed(0)
+        errors._said.clear()
         observe(of(kind), *args)
 
 

@@ -18,7 +18,7 @@ from compat.oracle import communications
 from torch import nn
 
 import compiled_fsdp
-from compiled_fsdp import MixedPrecisionPolicy, errors, fully_shard
+from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -197,7 +197,6 @@ def test_the_fallback_is_said_once(two: Pool) -> None:
 
 
 def said_once() -> None:
-    errors._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, call = build("item in a unit", "compile(shard(m))")

@@ -336,7 +336,6 @@ def test_staying_cannot_be_had(two: Pool) -> None:
 def cannot_stay() -> None:
     model, _ = pair(Net())
     model.set_reshard_after_backward(False)
-    errors._said.clear()
     with pytest.warns(
         UserWarning, match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph while"
     ):
@@ -529,7 +528,6 @@ def meta_init(api: Api) -> None:
         model(batch())
     model.scale.fill_(1.0 + dist.get_rank())
     call = api.compile(model)
-    errors._said.clear()
     with pytest.warns(UserWarning, match=r"buffers \['scale'\] differ between the ranks"):
         call(batch())
     reference.scale.fill_(1.0 + dist.get_rank())
@@ -639,7 +637,6 @@ def nobody_reads(api: Api) -> None:
     for module in (model.idle, model.empty, *model.layers, model):
         fully_shard(module)
     call = api.compile(model)
-    errors._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.no_grad():
@@ -717,7 +714,6 @@ test_order_of_units = both(order_of_units)
 def shared_under_other_settings(api: Api) -> None:
     model = Tied()
     fully_shard(model.embed)
-    errors._said.clear()
     with pytest.warns(UserWarning, match=r"weight is shared with an earlier call, whose mesh, placement and mp_policy"):
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 

@@ -9,7 +9,6 @@ from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from passes_harness import PLAN, GraphTest, Hand, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp import errors
 from compiled_fsdp.dump import show
 from compiled_fsdp.passes import prefetch_all_gather as module
 from compiled_fsdp.plan import Plan
@@ -210,7 +209,6 @@ at the first unit SSWmmRWmmRWWmmRW""",
         )
 
     def test_a_list_of_a_unit_that_is_not_in_the_graph(self):
-        errors._said.clear()
         with self.assertWarnsRegex(
             UserWarning, r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce"
         ):
