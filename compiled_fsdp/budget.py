@@ -5,9 +5,10 @@ uses last are needed first in backward: they stay for the shortest, so they are 
 smaller mesh get slices, from which backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`)
 finds room for.
 
-A trial splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each parameter, and
-when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The others check, and
-correct, what that says. The record is frozen before any rewriting, and a function of graph and plan alone.
+A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each
+parameter, and when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The
+others check, and correct, what that says; they need not be split anew, unless there are slices. The record is frozen before any
+rewriting, and a function of graph and plan alone.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from torch.fx import Graph, GraphModule
-
 from . import meta
 from .errors import warn_once
-from .graph import backward_nodes, find, last_read, order, output
-from .memory import StepProfile, profile_step
-from .partition import partition
+from .graph import backward_nodes, find, last_read, order
 from .regions import find_regions
 from .schema import UNSHARD
 from .spec import ParamSpec
+from .trial import schedule, split, with_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.fx import Graph, GraphModule
+
     from .plan import Plan
+    from .trial import Trial
 
 SLICE, KEEP = "slice", "keep"
 TRIALS = 5  # at most, after the first
@@ -53,12 +54,17 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         dropped = tuple(move.param for move in candidates[num:] if move.kind == SLICE)
         return replace(plan, kept=kept, dropped=dropped)
 
-    def peak(num: int) -> int:
-        return _try(gm, record(num), is_fused=is_fused).profile.peak
-
     if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
         return record(every)
-    growth = Growth.of(_try(gm, record(none), is_fused=is_fused), candidates)
+    has_slices = any(move.kind == SLICE for move in candidates)
+    split_once = split(gm, record(none))
+
+    def peak(num: int) -> int:
+        under = record(num)
+        halves = split(gm, under) if has_slices else with_kept(split_once, under.kept)
+        return schedule(halves, under, is_fused=is_fused).profile.peak
+
+    growth = Growth.of(schedule(with_kept(split_once, ()), record(none), is_fused=is_fused), candidates)
     least = growth.peak(none)
     budget = float(plan.memory_budget)
     if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
@@ -123,33 +129,6 @@ def _moves(graph: Graph) -> tuple[Move, ...]:
     sliced = [Move(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
     whole = [Move(KEEP, (s.unit, s.fqn), s.group_size * s.shard_numel * s.dtype.itemsize) for s in dropped]
     return (*sliced, *whole)
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Both halves under a plan, and the memory of the step."""
-
-    forward: Graph
-    backward: Graph
-    profile: StepProfile
-
-
-def _try(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Trial:
-    """Split and schedule a copy of this joint graph."""
-    from .passes.base import Property, run_pipeline
-    from .passes.pipeline import HALF, JOINT
-
-    copied = Graph()
-    meta.take_over(copied.output(copied.graph_copy(gm.graph, {})), output(gm.graph))
-    trial = run_pipeline(GraphModule(gm, copied), plan, JOINT, is_trial=True)
-    backward_of = backward_nodes(copied)
-    outputs = list(output(copied).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
-    num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
-    halves = partition(trial, (), plan, num_fwd_outputs=num_outputs)
-    plan = plan.executed_by(is_fused=is_fused)
-    passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
-    forward, backward = (run_pipeline(half, plan, passes, is_trial=True).graph for half in halves)
-    return Trial(forward, backward, profile_step(forward, backward, is_fused))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Handed:
 def handed_over(before: Lifetimes, count: int) -> Handed:
     """What a forward leaves, if its backward takes `count` values: it returns them last, the symbols among them left out."""
     returned: Any = output(before.graph).args[0]
-    saved = [n for n in returned if n is not None and not _is_symbol(n)][-count:] if count else []
+    saved = [returned[place] for place in saved_places(before.graph, count)]
     held = dict.fromkeys(s for n in output(before.graph).all_input_nodes if n not in saved for s in before.of(n))
     origin = [before.of(n)[0] if before.of(n) else None for n in saved]
     kinds = [None if s is None or s in held else (s.kind, s.owner) for s in origin]
@@ -51,6 +51,12 @@ def handed_over(before: Lifetimes, count: int) -> Handed:
         tuple(places),
         tuple((s.num_bytes, s.owner) for s in held),
     )
+
+
+def saved_places(forward: Graph, count: int) -> list[int]:
+    """Where among its outputs a forward returns what its backward takes, if that are `count` values."""
+    returned: Any = output(forward).args[0]
+    return [i for i, n in enumerate(returned) if n is not None and not _is_symbol(n)][-count:] if count else []
 
 
 def num_saved(forward: Graph) -> int:

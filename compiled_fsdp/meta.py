@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -138,12 +138,22 @@ def in_backward(node: Node) -> None:
     node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
+def returned(output: Node) -> list[tuple[Node | None, object]]:
+    """What a graph returns, each with what torch says that it is (None in hand-written graphs)."""
+    nodes: Any = output.args[0]
+    return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
+
+
+def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:
+    """Let a graph return something else."""
+    output.args = ([node for node, _ in pairs],)
+    output.meta["desc"] = [kind for _, kind in pairs]
+
+
 def saved_for_backward(output: Node) -> list[Node]:
     """What a graph returns for its backward, not to the user; all it returns if torch does not say (hand-written graphs)."""
-    returned: Any = output.args[0]
-    kinds = output.meta.get("desc") or [None] * len(returned)
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
-    return [node for node, kind in zip(returned, kinds, strict=True) if node is not None and isinstance(kind, ours)]
+    return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
 
 
 def set_symbols(node: Node, shape: list[str]) -> None:

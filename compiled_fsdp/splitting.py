@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch.fx import Graph, GraphModule
-
-from . import meta
-from .graph import find, output
+from .graph import find
 from .planner import WORTH, predict
 from .schema import REDUCE_GRAD, UNSHARD
 from .spec import ParamSpec
+from .trial import copied
 
 if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule
+
     from .plan import Plan
 
 PARTS = (2, 4)  # of the largest unit, to be tried
@@ -49,9 +49,6 @@ def _seconds(gm: GraphModule, plan: Plan) -> float:
     from .passes.base import Property, run_pipeline
     from .passes.pipeline import HALF
 
-    copied = Graph()
-    meta.take_over(copied.output(copied.graph_copy(gm.graph, {})), output(gm.graph))
-    trial = GraphModule(gm, copied)
     assert plan.costs is not None
     passes = [entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)]
-    return predict(run_pipeline(trial, plan, passes, is_trial=True).graph, plan.costs).total
+    return predict(run_pipeline(copied(gm), plan, passes, is_trial=True).graph, plan.costs).total

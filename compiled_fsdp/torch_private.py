@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +32,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.distributed.tensor import Placement
+    from torch.fx import Graph, GraphModule
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Graph modules that torch makes in this context get code when they are called, not before; tried on 2.11 and 2.13."""
+    return _use_lazy_graph_module(True)
+
+
+def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModule:
+    """A graph module that gets code when it is called, not before."""
+    with without_code():
+        return _make_graph_module(root, graph)
 
 
 def backward_number() -> int:

@@ -22,7 +22,8 @@ After ("gather" and "keep" change no node, only tags):
 
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
     saving any one of them would keep gathered bytes alive.
-keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`).
+keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`), and what is cheaply
+    computed from these is still tagged recompute: the budget has room for the parameter, not for a cast of it too.
     Without room for a slice (`plan.dropped`), slice is gather.
 slice: backward reads a second gather over the small group, of a slice that forward saves.
 
@@ -70,10 +71,12 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
     if not backward:
         return gm
     by_class: dict[str, list[Node]] = {"gather": [], "keep": [], "slice": []}
+    dropped, kept, bought = by_class["gather"], by_class["keep"], []
     for node in find(gm.graph, UNSHARD):
         spec = ParamSpec.of(node.args[1:])
         if (spec.unit, spec.fqn) in plan.kept:
             spec = replace(spec, reshard="keep")
+            bought.append(node)
         elif (spec.unit, spec.fqn) in plan.dropped:
             spec = replace(spec, reshard="gather")
         if spec.reshard != ParamSpec.of(node.args[1:]).reshard:
@@ -81,11 +84,11 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         by_class[spec.reshard].append(node)
         for option in OPTIONS:
             meta.consume(gm, option, spec.unit)
-    for node in by_class["keep"]:
-        meta.save(node)
-    _keep_slices(by_class["slice"], by_class["gather"], backward)
-    for node in _from_weights(by_class["gather"], backward):
+    _keep_slices(by_class["slice"], dropped, backward)
+    for node in _from_weights(dropped + bought, backward):
         meta.recompute(node)
+    for node in kept:
+        meta.save(node)
     return gm
 
 

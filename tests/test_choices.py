@@ -21,6 +21,7 @@ from compiled_fsdp.memory import StepProfile, profile
 from compiled_fsdp.plan import Plan
 from compiled_fsdp.spec import OWN_MESSAGE
 from compiled_fsdp.splitting import fit_split
+from compiled_fsdp.trial import Trial
 
 
 def machine(message: float = 0.0, scatter: float = 0.0, exchange: float = 0.0, bandwidth: float = 1e6) -> Costs:
@@ -116,12 +117,12 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
         dy = hand.add(dy, hand.unshard(hand.input(f"flat_{name}", 8), spec))
     gm = hand.returns(dy)
 
-    def tried(gm, plan, *, is_fused):
+    def tried(halves, plan, *, is_fused):
         peak = 50 * (2 - len(plan.dropped)) + 100 * len(plan.kept)
         return SimpleNamespace(profile=SimpleNamespace(peak=peak))
 
     by_num = [0, 50, 100, 200, 300, 400]
-    monkeypatch.setattr(budget, "_try", tried)
+    monkeypatch.setattr(budget, "schedule", tried)
     monkeypatch.setattr(budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num]))
     plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
     assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
@@ -159,7 +160,7 @@ def test_the_most_that_fits_in_few_trials(share, error):
 class TestGrowth:
     """Two units of a parameter each, gathered in forward in this order and in backward in the other."""
 
-    def trial(self) -> budget.Trial:
+    def trial(self) -> Trial:
         halves = []
         for names in ("vw", "wv"):
             hand = Hand()
@@ -169,7 +170,7 @@ class TestGrowth:
                 (spec,) = unit(name, {name: (64, 64)})
                 x = hand(torch.ops.aten.mm.default, x, hand.unshard(flat, spec))
             halves.append(run_pipeline(hand.returns(x), PLAN, HALF).graph)
-        return budget.Trial(*halves, StepProfile(*map(profile, halves)))
+        return Trial(*halves, StepProfile(*map(profile, halves)))
 
     def test_from_the_last_use_to_the_next_gather(self):
         trial = self.trial()
