@@ -2,7 +2,7 @@
 
 Parameters and inputs are fake tensors, the process group is torch's fake one, and rank 0 traces as it would for real:
 Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each half. Nothing is executed. By the default plan
-and with everything decided from costs, each also with a memory budget, which tries schedules on copies of the graph.
+and with everything decided from costs, each also with a memory budget, which tries schedules on copies of the halves.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
             f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}."
         )
     notes.append(
-        f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: trials on copies of the joint graph, partitioned by torch."
+        f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: a copy of the joint graph, partitioned by torch once; trials on "
+        "copies of both halves."
     )
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
     return Report("plan", "Time to plan", tables, panels, notes)

@@ -28,8 +28,18 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """The plan for this half, with `split_bytes` chosen; as it is where it is set, or where there are no costs."""
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    largest = _largest(gm.graph)
-    seconds = {size: _seconds(gm, replace(plan, split_bytes=size)) for size in (0, *(largest // n for n in PARTS))}
+    from .passes.base import Property, run_pipeline
+    from .passes.pipeline import HALF
+
+    lower, *others = (entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD))
+    lowered = run_pipeline(copied(gm), plan, [lower], is_trial=True)  # the same for every size
+
+    def seconds_in_parts(size: int) -> float:
+        under = replace(plan, split_bytes=size)
+        return predict(run_pipeline(copied(lowered), under, others, is_trial=True).graph, costs).total
+
+    costs, largest = plan.costs, _largest(gm.graph)
+    seconds = {size: seconds_in_parts(size) for size in (0, *(largest // n for n in PARTS))}
     best = min(seconds, key=lambda size: (seconds[size], -size))
     is_worth_it = seconds[best] < seconds[0] * (1 - WORTH)
     return replace(plan, split_bytes=best if is_worth_it else 0)
@@ -42,13 +52,3 @@ def _largest(graph: Graph) -> int:
         spec = ParamSpec.of(node.args[2 if node.target is REDUCE_GRAD else 1 :])
         units.setdefault(spec.unit, {})[spec.fqn] = spec.group_size * spec.shard_numel * spec.dtype.itemsize
     return max((sum(members.values()) for members in units.values()), default=0)
-
-
-def _seconds(gm: GraphModule, plan: Plan) -> float:
-    """Predicted, of a copy of this half under this plan."""
-    from .passes.base import Property, run_pipeline
-    from .passes.pipeline import HALF
-
-    assert plan.costs is not None
-    passes = [entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)]
-    return predict(run_pipeline(copied(gm), plan, passes, is_trial=True).graph, plan.costs).total

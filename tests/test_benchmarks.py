@@ -43,7 +43,7 @@ class TestBenchmarks(unittest.TestCase):
                 "graphs",
                 "--quick",
             ]
-            command += ["--variants", "ours_eager", "stock_eager", "fsdp1", "--layers", "1", "2", "--out", folder]
+            command += ["--variants", "ours_eager", "stock_eager", "fsdp1", "--layers", "2", "--out", folder]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             self.assertEqual(done.returncode, 0, done.stderr[-3000:])
             for name in ("latency", "memory", "plan"):
