@@ -7,8 +7,10 @@ finds room for.
 
 A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each
 parameter, and when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The
-others check, and correct, what that says; they need not be split anew, unless there are slices. The record is frozen before any
-rewriting, and a function of graph and plan alone.
+others check, and correct, what that says. They are split anew only where that may turn out differently: with slices, or where
+backward computes something again from parameters and other values. Units are whole in trials, also where costs may cut them into
+parts, which need less, unless nothing fits otherwise. The record is frozen before any rewriting, and a function of graph and plan
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from .graph import backward_nodes, find, last_read, order
 from .regions import find_regions
 from .schema import UNSHARD
 from .spec import ParamSpec
-from .trial import schedule, split, with_kept
+from .splitting import fit_split
+from .trial import as_it_is, is_settled, schedule, split, with_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,15 +59,20 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
 
     if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
         return record(every)
-    has_slices = any(move.kind == SLICE for move in candidates)
     split_once = split(gm, record(none))
+    is_split_anew = any(move.kind == SLICE for move in candidates) or not is_settled(split_once)
+    fit: Callable[[GraphModule, Plan], Plan] = as_it_is
 
-    def peak(num: int) -> int:
+    def trial(num: int) -> Trial:
         under = record(num)
-        halves = split(gm, under) if has_slices else with_kept(split_once, under.kept)
-        return schedule(halves, under, is_fused=is_fused).profile.peak
+        halves = split(gm, under) if num and is_split_anew else with_kept(split_once, under.kept)
+        return schedule(halves, under, is_fused=is_fused, fit=fit)
 
-    growth = Growth.of(schedule(with_kept(split_once, ()), record(none), is_fused=is_fused), candidates)
+    growth = Growth.of(trial(none), candidates)
+    has_parts = plan.split_bytes is None and plan.costs is not None
+    if has_parts and isinstance(plan.memory_budget, int) and growth.peak(none) > plan.memory_budget:
+        fit = fit_split  # units in parts need less; to decide on them takes long
+        growth = Growth.of(trial(none), candidates)
     least = growth.peak(none)
     budget = float(plan.memory_budget)
     if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
@@ -76,7 +84,7 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
             "checkpoint activations"
         )
         return record(none)
-    return record(most(peak, growth.peak, budget, every))
+    return record(most(lambda num: trial(num).profile.peak, growth.peak, budget, every))
 
 
 def most(peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int) -> int:

@@ -1,7 +1,8 @@
 """Trials: copies of graphs that are split and scheduled to be measured, and thrown away. No code is made for them.
 
 How often the planner tries decides how long it takes, and half of a trial was torch's partitioner; so halves that were split with
-nothing kept can be made into those with parameters kept (`with_kept`).
+nothing kept can be made into those with parameters kept (`with_kept`), where the partitioner would draw the same line
+(`is_settled`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Graph
 
 from . import meta
+from .costs import nbytes
 from .graph import backward_nodes, erase_unused, find, output
 from .halves import saved_places, taken_over
 from .memory import StepProfile, profile_step
@@ -21,7 +23,7 @@ from .spec import ParamSpec
 from .torch_private import graph_module_without_code, without_code
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from torch.fx import GraphModule, Node
 
@@ -58,23 +60,56 @@ def split(gm: GraphModule, plan: Plan) -> Halves:
         return partition(joint, (), plan, num_fwd_outputs=num_outputs)
 
 
-def schedule(halves: Halves, plan: Plan, *, is_fused: bool) -> Trial:
-    """A trial of these halves, which are used up."""
+def as_it_is(_half: GraphModule, plan: Plan) -> Plan:
+    """Nothing is left to decide."""
+    return plan
+
+
+def schedule(halves: Halves, plan: Plan, *, is_fused: bool, fit: Callable[[GraphModule, Plan], Plan] = as_it_is) -> Trial:
+    """A trial of these halves, which are used up. fit: decides the rest of the plan for each half, as `fit_split` does."""
     from .passes.base import Property, run_pipeline
     from .passes.pipeline import HALF
 
     plan = plan.executed_by(is_fused=is_fused)
     passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
-    forward, backward = (run_pipeline(half, plan, passes, is_trial=True).graph for half in halves)
+    forward, backward = (run_pipeline(half, fit(half, plan), passes, is_trial=True).graph for half in halves)
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
+
+
+def is_settled(halves: Halves) -> bool:
+    """Whether the partitioner's line between saving and computing again is the same whichever parameters are kept.
+
+    Kept parameters have a price, where dropped ones are there for nothing: what backward computes again from parameters and other
+    values (a weight times a mask) might be saved instead then, if it is not larger by far (a norm's output is). By torch's price
+    of a saved value: its bytes, times 1.1 for each step to the first reader in backward, twice if only fused kernels read it. What
+    is cheaply computed from parameters alone is computed again in either case (`passes/reshard.py`).
+    """
+    from .passes.reshard import from_weights
+
+    forward, backward = (half.graph for half in halves)
+    names = {node.name for node in forward.nodes if node.op == "call_function"}
+    again = [node for node in backward.nodes if node.name in names]
+    unshards = find(backward, UNSHARD)
+    alone = set(from_weights(unshards, set()))
+    steps: dict[Node, int] = {}
+    for node in reversed(again):
+        steps[node] = 1 + min((steps[user] if user.name in names else 0 for user in node.users), default=0)
+    price = {node: 2 * nbytes(node) * 1.1 ** min(steps[node], 100) for node in unshards}
+    read: dict[Node, set[Node]] = {node: {node} for node in unshards}
+    for node in again:
+        if node not in read:
+            read[node] = set().union(*(read.get(n, ()) for n in node.all_input_nodes))
+            if node not in alone and nbytes(node) < sum(price[n] for n in read[node]):
+                return False
+    return True
 
 
 def with_kept(halves: Halves, params: Collection[tuple[str, str]]) -> Halves:
     """Copies of halves in which parameters (unit, name) are dropped, with these kept.
 
-    They are what `split` makes of the joint graph under a plan that keeps them, in a tenth of the time: what is cheaply computed
-    from them is computed again in backward then as now (`passes/reshard.py`), and a second gather becomes a value that forward
-    saves.
+    If `is_settled`, they are what `split` makes of the joint graph under a plan that keeps them, in a tenth of the time: what is
+    cheaply computed from them alone is computed again in backward then as now (`passes/reshard.py`), and a second gather becomes a
+    value that forward saves.
     """
     forward, backward = copies = copied(halves[0]), copied(halves[1])
     _keep(forward.graph, backward.graph, set(params))

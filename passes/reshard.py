@@ -23,7 +23,7 @@ After ("gather" and "keep" change no node, only tags):
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
     saving any one of them would keep gathered bytes alive.
 keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`), and what is cheaply
-    computed from these is still tagged recompute: the budget has room for the parameter, not for a cast of it too.
+    computed from these alone is still tagged recompute: the budget has room for the parameter, not for a cast of it too.
     Without room for a slice (`plan.dropped`), slice is gather.
 slice: backward reads a second gather over the small group, of a slice that forward saves.
 
@@ -85,14 +85,14 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         for option in OPTIONS:
             meta.consume(gm, option, spec.unit)
     _keep_slices(by_class["slice"], dropped, backward)
-    for node in _from_weights(dropped + bought, backward):
+    for node in from_weights(dropped + bought, backward):
         meta.recompute(node)
     for node in kept:
         meta.save(node)
     return gm
 
 
-def _from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
+def from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
     """The unshards and what forward computes cheaply from them alone, in graph order."""
     found = dict.fromkeys(unshards)
     stack = list(found)
@@ -151,7 +151,7 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
 def _chain(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> list[Node]:
     """The sliced parameters and what forward computes cheaply from them and other parameters, in graph order."""
     depends = set(sliced)
-    for node in _from_weights(sliced + gathered, backward):
+    for node in from_weights(sliced + gathered, backward):
         if any(n in depends for n in node.all_input_nodes):
             depends.add(node)
     return sorted(depends)

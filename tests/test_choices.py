@@ -117,7 +117,7 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
         dy = hand.add(dy, hand.unshard(hand.input(f"flat_{name}", 8), spec))
     gm = hand.returns(dy)
 
-    def tried(halves, plan, *, is_fused):
+    def tried(halves, plan, *, is_fused, fit):
         peak = 50 * (2 - len(plan.dropped)) + 100 * len(plan.kept)
         return SimpleNamespace(profile=SimpleNamespace(peak=peak))
 

@@ -24,7 +24,7 @@ ORDER = """
     dump sequence
     report
     passes
-    partition trial budget splitting pin_order inductor backend
+    partition trial splitting budget pin_order inductor backend
     arguments calibrate deferred in_flight gathers flat extension unit clock tree
     resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup kernel_times overlap
