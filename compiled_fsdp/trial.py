@@ -90,6 +90,8 @@ def is_settled(halves: Halves) -> bool:
     names = {node.name for node in forward.nodes if node.op == "call_function"}
     again = [node for node in backward.nodes if node.name in names]
     unshards = find(backward, UNSHARD)
+    if any(node.name not in names for node in unshards):  # what backward alone reads
+        return False
     alone = set(from_weights(unshards, set()))
     steps: dict[Node, int] = {}
     for node in reversed(again):

@@ -119,8 +119,31 @@ def final_peak(blocks: list[nn.Module], x: torch.Tensor, policy: MixedPrecisionP
     return profile_step(*graphs).peak
 
 
+class ReadsInBackward(torch.autograd.Function):
+    """Forward has no use for the weight's values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight, grad.T @ grad
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ReadsInBackward.apply(x, self.weight)
+
+
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("block", [Scaled, Masked])
+@pytest.mark.parametrize("block", [Scaled, Masked, Backwards])
 def test_a_line_that_moves_is_drawn_anew(block):
     def peak(room: float) -> int:
         return final_peak([block() for _ in range(6)], torch.randn(4, 64), HALF_PRECISION, memory_budget=room)
