@@ -144,6 +144,7 @@ def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None
         else:
             backward.erase_node(node)
     if places:
-        after = [pair for i, pair in enumerate(before) if i not in set(places)]
+        dropped = set(places)
+        after = [pair for i, pair in enumerate(before) if i not in dropped]
         after[places[0] : places[0]] = saved
         meta.set_returned(output(forward), after)
