@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
+from .registered import named_in_trace
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
@@ -86,6 +87,12 @@ class FSDPModule(StockFSDPModule):
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """As any module's; in a trace, tied parameters come once, as they do in eager mode."""
+        if torch.compiler.is_dynamo_compiling():
+            return named_in_trace(self, prefix, recurse, remove_duplicate)  # type: ignore[arg-type]
+        return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> Any:
         state = get_state(self)

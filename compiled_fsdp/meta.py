@@ -190,3 +190,22 @@ def module_of(node: Node) -> str:
 def take_over(node: Node, original: Node) -> None:
     """Let a copied node have all that was known of the original."""
     node.meta = dict(original.meta)
+
+
+# -- of Dynamo's graphs, before their backend
+
+
+def traced_value(node: Node) -> Any:
+    """The fake tensor, or whatever else, that Dynamo found a node to yield."""
+    return node.meta.get("example_value")
+
+
+def traced_as(node: Node, like: Node) -> None:
+    """Give a new node of Dynamo's graph the value of the one whose place it takes."""
+    node.meta["example_value"] = like.meta.get("example_value")
+
+
+def real_input(node: Node) -> object:
+    """The object that an input of Dynamo's graph stood for when it was traced."""
+    argument = node.meta.get("grapharg")
+    return argument.example if argument is not None else None

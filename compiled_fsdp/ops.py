@@ -17,7 +17,8 @@ from .options import of_unit
 from .runs import note_run
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
-from .torch_private import group_named, reduce_op, register_work
+from .torch_private import before_backend, group_named, reduce_op, register_work
+from .writes import settle_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +124,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     TRACED.add(spec.unit)
+    before_backend(settle_writes)
     return flat.new_empty(spec.shape, dtype=spec.dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch._logging._internal
@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures
 from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
@@ -58,6 +60,28 @@ def backward_number() -> int:
 def trace_number() -> object:
     """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
     return CompileContext.current_trace_id()
+
+
+def before_backend(fn: Callable[[GraphModule], None]) -> None:
+    """Call `fn` with the graph that Dynamo is tracing, once it is whole and before its backend gets it; nothing outside of a
+    trace. Tried on 2.13 and 2.15.
+    """
+    try:
+        functions = InstructionTranslator.current_tx().output.register_finalizer_fns
+    except AttributeError:
+        return
+    if fn not in functions:
+        functions.append(fn)
+
+
+def give_up_graph(text: str) -> NoReturn:
+    """From `before_backend`: let Dynamo run the frame as it is, or raise this text with `fullgraph=True`. Tried on 2.13."""
+    raise Unsupported(text)
+
+
+# What Dynamo's graphs call to switch autograd on and off, and for `.data`.
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def make_dtensor(
