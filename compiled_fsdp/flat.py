@@ -21,7 +21,7 @@ from .mesh import MeshInfo
 from .ops import Piece, own
 from .spec import ParamSpec
 from .tensor_parallel import Full
-from .torch_private import local_tensor, make_dtensor, register_work
+from .torch_private import accumulates, backward_number, local_tensor, make_dtensor, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -143,7 +143,7 @@ class FlatParam:
 
     is_apart: the parameters are subclasses with an all-gather extension, which cannot be views; only their gradients are laid out
         so, and `data` is empty.
-    marked: offsets of the parameters whose gradients the running backward delivers.
+    marked: offsets of the parameters whose gradients a backward delivers, by its number: one that fails leaves nothing to others.
     arrival: the reduction that the last backward has left in flight.
     ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
     is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered ahead is for the next forward.
@@ -157,7 +157,7 @@ class FlatParam:
     params: list[ShardedParam]
     data: nn.Parameter
     is_apart: bool = False
-    marked: set[int] = field(default_factory=set)
+    marked: dict[int, set[int]] = field(default_factory=dict)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
     is_stepped: bool = False
@@ -191,9 +191,13 @@ class FlatParam:
 
     # -- called by ops
 
+    def is_reached(self) -> bool:
+        """See `ops.Owner`."""
+        return accumulates(self.data)
+
     def mark(self, offsets: Sequence[int]) -> None:
         """See `ops.Owner`."""
-        self.marked.update(offsets)
+        self.marked.setdefault(backward_number(), set()).update(offsets)
         if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
             self.unit.on_retained()
 
@@ -264,8 +268,7 @@ class FlatParam:
         """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
         grad, leaf.grad = leaf.grad, None
         self.unit.on_gradients()
-        marked = set(self.marked)
-        self.marked.clear()
+        marked = self.marked.pop(backward_number(), set())
         if grad is not None:
             self.accumulate_grad(grad, [p for p in self.params if p.layout.offset in marked])
 

@@ -9,6 +9,7 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from .errors import warn_once
 from .flat import OPEN
 from .full_params import WHO, FullParams, span
 from .schema import KEEP_SLICE
-from .torch_private import untraced
+from .torch_private import accumulates, untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Runtime(FullParams):
         map_tensors(collect, inputs)
         if not found:
             return inputs
-        watched = iter(_Watch.apply(self, *found))  # type: ignore[no-untyped-call]
+        watched = iter(_Watch.apply(self, _probe(), *found))  # type: ignore[no-untyped-call]
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self) -> None:
@@ -245,7 +246,7 @@ class Runtime(FullParams):
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
                 ready.append((param, param.local_grad(grad)))
-        if flat.data.requires_grad and self.unit.settings.reduce_unused:
+        if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
@@ -280,6 +281,11 @@ class Runtime(FullParams):
             with torch.no_grad():
                 self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
 
+    def is_reached(self) -> bool:
+        """Whether the running backward adds to gradients of full parameters."""
+        trained = (p.unsharded for p in self.unit.params if p.unsharded is not None and p.unsharded.requires_grad)
+        return any(map(accumulates, trained))
+
     # -- at rest
 
     def reshard_if_idle(self) -> None:
@@ -313,16 +319,24 @@ class Runtime(FullParams):
             param.end_forward()
 
 
+@cache
+def _probe() -> Tensor:
+    """A leaf that nobody asks for: what adds to its gradient is a whole backward."""
+    return torch.zeros(0, requires_grad=True)
+
+
 class _Watch(torch.autograd.Function):
     """Identity whose backward runs once all gradients inside the module are done."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.runtime = runtime
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.runtime.tree.enter_backward(ctx.runtime)
+        tree = ctx.runtime.tree
+        tree.enter_backward(ctx.runtime)
+        tree.delivers = tree.delivers or accumulates(_probe())
         ctx.runtime.post_backward()
-        return None, *grads
+        return None, None, *grads

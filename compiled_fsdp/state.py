@@ -42,6 +42,7 @@ class State:
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
+        self.runtime.tree.delivers = True
 
     def _check(self) -> None:
         for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw

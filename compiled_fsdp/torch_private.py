@@ -15,6 +15,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
 from torch._prims_common import make_contiguous_strides_for
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,22 @@ def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModul
 def backward_number() -> int:
     """The number of the backward that autograd runs, another one for each; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph leads to it.
+
+    One that was asked for other gradients does not: `autograd.grad`, or `backward(inputs=...)`. True outside any backward.
+    """
+    if backward_number() == -1:
+        return True
+    if not leaf.requires_grad:
+        return False
+    node = get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
+        return False
 
 
 def make_dtensor(

@@ -49,6 +49,7 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
     clock: of its optimizer's steps.
     """
 
@@ -63,7 +64,7 @@ class Tree:
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.is_last_backward = True
-        self.has_callback = False
+        self.has_callback = self.delivers = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""
@@ -80,11 +81,12 @@ class Tree:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
         self.backward.setdefault(runtime)
+        self.delivers = self.delivers or runtime.is_reached()
 
     def queue_callback(self) -> None:
         """Have the end of the running backward noticed, once."""
         if not self.has_callback:
-            self.has_callback = True
+            self.has_callback, self.delivers = True, False
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def add_reduction(self, reduction: Reduction) -> None:
@@ -107,7 +109,7 @@ class Tree:
             for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()
-            for runtime in self.in_order():
+            for runtime in self.in_order() if self.delivers else ():
                 runtime.reduce_retained()
             self._await_or_leave()
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
@@ -138,7 +140,7 @@ class Tree:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""
         while self.in_flight:
             self.in_flight.popleft().discard()
-        self.has_callback = False
+        self.has_callback = self.delivers = False
         self.last_forward = None
         for collection in (self.order, self.backward, self.used):
             collection.clear()
