@@ -35,7 +35,7 @@ def _add_retained(grads: Any, flat: Any, *args: Any) -> None:
     owner_of(flat, "add_retained_").add_retained(grads, *args)
 
 
-# As ops these ask whether the backward reaches the flat buffer; an eager one reaches the full parameters, whose gradients these are.
+# As ops these ask whether the backward reaches the flat buffer; an eager one has reached the full parameters, or had no gradients.
 KEPT: dict[Any, Callable[..., None]] = {RETAIN: _retain, ADD_RETAINED: _add_retained}
 
 

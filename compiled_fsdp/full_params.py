@@ -16,8 +16,9 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
-from .flat import APART
+from .flat import APART, BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
 from .resident import drop as drop_resident
+from .resident import num_steps
 from .torch_private import preserve_version
 from .tree import in_backward
 
@@ -46,7 +47,9 @@ class FullParams:
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
-    checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
+    checksums: of the flat buffers when gathers under way were started ahead, or when full parameters began to be kept.
+    ahead_of: which of these it was, for errors.
+    num_gathered: how often full parameters were registered.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
@@ -61,15 +64,22 @@ class FullParams:
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
         self.checksums: list[Tensor] = []
+        self.ahead_of = IN_FORWARD
+        self.num_gathered = 0
         self.extensions: dict[ShardedParam, Extension] = {}
         self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
         self.resident_versions: list[int] = []
         self.is_agreed = False
 
     def start_unshard(self) -> None:
-        """Start to gather, unless gathered or under way already."""
+        """Start to gather ahead of use, unless gathered or under way already."""
         if self.is_unsharded or self._has_pending():
             return
+        self._start()
+        if not in_backward():  # what runs between here and a forward may write to parameters
+            self._sum_up(IN_FORWARD)
+
+    def _start(self) -> None:
         self._check_not_meta()
         self.drop_pending()
         self.pending_versions = self.versions_now()
@@ -78,6 +88,26 @@ class FullParams:
             self.pending_extensions = self._extension_gathers()
             for program, *_ in self.pending_extensions:
                 program.advance()
+
+    def _sum_up(self, ahead_of: str) -> None:
+        self.ahead_of = ahead_of
+        self.checksums = [flat.checksum() for flat in self.unit.flats]
+
+    def _check_unwritten(self) -> None:
+        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
+            flat.check_unwritten(checksum, self.ahead_of)
+
+    def keep(self) -> None:
+        """Full parameters stay for another forward: from now on, writes to the sharded ones count."""
+        if self.is_unsharded:
+            self._sum_up(WHILE_KEPT)
+
+    def drop_stale(self) -> None:
+        """Before a forward: full parameters that were kept are not used if the sharded ones have changed."""
+        if self.is_unsharded and self.versions != self.versions_now():
+            self.reshard()
+        elif self.is_unsharded:
+            self._check_unwritten()
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -98,7 +128,7 @@ class FullParams:
         """See `gathers.Gather`."""
         self.unit.options.consume(WHO, "overlap_optimizer")
         self.start_unshard()
-        self.checksums = [flat.checksum() for flat in self.unit.flats]
+        self._sum_up(BEFORE_FORWARD)
 
     def unshard(self) -> None:
         """Gather, unless gathered already, and register the full parameters."""
@@ -106,11 +136,11 @@ class FullParams:
             self.unit.on_gather(self)
         if self.is_unsharded:
             return
-        self.start_unshard()
+        if self._has_pending():
+            self._check_unwritten()
+        else:
+            self._start()
         pending, self.pending = self.pending, []
-        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
-            flat.check_unwritten(checksum)
-        self.checksums = []
         extensions, self.pending_extensions = self.pending_extensions, []
         with (
             torch.inference_mode(mode=False),
@@ -130,6 +160,8 @@ class FullParams:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
+        self.checksums = []
+        self.num_gathered += 1
         self.versions = self.pending_versions
 
     def reshard(self) -> None:
@@ -144,6 +176,7 @@ class FullParams:
                 param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
+        self.checksums = []
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
@@ -162,8 +195,8 @@ class FullParams:
         return bool(self.pending or self.pending_extensions)
 
     def versions_now(self) -> list[int]:
-        """Of the flat buffers: how often they were written."""
-        return [version for flat in self.unit.flats for version in flat.version()]
+        """How often optimizers stepped, and the flat buffers were written."""
+        return [num_steps()] + [version for flat in self.unit.flats for version in flat.version()]
 
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from . import agreement, gloo, ranges
+from . import agreement, gloo, left_out, ranges
 from . import collectives as comm
 from .errors import warn_once
 from .options import of_unit
@@ -39,7 +39,7 @@ class Piece:
         return sum(self.sizes)
 
 
-class Owner(Protocol):
+class Owner(left_out.Buffer, Protocol):
     """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
 
     def is_reached(self) -> bool:
@@ -366,6 +366,11 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     note_run(record)
 
 
+@_real("watch_heads")
+def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
+    left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
+
+
 @_real("free")
 def _free(buffer: Tensor) -> None:
     """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no view outlives it."""
@@ -375,5 +380,5 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """What an op without a result does to fake tensors."""
 
 
-for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "free"):
+for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "watch_heads", "free"):
     _fake(_name)(_nothing)

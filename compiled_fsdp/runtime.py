@@ -38,6 +38,8 @@ class Runtime(FullParams):
     has_run: members of a list unit that ran in this forward; the last of them frees.
     indices: places of this unit in `tree.order` that backward has not come to.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
+    is_apart: its last forward ran without grad mode inside one with it; then its gather is not started ahead.
+    was_reached: a backward has come to it.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
@@ -50,7 +52,7 @@ class Runtime(FullParams):
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
-        self.is_in_forward = False
+        self.is_in_forward = self.is_apart = self.was_reached = False
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -82,14 +84,15 @@ class Runtime(FullParams):
             is_first = not self.has_run or module in self.has_run
             if is_first:
                 self.has_run.clear()
-            if self.is_unsharded and not in_backward() and self.versions != self.versions_now():
-                self.reshard()
+            if not in_backward():
+                self.drop_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
                 runtime._open()
             self.is_in_forward = True
             if in_backward():
                 return self._pre_recompute(inputs)
+            self._note_mode()
             self._note_forward()
             if not torch.is_grad_enabled() or not is_first:
                 return inputs
@@ -102,6 +105,15 @@ class Runtime(FullParams):
         self.tree.enter_backward(self)
         return self._watch_inputs(inputs)
 
+    def _note_mode(self) -> None:
+        """A unit that runs under `no_grad` inside a forward that is recorded, and that no backward comes to, may be a momentum
+        encoder: what forward writes to it must be there when it is gathered.
+        """
+        is_recorded = torch.is_grad_enabled()
+        if self.unit.is_outermost:
+            self.tree.is_recorded = is_recorded
+        self.is_apart = self.tree.is_recorded and not is_recorded and not self.was_reached
+
     def _note_forward(self) -> None:
         tree = self.tree
         if tree.last_forward is not None and tree.last_forward is not self:
@@ -110,7 +122,8 @@ class Runtime(FullParams):
         following = tree.next_forward.get(self)
         if self.prefetch["forward"]:
             self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
-        by_default = [following] if following and self.unit.settings.forward_prefetch else []
+        may_prefetch = following is not None and self.unit.settings.forward_prefetch and not following.is_apart
+        by_default = [following] if following is not None and may_prefetch else []
         for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
 
@@ -176,6 +189,7 @@ class Runtime(FullParams):
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
         if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+            self.keep()
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
@@ -230,6 +244,8 @@ class Runtime(FullParams):
         self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
             self.reshard()
+        else:
+            self.keep()
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:

@@ -50,6 +50,7 @@ class Tree:
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
+    is_recorded: whether the last forward of the outermost module began in grad mode.
     clock: of its optimizer's steps.
     """
 
@@ -64,7 +65,7 @@ class Tree:
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.is_last_backward = True
-        self.has_callback = self.delivers = False
+        self.has_callback = self.delivers = self.is_recorded = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""
@@ -81,6 +82,7 @@ class Tree:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
         self.backward.setdefault(runtime)
+        runtime.was_reached = True
         self.delivers = self.delivers or runtime.is_reached()
 
     def queue_callback(self) -> None:
