@@ -52,6 +52,24 @@ def watch(buffers: Sequence[Buffer], num_outputs: int, text: str) -> None:
     node.register_prehook(partial(_before_backward, run_of(node), outputs, references, json.loads(text)))
 
 
+def announce() -> None:
+    """From inside the forward of a graph that our passes have not seen: say so if an output is left out."""
+    node = running_compiled_function()
+    if node is None or getattr(node, "_fsdp_announces", False):
+        return
+    node._fsdp_announces = True
+    node.register_prehook(partial(_announce_zeros, outputs_of_tangents(node)))
+
+
+def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> None:
+    if any(grads[output] is None for output in outputs):
+        warn_once(
+            "compiled_fsdp: a graph that reached its backend without our passes has outputs that the loss does not use. Parameters "
+            "that only they lead to get zeros for gradients instead of None, and an optimizer with weight decay or momentum moves "
+            "them. Use torch.compile's default backend or 'compiled_fsdp_eager', or return only what the loss uses"
+        )
+
+
 def _before_backward(
     run: int, outputs: list[int], references: list[weakref.ref[Any]], heads: list[Heads], grads: tuple[Tensor | None, ...]
 ) -> None:

@@ -124,6 +124,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
         "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
     )
+    left_out.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)

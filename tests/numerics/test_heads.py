@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import mesh_of
 from torch import Tensor, nn
 
-from compiled_fsdp import fully_shard, overlap_optimizer
+from compiled_fsdp import errors, fully_shard, overlap_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,6 +144,18 @@ def test_overlap(two: Pool, overlap: str) -> None:
 
 def compare(scenario: Any, options: dict[str, Any]) -> None:
     check(scenario(Training(**{"backend": "compiled_fsdp_eager", **options})), scenario(Training()))
+
+
+def test_unused_heads_unlowered(two: Pool) -> None:
+    two.run(unlowered)
+
+
+def unlowered() -> None:
+    """Where our passes do not run, zeros are announced."""
+    errors._said.clear()
+    training = Training("aot_eager")
+    with pytest.warns(UserWarning, match="Parameters that only they lead to get zeros for gradients instead of None"):
+        training.backward(0, "first")
 
 
 def test_ranks_use_different_heads(two: Pool) -> None:
