@@ -53,6 +53,7 @@ class UnshardHandle(StockUnshardHandle):
         runtime, self._runtime = self._runtime, None
         if runtime is not None and runtime.num_gathered == self._before:
             runtime.unshard()
+            runtime.keep()
 
 
 class FSDPModule(StockFSDPModule):

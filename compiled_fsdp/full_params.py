@@ -47,8 +47,9 @@ class FullParams:
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
-    checksums: of the flat buffers when gathers under way were started ahead, or when full parameters began to be kept.
-    ahead_of: which of these it was, for errors.
+    checksums: of the flat buffers when gathers under way were started ahead.
+    ahead_of: what they were started ahead of, for errors.
+    kept: checksums of the flat buffers when full parameters began to be kept for another forward.
     num_gathered: how often full parameters were registered.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
@@ -63,7 +64,8 @@ class FullParams:
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
-        self.checksums: list[Tensor] = []
+        self.checksums: list[tuple[FlatParam, Tensor]] = []
+        self.kept: list[tuple[FlatParam, Tensor]] = []
         self.ahead_of = IN_FORWARD
         self.num_gathered = 0
         self.extensions: dict[ShardedParam, Extension] = {}
@@ -90,24 +92,20 @@ class FullParams:
                 program.advance()
 
     def _sum_up(self, ahead_of: str) -> None:
-        self.ahead_of = ahead_of
-        self.checksums = [flat.checksum() for flat in self.unit.flats]
-
-    def _check_unwritten(self) -> None:
-        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
-            flat.check_unwritten(checksum, self.ahead_of)
+        self.ahead_of, self.checksums = ahead_of, [(flat, flat.checksum()) for flat in self.unit.flats]
 
     def keep(self) -> None:
-        """Full parameters stay for another forward: from now on, writes to the sharded ones count."""
+        """Full parameters stay for another forward: from now on, writes to the sharded ones count, unless both are the same."""
         if self.is_unsharded:
-            self._sum_up(WHILE_KEPT)
+            apart = [flat for flat in self.unit.flats if not all(param.is_borrowed for param in flat.params)]
+            self.kept = [(flat, flat.checksum()) for flat in apart]
 
     def drop_stale(self) -> None:
         """Before a forward: full parameters that were kept are not used if the sharded ones have changed."""
         if self.is_unsharded and self.versions != self.versions_now():
             self.reshard()
         elif self.is_unsharded:
-            self._check_unwritten()
+            _check_unwritten(self.kept, WHILE_KEPT)
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -137,7 +135,7 @@ class FullParams:
         if self.is_unsharded:
             return
         if self._has_pending():
-            self._check_unwritten()
+            _check_unwritten(self.checksums, self.ahead_of)
         else:
             self._start()
         pending, self.pending = self.pending, []
@@ -176,7 +174,7 @@ class FullParams:
                 param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
-        self.checksums = []
+        self.kept = []
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
@@ -253,6 +251,11 @@ class FullParams:
                 f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
                 "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
             )
+
+
+def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
+    for flat, checksum in checksums:
+        flat.check_unwritten(checksum, why)
 
 
 def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:

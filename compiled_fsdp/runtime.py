@@ -9,6 +9,7 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +189,8 @@ class Runtime(FullParams):
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
-        if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+        stays = self.tree.has_double or (self.unit.reshard is False and torch.is_grad_enabled())
+        if not self.is_unsharded or stays:
             self.keep()
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
@@ -242,7 +244,7 @@ class Runtime(FullParams):
         self.slices.clear()
         self._close()
         self.unit.options.consume(WHO, "set_reshard_after_backward")
-        if self.unit.settings.reshard_after_backward:
+        if self.unit.settings.reshard_after_backward and not self.tree.has_double:
             self.reshard()
         else:
             self.keep()
@@ -296,6 +298,21 @@ class Runtime(FullParams):
             zeros = [(p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device)) for p in params]
             with torch.no_grad():
                 self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
+
+    def watch_leaves(self) -> None:
+        """A backward through a backward need not come to the unit's outputs: its parameters' gradients say that it was here."""
+        me = weakref.ref(self)
+
+        def enter(_: Tensor) -> None:
+            runtime = me()
+            if runtime is not None:
+                runtime.tree.enter_backward(runtime)
+
+        for param in self.unit.params:
+            full = param.unsharded
+            if full is not None and full.requires_grad and not hasattr(full, "_fsdp_enters"):
+                full._fsdp_enters = True  # type: ignore[attr-defined]
+                full.register_post_accumulate_grad_hook(enter)
 
     def is_reached(self) -> bool:
         """Whether the running backward adds to gradients of full parameters."""

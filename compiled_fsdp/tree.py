@@ -50,6 +50,8 @@ class Tree:
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
+    creates_graph: the running backward records itself (`create_graph=True`).
+    has_double: one has, so that the full parameters stay for a backward through it; until a whole backward that does not.
     is_recorded: whether the last forward of the outermost module began in grad mode.
     clock: of its optimizer's steps.
     """
@@ -65,7 +67,7 @@ class Tree:
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.is_last_backward = True
-        self.has_callback = self.delivers = self.is_recorded = False
+        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = self.has_double = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""
@@ -82,13 +84,16 @@ class Tree:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
         self.backward.setdefault(runtime)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            self.creates_graph = self.has_double = True
+            runtime.watch_leaves()
         runtime.was_reached = True
         self.delivers = self.delivers or runtime.is_reached()
 
     def queue_callback(self) -> None:
         """Have the end of the running backward noticed, once."""
         if not self.has_callback:
-            self.has_callback, self.delivers = True, False
+            self.has_callback, self.delivers, self.creates_graph = True, False, False
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def add_reduction(self, reduction: Reduction) -> None:
@@ -105,6 +110,9 @@ class Tree:
         """Reduce what is left, await everything, and free."""
         self.has_callback = False
         reached, used = list(self.backward), list(self.used)
+        if self.has_double and self.delivers and not self.creates_graph:
+            self.has_double = False
+            reached = list(dict.fromkeys((*reached, *self.in_order())))
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
@@ -115,7 +123,7 @@ class Tree:
                 runtime.reduce_retained()
             self._await_or_leave()
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
-                if runtime.unit.settings.reshard_after_backward:
+                if runtime.unit.settings.reshard_after_backward and not self.has_double:
                     runtime.reshard()
             for runtime in dict.fromkeys((*reached, *used)):
                 runtime.unit.on_end_of_backward()
@@ -142,7 +150,7 @@ class Tree:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""
         while self.in_flight:
             self.in_flight.popleft().discard()
-        self.has_callback = self.delivers = False
+        self.has_callback = self.delivers = self.has_double = False
         self.last_forward = None
         for collection in (self.order, self.backward, self.used):
             collection.clear()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from compiled_fsdp import fully_shard, overlap_optimizer
+from compiled_fsdp.state import states_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,6 +157,39 @@ def test_partial_backward_on_hsdp(four: Pool) -> None:
 
 def partial_on_hsdp() -> None:
     observe(lambda setup: accumulated(setup, "grad"), ("eager", "compiled"), mesh="hsdp")
+
+
+def penalised(setup: Setup, how: str) -> list[Any]:
+    """A gradient penalty, alone or with the loss: a backward through a backward."""
+    seen = []
+    for step in range(2):
+        loss, x = setup.loss(step)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = (grad.norm(dim=1) - 1).square().mean()
+        (penalty if how == "alone" else penalty + loss + setup.loss(step + 5)[0]).backward()
+        seen.append(setup.grads())
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+    return [*seen, setup.params()]
+
+
+def test_gradient_penalty(two: Pool) -> None:
+    two.run(gradient_penalty)
+
+
+def gradient_penalty() -> None:
+    """Eager mode has it; a compiled graph says that it has no second backward."""
+    for how in ("alone", "together"):
+        observe(lambda setup, how=how: penalised(setup, how), ("eager",))
+    setup = Setup("eager")
+    penalised(setup, "alone")
+    assert not any(p.is_unsharded for p in runtimes(setup.model)), "full parameters stay after it"
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        penalised(Setup("compiled"), "alone")
+
+
+def runtimes(model: Any) -> list[Any]:
+    return [state.runtime for state in states_below(model)]
 
 
 class Branches(nn.Module):
