@@ -16,7 +16,8 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
-from .flat import APART, BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
+from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
+from .handles import APART
 from .resident import drop as drop_resident
 from .resident import num_steps
 from .torch_private import preserve_version

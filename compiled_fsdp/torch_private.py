@@ -16,6 +16,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
@@ -115,6 +116,11 @@ def current_run() -> int:
     """`run_of` the node whose backward autograd runs; -1 outside."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else run_of(node)
+
+
+def trace_number() -> object:
+    """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
+    return CompileContext.current_trace_id()
 
 
 def make_dtensor(
