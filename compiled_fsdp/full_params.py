@@ -163,19 +163,25 @@ class FullParams:
         self.num_gathered += 1
         self.versions = self.pending_versions
 
-    def reshard(self) -> None:
-        """Register the sharded parameters and empty the storage of the full ones."""
+    def reshard(self, *, keeps_storage: bool = False) -> None:
+        """Register the sharded parameters and empty the storage of the full ones, unless what autograd saved of it is needed."""
         drop_resident(self)
         if not self.is_unsharded:
             return
         for param in self.unit.params:
-            if param in self.extensions:
-                self.extensions[param].free()
-            elif not param.is_borrowed:
-                param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
         self.kept = []
+        if not keeps_storage:
+            self.free()
+
+    def free(self) -> None:
+        """Empty the storage of full parameters that are not registered."""
+        for param in self.unit.params if not self.is_unsharded else ():
+            if param in self.extensions:
+                self.extensions[param].free()
+            elif param.unsharded is not None and not param.is_borrowed:
+                param.gathered.untyped_storage().resize_(0)
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those

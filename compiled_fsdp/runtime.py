@@ -86,6 +86,7 @@ class Runtime(FullParams):
             if is_first:
                 self.has_run.clear()
             if not in_backward():
+                self.tree.forget_double()
                 self.drop_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
@@ -189,8 +190,7 @@ class Runtime(FullParams):
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
-        stays = self.tree.has_double or (self.unit.reshard is False and torch.is_grad_enabled())
-        if not self.is_unsharded or stays:
+        if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
             self.keep()
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
@@ -199,7 +199,7 @@ class Runtime(FullParams):
                     if param.spec.reshard != "slice":
                         continue
                     self.slices[param] = KEEP_SLICE(param.gathered.detach(), *param.spec.args())
-        self.reshard()
+        self.reshard(keeps_storage=self.tree.has_double)
 
     # -- backward
 
@@ -209,6 +209,7 @@ class Runtime(FullParams):
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
+                tree.note_double(self)
                 self._unshard_for_backward()
                 if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
                     self._prefetch_backward()
@@ -244,8 +245,8 @@ class Runtime(FullParams):
         self.slices.clear()
         self._close()
         self.unit.options.consume(WHO, "set_reshard_after_backward")
-        if self.unit.settings.reshard_after_backward and not self.tree.has_double:
-            self.reshard()
+        if self.unit.settings.reshard_after_backward:
+            self.reshard(keeps_storage=self.tree.has_double)
         else:
             self.keep()
         for param in self.unit.params:
@@ -370,6 +371,7 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tree = ctx.runtime.tree
         tree.enter_backward(ctx.runtime)
+        tree.note_double(ctx.runtime)
         tree.delivers = tree.delivers or accumulates(_probe())
         ctx.runtime.post_backward()
         return None, None, *grads
