@@ -47,12 +47,14 @@ class UnshardHandle(StockUnshardHandle):
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
+        self._before = 0 if runtime is None else runtime.num_gathered
 
     def wait(self) -> None:
-        """Finish the unshard; calling it again does nothing."""
-        if self._runtime is not None:
-            self._runtime.unshard()
-            self._runtime = None
+        """Finish the unshard; does nothing when called again, or if the unit's forward has done it, and may have resharded."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and runtime.num_gathered == self._before:
+            runtime.unshard()
+            runtime.keep()
 
 
 class FSDPModule(StockFSDPModule):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _KEY = "fsdp"
 _CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
+_HEADS = "fsdp_heads"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
 _OUR_REGION = 1_000_000
@@ -108,6 +109,21 @@ def handed_on(nodes: Iterable[Node]) -> Consumed:
     """What the passes of the joint graph have consumed."""
     consumed: Consumed = next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
     return consumed
+
+
+# How many outputs have gradients; and by offset, which of them lead to a parameter, where not all do.
+Heads = tuple[int, dict[int, list[int]]]
+
+
+def set_heads(node: Node, heads: Heads) -> None:
+    """Say of a flat buffer which outputs lead to its parameters; its node in each half of the graph says so too."""
+    node.meta[_HEADS] = heads
+
+
+def get_heads(node: Node) -> Heads | None:
+    """What `set_heads` said; None if all outputs lead to all."""
+    heads: Heads | None = node.meta.get(_HEADS)
+    return heads
 
 
 def set_record(gm: GraphModule, text: str) -> None:

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from .full_params import FullParams
 
 
+_steps = [0]
+
+
+def num_steps() -> int:
+    """How often an optimizer began to step: it may write to parameters by foreach or fused ops, which no version counts."""
+    return _steps[0]
+
+
 _there: weakref.WeakSet[FullParams] = weakref.WeakSet()
 
 
@@ -97,6 +105,7 @@ def drop(runtime: FullParams) -> None:
 
 
 def _drop_all(*_: object) -> None:
+    _steps[0] += 1
     for runtime in list(_there):
         drop(runtime)
 

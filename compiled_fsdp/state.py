@@ -44,6 +44,7 @@ class State:
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
+        self.runtime.tree.delivers = True
 
     def _lend(self, module: nn.Module) -> None:
         """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
