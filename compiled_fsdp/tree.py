@@ -49,6 +49,7 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    entered: units in the order in which their last forwards began.
     clock: of its optimizer's steps.
     """
 
@@ -62,6 +63,7 @@ class Tree:
         self.in_flight: deque[Reduction] = deque()
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
+        self.entered: dict[Runtime, None] = {}
         self.is_last_backward = True
         self.has_callback = False
 
@@ -104,7 +106,7 @@ class Tree:
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
-            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
+            for runtime in dict.fromkeys(r for reader in self._last(reached) for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()
             for runtime in self.in_order():
@@ -124,6 +126,13 @@ class Tree:
             for runtime in self.members:
                 runtime.indices.clear()
                 runtime.drop_pending(is_end_of_backward=True)
+
+    def _last(self, reached: Sequence[Runtime]) -> list[Runtime]:
+        """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
+        gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
+        """
+        backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
+        return [*backwards, *(r for r in reached if r not in backwards)]
 
     def _await_or_leave(self) -> None:
         while self.in_flight:

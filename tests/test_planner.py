@@ -144,7 +144,7 @@ class TestCosts:
             raise KeyError("no such layout")
 
         gm = chain(1)
-        (node,) = find(gm.graph, MM)
+        node, *_ = find(gm.graph, MM)
         machine = replace(costs(1.0, 1.0), bandwidth=1e6)
         with mock.patch.dict(flop_registry, {aten.mm: fails}):
             assert flops(node) == 0.0
