@@ -11,9 +11,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import collectives as comm
+from . import optimizer_steps
 from .errors import warn_once
 from .schema import REDUCE_GRAD
 from .spec import CONSTANTS
@@ -110,4 +110,4 @@ def _drop_all(*_: object) -> None:
         drop(runtime)
 
 
-register_optimizer_step_pre_hook(_drop_all)
+optimizer_steps.before(_drop_all)

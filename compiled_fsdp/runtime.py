@@ -121,6 +121,8 @@ class Runtime(FullParams):
         if tree.last_forward is not None and tree.last_forward is not self:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
+        tree.entered.pop(self, None)
+        tree.entered[self] = None
         following = tree.next_forward.get(self)
         if self.prefetch["forward"]:
             self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")

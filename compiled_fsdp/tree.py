@@ -56,6 +56,7 @@ class Tree:
         not record itself, or an optimizer's step.
     double_step: how often optimizers had stepped then.
     is_recorded: whether the last forward of the outermost module began in grad mode.
+    entered: units in the order in which their last forwards began.
     clock: of its optimizer's steps.
     """
 
@@ -70,6 +71,7 @@ class Tree:
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.double_step = 0
+        self.entered: dict[Runtime, None] = {}
         self.is_last_backward = True
         self.has_callback = self.delivers = self.is_recorded = self.creates_graph = self.has_double = False
 
@@ -133,7 +135,7 @@ class Tree:
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
-            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
+            for runtime in dict.fromkeys(r for reader in self._last(reached) for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()
             for runtime in self.in_order() if self.delivers else ():
@@ -155,6 +157,13 @@ class Tree:
             for runtime in self.members:
                 runtime.indices.clear()
                 runtime.drop_pending(is_end_of_backward=True)
+
+    def _last(self, reached: Sequence[Runtime]) -> list[Runtime]:
+        """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
+        gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
+        """
+        backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
+        return [*backwards, *(r for r in reached if r not in backwards)]
 
     def _await_or_leave(self) -> None:
         while self.in_flight:
