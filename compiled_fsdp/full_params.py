@@ -22,6 +22,7 @@ from .resident import drop as drop_resident
 from .resident import num_steps
 from .torch_private import preserve_version
 from .tree import in_backward
+from .writes import say_it_is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,7 @@ class FullParams:
     """Gathers and frees the parameters of one unit.
 
     is_unsharded: the modules hold full parameters.
+    full_versions: of the full parameters when they were filled: users may write to them.
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
@@ -61,6 +63,7 @@ class FullParams:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_unsharded = False
+        self.full_versions: list[tuple[ShardedParam, Tensor, int]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
@@ -159,6 +162,7 @@ class FullParams:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
+        self.full_versions = [(p, p.unsharded, p.unsharded._version) for p in self.unit.params if p.unsharded is not None]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
@@ -168,6 +172,9 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
+        for param, full, version in self.full_versions:
+            if not (param.is_borrowed or param in self.extensions) and full._version != version:
+                say_it_is_lost(param.fqn)
         for param in self.unit.params:
             param.register(param.sharded)
         self.is_unsharded = False
