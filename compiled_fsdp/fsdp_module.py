@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
+from .entry import call_of
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
@@ -77,9 +78,9 @@ class FSDPModule(StockFSDPModule):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018
             return self._fsdp_call(args, kwargs)
-        _before_call(self, is_call_compiled(self))
+        call = _before_call(self, is_call_compiled(self))
         try:
-            return self._fsdp_call(args, kwargs)
+            return call(self, args, kwargs)
         except RuntimeError as error:
             _explain(self, error)
             raise
@@ -390,8 +391,9 @@ def _explain(module: FSDPModule, error: RuntimeError) -> None:
 
 
 @untraced
-def _before_call(module: FSDPModule, is_compiled: bool) -> None:
+def _before_call(module: FSDPModule, is_compiled: bool) -> Callable[..., Any]:
     module._fsdp_own().before_call(is_compiled=is_compiled)
+    return call_of(module)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

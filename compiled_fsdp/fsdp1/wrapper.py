@@ -21,6 +21,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from compiled_fsdp.first_call import check_optimizers
 from compiled_fsdp.inductor import install_passes
 from compiled_fsdp.module import swap_class
+from compiled_fsdp.entry import call_of
 from compiled_fsdp.state import State, adopt_nested, enter_state, module_by_key
 from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.tree import in_backward, map_tensors
@@ -107,8 +108,8 @@ class FullyShardedDataParallel(AtRest):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
-        _before_call(self, is_call_compiled(self))
-        return self._fsdp_call(args, kwargs)
+        call = _before_call(self, is_call_compiled(self))
+        return call(self, args, kwargs)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -199,7 +200,7 @@ def _rest_first(module: Any, *_: object) -> None:
 
 
 @untraced
-def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
+def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> Callable[..., Any]:
     """Outside any graph, before an instance is called: what stock does before forward, and what the core does."""
     stock.lazy_init(wrapper, wrapper)
     state: State = wrapper._fsdp_state
@@ -213,6 +214,7 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
             _settle_inputs(instance)
         _settle_buffers(wrapper)
     state.before_call(is_compiled=is_compiled)
+    return call_of(wrapper)
 
 
 def _settle_inputs(instance: Any) -> None:
