@@ -30,7 +30,7 @@ def own_copy(function: Any, module: nn.Module) -> Any:
 
 
 def call_of(module: Any) -> Callable[..., Any]:
-    """The module's own `_fsdp_call`, which takes the module too; what `module.compile()` made begins at a frame of ours from now on."""
+    """The module's own `_fsdp_call`, which takes the module too; what `module.compile()` made begins at our frames from now on."""
     compiled = module._compiled_call_impl
     if compiled is not None and _begins_in_torch(compiled):
         begin = MethodType(own_copy(_fsdp_compiled_call, module), module)

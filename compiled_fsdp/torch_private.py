@@ -15,6 +15,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -210,6 +212,11 @@ def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
     """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11, 2.13 and 2.15."""
     held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
     return held["self"].cell_contents(fn)
+
+
+def is_dynamo_faking(tensor: Tensor) -> bool:
+    """Whether Dynamo runs something on fake tensors to see what comes out: AOTAutograd, which comes next, has a proxy mode on."""
+    return isinstance(tensor, FakeTensor) and get_proxy_mode() is None
 
 
 def is_compiled(module: object) -> bool:
