@@ -16,7 +16,7 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
-from .entry import call_of
+from .entry import OverrunError, call_of, renewed
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
@@ -81,6 +81,8 @@ class FSDPModule(StockFSDPModule):
         call = _before_call(self, is_call_compiled(self))
         try:
             return call(self, args, kwargs)
+        except OverrunError:
+            return renewed(self)(self, args, kwargs)
         except RuntimeError as error:
             _explain(self, error)
             raise

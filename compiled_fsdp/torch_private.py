@@ -10,7 +10,7 @@ import torch._logging._internal
 import torch.distributed as dist
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
@@ -212,6 +212,17 @@ def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
     """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11, 2.13 and 2.15."""
     held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
     return held["self"].cell_contents(fn)
+
+
+def num_compiled(code: Any) -> int:
+    """How often Dynamo has compiled a frame of this code object."""
+    return len(_debug_get_cache_entry_list(code))
+
+
+def last_recompile(code: Any) -> str:
+    """The last guard that failed and made Dynamo compile this code object again."""
+    reasons = guard_failures.get(code) or ["unknown"]
+    return str(reasons[-1]).splitlines()[0]
 
 
 def is_dynamo_faking(tensor: Tensor) -> bool:

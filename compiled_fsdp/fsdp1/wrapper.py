@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.entry import call_of
+from compiled_fsdp.entry import OverrunError, call_of, renewed
 from compiled_fsdp.first_call import check_optimizers
 from compiled_fsdp.inductor import install_passes
 from compiled_fsdp.module import swap_class
@@ -109,7 +109,10 @@ class FullyShardedDataParallel(AtRest):
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
-        return call(self, args, kwargs)
+        try:
+            return call(self, args, kwargs)
+        except OverrunError:
+            return renewed(self)(self, args, kwargs)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -131,7 +134,7 @@ class FullyShardedDataParallel(AtRest):
         if not in_backward():
             self.training_state = TrainingState.FORWARD_BACKWARD
             self._exec_order_data.record_pre_forward(self._handle, self.training)
-        state.note_eager()
+        state.note_eager(self)
         return state.runtime.pre_forward(self, (args, kwargs))
 
     @untraced
