@@ -305,7 +305,7 @@ def backward_inside() -> None:
     x = torch.ones(4, 6)
     eager(x).square().mean().backward()
     with torch._dynamo.config.patch(trace_autograd_ops=True), quiet():
-        with pytest.raises(Exception, match="computes the gradient of .* itself, by loss.backward"):
+        with pytest.raises(Exception, match=r"computes the gradient of .* itself, by loss.backward"):
             torch.compile(step, backend="compiled_fsdp_eager", fullgraph=True)(x)
         torch.compile(step, backend="compiled_fsdp_eager")(x)  # breaks the graph there
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
