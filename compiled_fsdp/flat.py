@@ -423,7 +423,9 @@ class FlatParam:
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
                 view.copy_(local)
-                param.sharded._local_tensor = view  # type: ignore[attr-defined]  # `.data` would leave it as it is
+                placed = make_dtensor(view.data, param.sharded)
+                param.sharded.data = placed  # takes over all but the local tensor; Dynamo looks at the offset
+                param.sharded._local_tensor = placed._local_tensor  # type: ignore[attr-defined]
             if flat.device.type == fresh.device.type:
                 flat.data = fresh
                 return

@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
+from .entry import OverrunError, call_of, renewed
 from .registered import named_in_trace
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
@@ -80,9 +81,11 @@ class FSDPModule(StockFSDPModule):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018
             return self._fsdp_call(args, kwargs)
-        _before_call(self, is_call_compiled(self))
+        call = _before_call(self, is_call_compiled(self))
         try:
-            return self._fsdp_call(args, kwargs)
+            return call(self, args, kwargs)
+        except OverrunError:
+            return renewed(self)(self, args, kwargs)
         except RuntimeError as error:
             _explain(self, error)
             raise
@@ -399,8 +402,9 @@ def _explain(module: FSDPModule, error: RuntimeError) -> None:
 
 
 @untraced
-def _before_call(module: FSDPModule, is_compiled: bool) -> None:
+def _before_call(module: FSDPModule, is_compiled: bool) -> Callable[..., Any]:
     module._fsdp_own().before_call(is_compiled=is_compiled)
+    return call_of(module)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import collectives as comm
 from . import dump, gloo
+from .consensus import depends_on_shapes, settle_costs
 from .errors import warn_once
 from .graph import erase_all, find, value
 from .graph_record import GraphRecord
@@ -96,7 +97,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         warn_once(
             "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this backend copies, as with 'copy'"
         )
-    plan = fit_split(gm, current_plan().executed_by(is_fused=is_fused))
+    plan = fit_split(gm, settle_costs(gm.graph, current_plan().executed_by(is_fused=is_fused)))
     writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
@@ -135,8 +136,12 @@ class JointPass(CustomGraphPass):
         run_joint(_module(graph), is_fused=True)
 
     def uuid(self) -> Any:
-        """Version and plan; None while dumping, so that the cache is bypassed and every pass really runs."""
-        return None if dump.folder() else f"compiled_fsdp joint {source_hash()} {current_plan()}"
+        """See `_cached_as`."""
+        return (
+            None
+            if dump.folder() or depends_on_shapes(current_plan())
+            else f"compiled_fsdp joint {source_hash()} {current_plan()}"
+        )
 
 
 class HalfPass(CustomGraphPass):
@@ -159,7 +164,11 @@ class HalfPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """As for `JointPass`."""
-        return None if dump.folder() else f"compiled_fsdp half {source_hash()} {current_plan()}"
+        return (
+            None
+            if dump.folder() or depends_on_shapes(current_plan())
+            else f"compiled_fsdp half {source_hash()} {current_plan()}"
+        )
 
 
 class PinPass(CustomSchedulerPass):  # type: ignore[misc]
@@ -195,6 +204,14 @@ class Chain(CustomGraphPass):
         """Theirs together; None (no caching) if a plain function is among them, as torch does for it alone."""
         ids = [entry.uuid() if isinstance(entry, CustomGraphPass) else None for entry in self.passes]
         return None if None in ids else str(ids)
+
+
+def _cached_as(name: str) -> str | None:
+    """Version and plan; None, so that the cache is bypassed and every pass really runs: while dumping, and where ranks decide
+    together (`consensus.py`).
+    """
+    plan = current_plan()
+    return None if dump.folder() or depends_on_shapes(plan) else f"compiled_fsdp {name} {source_hash()} {plan}"
 
 
 def _module(graph: Graph) -> GraphModule:

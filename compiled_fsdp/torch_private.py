@@ -11,7 +11,7 @@ import torch._logging._internal
 import torch.distributed as dist
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import Unsupported
@@ -20,6 +20,7 @@ from torch._dynamo.utils import guard_failures
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -30,6 +31,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -297,6 +299,28 @@ def is_call_compiled(module: Any) -> bool:
 
 
 never_traced_alone(is_call_compiled)
+
+
+def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
+    """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11, 2.13 and 2.15."""
+    held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
+    return held["self"].cell_contents(fn)
+
+
+def num_compiled(code: Any) -> int:
+    """How often Dynamo has compiled a frame of this code object."""
+    return len(_debug_get_cache_entry_list(code))
+
+
+def last_recompile(code: Any) -> str:
+    """The last guard that failed and made Dynamo compile this code object again."""
+    reasons = guard_failures.get(code) or ["unknown"]
+    return str(reasons[-1]).splitlines()[0]
+
+
+def is_dynamo_faking(tensor: Tensor) -> bool:
+    """Whether Dynamo runs something on fake tensors to see what comes out: AOTAutograd, which comes next, has a proxy mode on."""
+    return isinstance(tensor, FakeTensor) and get_proxy_mode() is None
 
 
 def is_compiled(module: object) -> bool:
