@@ -17,6 +17,7 @@ from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
 from .flat import APART
+from .precision import policy_of
 from .resident import drop as drop_resident
 from .torch_private import preserve_version
 from .tree import in_backward
@@ -133,17 +134,23 @@ class FullParams:
         self.versions = self.pending_versions
 
     def reshard(self) -> None:
-        """Register the sharded parameters and empty the storage of the full ones."""
+        """Register the sharded parameters and empty the storage of the full ones, unless it is to be kept."""
         drop_resident(self)
         if not self.is_unsharded:
             return
+        is_kept = self.unit.settings.keep_unsharded_storage
+        self.unit.options.consume(WHO, "set_keep_unsharded_storage")
         for param in self.unit.params:
-            if param in self.extensions:
-                self.extensions[param].free()
-            elif not param.is_borrowed:
-                param.gathered.untyped_storage().resize_(0)
+            if not is_kept:
+                self._empty(param)
             param.register(param.sharded)
         self.is_unsharded = False
+
+    def _empty(self, param: ShardedParam) -> None:
+        if param in self.extensions:
+            self.extensions[param].free()
+        elif not param.is_borrowed:
+            param.gathered.untyped_storage().resize_(0)
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
@@ -197,7 +204,8 @@ class FullParams:
         for flat in self.unit.flats:
             for param in flat.params:
                 if param.handle is APART and param not in self.extensions:
-                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
+                    own = policy_of(self.unit.mp_policy, param.compute)
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)

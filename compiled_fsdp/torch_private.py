@@ -1,4 +1,4 @@
-"""Private torch APIs that are neither collectives nor compiler hooks, in one place. Tried on torch 2.13."""
+"""Private torch APIs that are neither collectives nor compiler hooks, in one place. Tried on torch 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch._logging._internal
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -19,6 +20,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -38,6 +40,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Since torch 2.15; before, there is nothing that a handle could be taken for.
+StockGradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
+
+
 def without_code() -> AbstractContextManager[None]:
     """Graph modules that torch makes in this context get code when they are called, not before; tried on 2.11 and 2.13."""
     return _use_lazy_graph_module(True)
@@ -47,6 +53,11 @@ def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModul
     """A graph module that gets code when it is called, not before."""
     with without_code():
         return _make_graph_module(root, graph)
+
+
+def reduces_in_grad_dtype() -> bool:
+    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None: since torch 2.15; before, as it computes."""
+    return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 def backward_number() -> int:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ranges
 from .clock import Clock
+from .finalization import Finalization
 from .torch_private import backward_number
 
 if TYPE_CHECKING:
@@ -50,11 +51,13 @@ class Tree:
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
     clock: of its optimizer's steps.
+    finalization: what the end of a backward does.
     """
 
     def __init__(self) -> None:
         self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
         self.clock = Clock()
+        self.finalization = Finalization(self)
         TREES.add(self)
         self.order: list[Runtime] = []
         self.next_forward: dict[Runtime, Runtime] = {}
@@ -74,6 +77,7 @@ class Tree:
         for runtime in list(other.members):
             runtime.tree = self
             self.members.add(runtime)
+        self.finalization.manual.update(other.finalization.manual)
         other.members.clear()
 
     def enter_backward(self, runtime: Runtime) -> None:
@@ -98,41 +102,33 @@ class Tree:
             self.in_flight.popleft().finish()
 
     def end_of_backward(self) -> None:
-        """Reduce what is left, await everything, and free."""
+        """Autograd has come to the end of a backward; see `Finalization`."""
         self.has_callback = False
-        reached, used = list(self.backward), list(self.used)
-        self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
-            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
-                runtime.post_backward(is_end=True)
-            self._await_or_leave()
-            for runtime in self.in_order():
-                runtime.reduce_retained()
-            self._await_or_leave()
-            for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
-                if runtime.unit.settings.reshard_after_backward:
-                    runtime.reshard()
-            for runtime in dict.fromkeys((*reached, *used)):
-                runtime.unit.on_end_of_backward()
-        self.used.clear()
-        self.last_forward = None
+            self.finalization.end_of_backward()
+
+    def end_iteration(self, *, is_last: bool) -> None:
+        """Nothing of a backward is left; after the last one, its order counts no more."""
         for runtime in self.members:
             runtime.unit.options.consume("eager runtime", "set_is_last_backward")
-        if self.is_last_backward:
+        if is_last:
             self.order.clear()
             for runtime in self.members:
                 runtime.indices.clear()
                 runtime.drop_pending(is_end_of_backward=True)
 
-    def _await_or_leave(self) -> None:
+    def await_or_leave(self) -> None:
+        """Await all reductions, but for those that are left to whoever reads the gradients."""
         while self.in_flight:
             self.in_flight.popleft().finish(may_leave=True)
 
     def recover(self) -> None:
-        """If a backward began and never ended, an exception ended it: `reset`."""
+        """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
         if self.has_callback and not in_backward():
             self.reset()
+        self.finalization.is_manual()
+        self.finalization.check_awaited("forward")
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""
@@ -140,6 +136,7 @@ class Tree:
             self.in_flight.popleft().discard()
         self.has_callback = False
         self.last_forward = None
+        self.finalization.reset()
         for collection in (self.order, self.backward, self.used):
             collection.clear()
         for runtime in self.members:

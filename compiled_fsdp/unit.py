@@ -21,6 +21,7 @@ from .flat import APART, FlatParam, Handle, ShardedParam
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
 from .options import Options, register
+from .precision import reduce_dtype
 from .spec import MEAN, ParamSpec
 from .tensor_parallel import full_of, key_of
 from .torch_private import local_tensor, make_dtensor
@@ -45,6 +46,7 @@ class Original:
     """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
 
     place: mesh and placements of the DTensor that it becomes.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
     """
 
     parameter: nn.Parameter
@@ -54,6 +56,7 @@ class Original:
     dim: int
     mesh_info: MeshInfo
     place: tuple[DeviceMesh, tuple[Placement, ...]]
+    compute: torch.dtype | None = None
 
     @property
     def local(self) -> Tensor:
@@ -84,6 +87,7 @@ class Settings:
     is_accumulating: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
     divide_factor: float | None = None
     force_sum: bool = False
     all_gather: str = ""
@@ -198,7 +202,7 @@ class Unit:
             dtensor = make_dtensor(view, original, *entry.place)
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
-            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full))
+            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full, compute=entry.compute))
             params[-1].register(sharded)
             taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
@@ -266,9 +270,10 @@ class Unit:
         """The op arguments of one parameter under the current settings."""
         info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
         original = param.sharded.dtype
-        compute = policy.param_dtype if original.is_floating_point else None
-        dtype = compute or original
-        how = reduction(info, policy.reduce_dtype or dtype, settings.divide_factor, is_sum=settings.force_sum)
+        compute = param.compute or policy.param_dtype
+        dtype = compute if compute is not None and original.is_floating_point else original
+        wire = reduce_dtype(policy, original, dtype)
+        how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
         is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
         if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
             how = replace(how, op="avg", post_divide=1.0)
