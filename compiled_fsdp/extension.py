@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import collectives as comm
-from .torch_private import contiguous_stride, preserve_version
+from .torch_private import allocate, contiguous_stride, preserve_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,7 +98,7 @@ class Extension:
         if not self.outputs:
             self.outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in gathered]
         for output, tensor in zip(self.outputs, gathered, strict=True):
-            output.untyped_storage().resize_(output.numel() * output.itemsize)
+            allocate(output, output.numel() * output.itemsize)
             with preserve_version(output):
                 output.copy_(tensor)
         outputs = tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
@@ -111,7 +111,7 @@ class Extension:
             self.param.set_gathered(torch.as_strided(full, shape, contiguous_stride(shape), 0))
             return
         for tensor in self.inner:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            allocate(tensor, tensor.numel() * tensor.itemsize)
         with preserve_version(self.param.unsharded):
             local.fsdp_post_all_gather(outputs, metadata, self.param.spec.dtype, out=self.param.unsharded)
 

@@ -137,7 +137,10 @@ class Finalization:
             )
         if backward_number() != -1 or self.tree.has_callback:
             raise RuntimeError(f"finalize_backward of {name!r}: a backward is running. Call it after backward completes")
-        for unit in (r.unit for r in self.tree.in_order()):
+        units = [r.unit for r in self.tree.in_order()]
+        if any(unit.mesh_info.replicate_size > 1 for unit in units):  # what is under way decides what has been kept
+            self.tree.await_or_leave()
+        for unit in units:
             is_partial = any(where == "partial" for flat in unit.flats for where, _ in flat.retained)
             if is_partial or (unit.settings.sync == "scatter" and unit.mesh_info.replicate_size > 1):
                 raise RuntimeError(

@@ -19,7 +19,7 @@ from .extension import Extension, buckets, fill_all, gather
 from .flat import APART
 from .precision import policy_of
 from .resident import drop as drop_resident
-from .torch_private import preserve_version
+from .torch_private import allocate, preserve_version
 from .tree import in_backward
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
     full = param.gathered
     columns = comm.columns(comm.call, gathered, specs, place)
     with preserve_version(full):
-        full.untyped_storage().resize_(columns.numel() * columns.element_size())
+        allocate(full, columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())
         apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
         apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))

@@ -170,6 +170,13 @@ def reduce_op(name: str) -> Any:
     return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[name]
 
 
+def allocate(tensor: Tensor, num_bytes: int) -> None:
+    """Give a tensor's storage this size; one that has it stays where it is (`resize_` alone would move it)."""
+    storage = tensor.untyped_storage()
+    if storage.size() != num_bytes:
+        storage.resize_(num_bytes)
+
+
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
