@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 SETTER = "set_manual_backward_finalization"
 
 
-class GradientReductionHandle(StockGradientReductionHandle):
+class GradientReductionHandle(StockGradientReductionHandle):  # type: ignore[misc]
     """What `FSDPModule.finalize_backward(async_op=True)` returns; until `wait`, gradients are on their way."""
 
-    def __init__(self, tree: Tree | None = None) -> None:
+    def __init__(self, tree: Tree | None = None, root: Runtime | None = None) -> None:
         self._tree = tree
+        self.root = root
 
     def wait(self) -> None:
         """Await the gradients and end the backward; calling it again does nothing.
@@ -31,26 +32,26 @@ class GradientReductionHandle(StockGradientReductionHandle):
         Raises:
             RuntimeError: `reset_iter_state` has dropped what this stands for.
         """
-        if self._tree is not None:
-            self._tree.finalization.wait(self)
-            self._tree = None
+        if self._tree is not None and self.root is not None:
+            self._tree.finalization.wait(self, self.root)
+            self._tree = self.root = None
 
 
 class Finalization:
-    """The end of backwards of one tree.
+    """The end of backwards of one tree, whose roots (outermost modules) may share their communications.
 
-    manual: the outermost units whose user finalizes.
+    manual: the roots whose user finalizes.
+    held: of these, the ones with a backward that has ended and that the user has not finalized.
     reached, used: units that backwards have come to, and that ran a forward, since the last end.
-    is_held: a backward has ended, and the user has not finalized it.
     handle: what nobody has awaited.
     """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = weakref.ref(tree)
         self.manual: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.held: weakref.WeakSet[Runtime] = weakref.WeakSet()
         self.reached: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
-        self.is_held = False
         self.handle: GradientReductionHandle | None = None
 
     @property
@@ -60,44 +61,33 @@ class Finalization:
         assert tree is not None
         return tree
 
-    def set_manual(self, runtime: Runtime, *, enabled: bool) -> None:
+    def set_manual(self, root: Runtime, *, enabled: bool) -> None:
         """See `FSDPModule.set_manual_backward_finalization`."""
-        name = runtime.unit.name
-        if not runtime.unit.is_outermost:
-            raise RuntimeError(
-                f"{SETTER}: called on {name!r}, which is inside another sharded module. Call it on the root module, the "
-                "outermost sharded one"
-            )
-        if enabled == (runtime in self.manual):
+        if enabled == (root in self.manual):
             return
-        if backward_number() != -1 or self.is_held or self.handle is not None:
+        if backward_number() != -1 or root in self.held or self._is_under_way(root):
             raise RuntimeError(
-                f"{SETTER}({enabled}) on {name!r}: cannot change mode after backward starts, until it is finalized. Call "
+                f"{SETTER}({enabled}) on {root.unit.name!r}: cannot change mode after backward starts, until it is finalized. Call "
                 "finalize_backward() or reset_iter_state() first"
             )
-        (self.manual.add if enabled else self.manual.discard)(runtime)
+        (self.manual.add if enabled else self.manual.discard)(root)
 
-    def is_manual(self) -> bool:
-        """Whether the user finalizes.
+    def _is_under_way(self, root: Runtime) -> bool:
+        return self.handle is not None and self.handle.root is root
+
+    def before_forward(self) -> None:
+        """What a forward must not find.
 
         Raises:
-            RuntimeError: a unit that is inside another by now was told so, or one of several roots and not all.
+            RuntimeError: gradients on their way, or a setting on a module that is inside another by now.
         """
-        if not self.manual:
-            return False
-        inside = [runtime.unit.name for runtime in self.manual if not runtime.unit.is_outermost]
+        self._check_awaited("forward")
+        inside = [root.unit.name for root in self.manual if root.root is not root]
         if inside:
             raise RuntimeError(
                 f"{SETTER}: was called on {inside}, which are inside another sharded module by now. It must be called on the "
                 "root module: call it after the last fully_shard"
             )
-        others = [r.unit.name for r in self.tree.in_order() if r.unit.is_outermost and r not in self.manual]
-        if others:
-            raise RuntimeError(
-                f"{SETTER}: was called on {[r.unit.name for r in self.manual]} and not on {others}, which share their "
-                "communications (share_comm_ctx). Call it on all of them"
-            )
-        return True
 
     def end_of_backward(self) -> None:
         """A backward has come to its end: reduce what is left, await everything, and free; or leave that to the user."""
@@ -107,96 +97,93 @@ class Finalization:
         tree.backward.clear()
         tree.used.clear()
         tree.last_forward = None
-        if not self.is_manual():
-            self._reduce()
-            self.end()
-            return
-        self.is_held = True
-        for runtime in self._with_lenders():
-            if runtime.unit.settings.sync == "retain":
+        for runtime in self._with_lenders(list(self.reached)):
+            if runtime.root in self.manual and runtime.unit.settings.sync == "retain":
                 runtime.post_backward(is_end=True)
+        self.held.update(r.root for r in self.reached if r.root in self.manual)
+        units = {r: None for r in tree.in_order() if r.root not in self.manual}
+        if units or not self.manual:
+            self._reduce(units)
+            self._end(units, is_last=tree.is_last_backward)
 
-    def finalize(self, runtime: Runtime, *, is_async: bool) -> GradientReductionHandle | None:
+    def finalize(self, root: Runtime, *, is_async: bool) -> GradientReductionHandle | None:
         """See `FSDPModule.finalize_backward`."""
-        self._check(runtime)
+        units = self._below(root)
+        self._check(root, units)
+        self._reduce(units, awaits=not is_async)
         if not is_async:
-            self._reduce()
-            self.end()
+            self._end(units)
             return None
-        self._reduce(awaits=False)
-        self._reshard()
-        self.handle = GradientReductionHandle(self.tree)
+        self._reshard(units)
+        self.handle = GradientReductionHandle(self.tree, root)
         return self.handle
 
-    def _check(self, runtime: Runtime) -> None:
-        name = runtime.unit.name
-        self.check_awaited(f"finalize_backward of {name!r}")
-        if not self.is_manual():
-            raise RuntimeError(
-                f"finalize_backward of {name!r}: autograd finalizes this backward. Call {SETTER}(True) before forward"
-            )
+    def _check(self, root: Runtime, units: dict[Runtime, None]) -> None:
+        what = f"finalize_backward of {root.unit.name!r}"
+        self._check_awaited(what)
+        if root not in self.manual:
+            raise RuntimeError(f"{what}: autograd finalizes this backward. Call {SETTER}(True) before forward")
         if backward_number() != -1 or self.tree.has_callback:
-            raise RuntimeError(f"finalize_backward of {name!r}: a backward is running. Call it after backward completes")
-        units = [r.unit for r in self.tree.in_order()]
-        if any(unit.mesh_info.replicate_size > 1 for unit in units):  # what is under way decides what has been kept
+            raise RuntimeError(f"{what}: a backward is running. Call it after backward completes")
+        if any(r.unit.mesh_info.replicate_size > 1 for r in units):  # what is under way decides what has been kept
             self.tree.await_or_leave()
-        for unit in units:
+        for unit in (r.unit for r in units):
             is_partial = any(where == "partial" for flat in unit.flats for where, _ in flat.retained)
             if is_partial or (unit.settings.sync == "scatter" and unit.mesh_info.replicate_size > 1):
                 raise RuntimeError(
-                    f"finalize_backward of {name!r}: gradients of {unit.name!r} are not all-reduced over the replicate axis "
+                    f"{what}: gradients of {unit.name!r} are not all-reduced over the replicate axis "
                     "(set_requires_all_reduce(False)). Let autograd finalize, or call set_requires_all_reduce(True) before backward"
                 )
 
-    def check_awaited(self, what: str) -> None:
-        """No gradients may be on their way.
-
-        Raises:
-            RuntimeError: `finalize_backward(async_op=True)` has started them, and nobody has awaited them.
-        """
+    def _check_awaited(self, what: str) -> None:
         if self.handle is not None:
             raise RuntimeError(
                 f"{what}: the previous gradient reduction must be waited on before. Call wait() on what "
                 "finalize_backward(async_op=True) returned"
             )
 
-    def wait(self, handle: GradientReductionHandle) -> None:
+    def wait(self, handle: GradientReductionHandle, root: Runtime) -> None:
         """See `GradientReductionHandle.wait`."""
         if handle is not self.handle:
             raise RuntimeError("GradientReductionHandle.wait: this handle was invalidated by reset_iter_state()")
         self.handle = None
-        self.end()
+        self._end(self._below(root))
 
     def reset(self) -> None:
         """Forget what is held."""
+        self.held.clear()
         self.reached.clear()
         self.used.clear()
-        self.is_held = False
         self.handle = None
 
-    def _with_lenders(self) -> list[Runtime]:
-        return list(dict.fromkeys(r for reader in self.reached for r in (reader, *reader.lenders)))
+    def _below(self, root: Runtime) -> dict[Runtime, None]:
+        return {r: None for r in self.tree.in_order() if r.root is root}
 
-    def _reduce(self, *, awaits: bool = True) -> None:
+    def _with_lenders(self, readers: list[Runtime]) -> list[Runtime]:
+        return list(dict.fromkeys(r for reader in readers for r in (reader, *reader.lenders)))
+
+    def _reduce(self, units: dict[Runtime, None], *, awaits: bool = True) -> None:
         """Start what is left; what was kept after the shard axis is known only once the others are done."""
-        for runtime in self._with_lenders():
+        for runtime in self._with_lenders([r for r in self.reached if r in units]):
             runtime.post_backward(is_end=True)
         if awaits:
             self.tree.await_or_leave()
-        for runtime in self.tree.in_order():
+        for runtime in units:
             runtime.reduce_retained()
 
-    def _reshard(self) -> None:
-        for runtime in (*self.reached, *self.used, *(lender for r in self.used for lender in r.lenders)):
+    def _reshard(self, units: dict[Runtime, None]) -> None:
+        used = self._with_lenders([r for r in self.used if r in units])
+        for runtime in (*(r for r in self.reached if r in units), *used):
             if runtime.unit.settings.reshard_after_backward:
                 runtime.reshard()
 
-    def end(self) -> None:
+    def _end(self, units: dict[Runtime, None], *, is_last: bool = True) -> None:
         """Await everything, and free."""
         self.tree.await_or_leave()
-        self._reshard()
-        for runtime in dict.fromkeys((*self.reached, *self.used)):
+        self._reshard(units)
+        for runtime in [r for r in dict.fromkeys((*self.reached, *self.used)) if r in units]:
+            self.reached.pop(runtime, None)
+            self.used.pop(runtime, None)
             runtime.unit.on_end_of_backward()
-        is_last = self.tree.is_last_backward or bool(self.manual)
-        self.reset()
+        self.held.difference_update({r.root for r in units})
         self.tree.end_iteration(is_last=is_last)

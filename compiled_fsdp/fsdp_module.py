@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,14 @@ class FSDPModule(StockFSDPModule):
         state: State = self._get_fsdp_state()
         return state
 
+    def _fsdp_root(self, method: str) -> State:
+        state = self._fsdp_own()
+        if not state.unit.is_outermost:
+            raise RuntimeError(
+                f"{method}: called on {state.unit.name!r}, which is inside another sharded module. Call it on the outermost one"
+            )
+        return state
+
     # -- parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -121,12 +129,7 @@ class FSDPModule(StockFSDPModule):
         Raises:
             RuntimeError: called on a module inside another sharded one.
         """
-        state = self._fsdp_own()
-        if not state.unit.is_outermost:
-            raise RuntimeError(
-                f"reset_iter_state: called on {state.unit.name!r}, which is inside another sharded module. Call it on the "
-                "outermost one"
-            )
+        state = self._fsdp_root("reset_iter_state")
         state.runtime.tree.reset()
         for below in states_below(self):  # type: ignore[arg-type]
             below.unit.drop_gradients()
@@ -213,9 +216,18 @@ class FSDPModule(StockFSDPModule):
             RuntimeError: called on a module inside another sharded one, or between a backward and its finalization.
         """
         check_bool("set_manual_backward_finalization", enabled=enabled)
-        state = self._fsdp_own()
+        state = self._fsdp_root("set_manual_backward_finalization")
         state.runtime.tree.finalization.set_manual(state.runtime, enabled=enabled)
         state.unit.options.ask("set_manual_backward_finalization", enabled, False)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     @untraced
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -230,12 +242,7 @@ class FSDPModule(StockFSDPModule):
                 are not all-reduced (HSDP).
         """
         check_bool("finalize_backward", async_op=async_op)
-        state = self._fsdp_own()
-        if not state.unit.is_outermost:
-            raise RuntimeError(
-                f"finalize_backward: called on {state.unit.name!r}, which is inside another sharded module. It must be called on "
-                "the root module, the outermost sharded one"
-            )
+        state = self._fsdp_root("finalize_backward")
         if not state.is_checked:
             return GradientReductionHandle() if async_op else None
         state.unit.options.consume("finalize_backward", "set_manual_backward_finalization")

@@ -154,7 +154,8 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
                 return self._parameters[name]
             if handle.key:
                 if handle.is_resident:
-                    full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
+                    function: Any = Resident
+                    full = function.apply(owner._fsdp_full[name], handle.flat, handle.key)
                 else:
                     full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
                 full = view_of_flat(full, handle.view) if handle.view else full

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._inductor import comms
 from torch._inductor.dependencies import StarDep, WeakDep
@@ -60,16 +60,18 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
 def keep_simple_overlap_out() -> None:
     """Let `simple_overlap`, where torch has it, leave graphs of ours as they are; once."""
-    move = getattr(comms, "simple_overlap", None)
+    found: Any = comms
+    move = getattr(found, "simple_overlap", None)
     if move is None or hasattr(move, "__wrapped__"):
         return
 
     @functools.wraps(move)
     def move_others(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         is_ours = any(_is_ours(part) for node in nodes for part in node.get_nodes())
-        return nodes if is_ours else move(nodes)
+        moved: list[BaseSchedulerNode] = nodes if is_ours else move(nodes)
+        return moved
 
-    comms.simple_overlap = move_others
+    found.simple_overlap = move_others
 
 
 def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:

@@ -63,7 +63,8 @@ def policy_of(policy: StockPolicy, dtype: torch.dtype | None) -> StockPolicy:
     """The policy of one parameter of which `ask_override` said `dtype`."""
     if override_of(policy) is None:
         return policy
-    own: Any = replace(policy, **{OVERRIDE: None})
+    asks: Any = policy
+    own: StockPolicy = replace(asks, param_dtype_override_fn=None)
     return own if dtype is None else replace(own, param_dtype=dtype)
 
 

@@ -9,6 +9,7 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,16 @@ class Runtime(FullParams):
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = False
+        self._root = weakref.ref(self)
+
+    @property
+    def root(self) -> Runtime:
+        """That of the outermost sharded module around this one's, or itself."""
+        return self._root() or self
+
+    def enter(self, root: Runtime) -> None:
+        """This unit is inside the outermost module of another by now."""
+        self._root = weakref.ref(root)
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -164,7 +175,8 @@ class Runtime(FullParams):
         map_tensors(collect, inputs)
         if not found:
             return inputs
-        watched = iter(_Watch.apply(self, *found))  # type: ignore[no-untyped-call]
+        function: Any = _Watch
+        watched = iter(function.apply(self, *found))
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self) -> None:

@@ -127,8 +127,7 @@ class Tree:
         """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
         if self.has_callback and not in_backward():
             self.reset()
-        self.finalization.is_manual()
-        self.finalization.check_awaited("forward")
+        self.finalization.before_forward()
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""

@@ -362,24 +362,29 @@ def misused(api: Api) -> Any:
     return seen, inside, grads(model)
 
 
-def test_roots_that_share_are_finalized_alike(two: Pool) -> None:
-    """Stock keeps the setting for each root, ours finalizes all that share their communications: all or none of them."""
-    two.run(each, roots_that_share)
+@rows("17.6")
+def test_roots_that_share_their_communications(two: Pool) -> None:
+    two.run(alike, roots_that_share)
 
 
-def roots_that_share(api: Api) -> None:
-    parts = [api.fully_shard(net(seed=seed)) for seed in (1, 2)]
+def roots_that_share(api: Api) -> Any:
+    """As the stages of a pipeline: each is finalized by itself, and a third by autograd."""
+    parts = [api.fully_shard(net(seed=seed)) for seed in (1, 2, 3)]
     api.share_comm_ctx(parts)
-    parts[0].set_manual_backward_finalization(True)
+    for part in parts[:2]:
+        part.set_manual_backward_finalization(True)
     calls = [api.compile(part) for part in parts]
-    text = message(lambda: calls[0](batch()))
-    assert "was called on ['Sequential'] and not on ['Sequential']" in text
-    parts[1].set_manual_backward_finalization(True)
-    for call in calls:
-        train_step(call)
-    for part in parts:
-        part.finalize_backward()
-        assert all(p.grad is not None for p in part.parameters())
+    seen: list[Any] = []
+    for step, call in enumerate(calls):
+        train_step(call, step)
+    seen.append(plain(grads(parts[2])))
+    for part in parts[:2]:
+        handle = part.finalize_backward(async_op=True)
+        seen.append([raised(lambda call=call: call(batch())) for call in calls])
+        handle.wait()
+        seen.append(plain(grads(part)))
+        part.set_manual_backward_finalization(False)
+    return seen, [train_step(call, 5) for call in calls], [grads(part) for part in parts]
 
 
 @rows("17.10")
