@@ -19,7 +19,7 @@ from .collectives import CUSTOM
 from .finalization import GradientReductionHandle
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
-from .torch_private import is_call_compiled, never_traced_alone, untraced
+from .torch_private import forgets_gradients, is_call_compiled, never_traced_alone, untraced
 from .unit import Settings, originals
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class FSDPModule(StockFSDPModule):
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: await what is under way, free everything, drop unreduced gradients.
 
+        As in stock, all gradients are dropped on torch 2.15 and later.
+
         Raises:
             RuntimeError: called on a module inside another sharded one.
         """
@@ -133,6 +135,9 @@ class FSDPModule(StockFSDPModule):
         state.runtime.tree.reset()
         for below in states_below(self):  # type: ignore[arg-type]
             below.unit.drop_gradients()
+            if forgets_gradients():
+                for param in below.unit.params:
+                    param.sharded.grad = None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Before `to`, `to_empty` and the like: reshard; after: bring the parameters back into the flat buffers."""

@@ -60,6 +60,11 @@ def reduces_in_grad_dtype() -> bool:
     return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
+def forgets_gradients() -> bool:
+    """Whether stock's `reset_iter_state` drops also gradients that are reduced: since torch 2.15, with what else is new there."""
+    return hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward")
+
+
 def backward_number() -> int:
     """The number of the backward that autograd runs, another one for each; -1 outside."""
     return torch._C._current_graph_task_id()

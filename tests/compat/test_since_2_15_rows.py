@@ -26,11 +26,13 @@ from compat.oracle import (
     same,
     train_step,
 )
+from compat.test_extension_rows import Quantised, Wrapped, two_layers
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 
 import compiled_fsdp
+from compiled_fsdp import extension
 
 HAS_STOCK = hasattr(StockFSDPModule, "finalize_backward")
 
@@ -402,3 +404,62 @@ def not_all_reduced(api: Api) -> Any:
     model.set_requires_all_reduce(True)
     train_step(call, 1)
     return seen, raised(model.finalize_backward)
+
+
+@rows("17.13")
+def test_reset_forgets_gradients(two: Pool) -> None:
+    two.run(same, reset_forgets_gradients)
+
+
+def reset_forgets_gradients(api: Api) -> Any:
+    model = api.units(net(), "0", "2")
+    train_step(api.compile(model))
+    before = [p.grad is None for p in model.parameters()]
+    model.reset_iter_state()
+    return before, grads(model)
+
+
+class Released(Quantised):
+    """What was gathered is not needed once the full parameter is built."""
+
+    answer: Any = True
+    outputs: list[Tensor] = []  # noqa: RUF012
+
+    def fsdp_post_all_gather(self, outputs: Any, *rest: Any, **options: Any) -> Any:
+        Released.outputs = [*outputs]
+        return super().fsdp_post_all_gather(outputs, *rest, **options)
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
+
+
+@rows("17.14", status="eager")
+def test_released_outputs(two: Pool) -> None:
+    two.run(eager_alike, released_outputs)
+
+
+def released_outputs(api: Api) -> Any:
+    model = two_layers(Released)
+    for layer in (model[0], model[2], model):
+        api.fully_shard(layer)
+    seen: list[Any] = []
+    for step in range(2):
+        train_step(model, step)
+        model[0].unshard()
+        seen.append([output.untyped_storage().size() for output in Released.outputs])
+        seen.append(plain(model[0].weight))
+        model[0].reshard()
+    assert seen[0] == seen[2] == [0, 0]
+    return seen, grads(model)
+
+
+@rows("17.14")
+def test_bad_answers_about_releasing(two: Pool) -> None:
+    two.run(bad_answers)
+
+
+def bad_answers() -> None:
+    model = two_layers(type("Unsure", (Released,), {"answer": 1}))
+    assert raised(lambda: compiled_fsdp.fully_shard(model)(batch())) == "AssertionError"
+    alone = type("Alone", (Wrapped,), {extension.RELEASE: lambda _: True})
+    assert "and neither fsdp_pre_all_gather nor" in message(lambda: compiled_fsdp.fully_shard(two_layers(alone)))
