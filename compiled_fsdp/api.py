@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload as CPUOffload
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
 from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
 from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
@@ -31,7 +31,7 @@ from .fsdp_module import FSDPModule
 from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_placement, resolve_reshard
 from .module import shard_classes, share_params
-from .precision import MixedPrecisionPolicy, ask_override, check_grad_dtype
+from .precision import ask_override, check_grad_dtype
 from .state import State, adopt_nested, get_state
 from .tensor_parallel import place
 from .torch_private import is_replicated, local_tensor, plain_name, uncompiled

@@ -16,7 +16,7 @@ REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version options torch_private ranges log spec layout keys errors plan
+    version options torch_private ranges log spec layout keys errors precision plan
     meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives meta ops
     graph regions meaning costs choices planner
     fusion origins lifetimes halves memory
@@ -25,7 +25,7 @@ ORDER = """
     report
     passes
     partition trial splitting budget pin_order inductor backend
-    arguments calibrate deferred in_flight gathers flat extension unit clock tree
+    arguments calibrate deferred in_flight gathers flat extension unit clock finalization tree
     resident full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__
