@@ -16,7 +16,7 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
-from .flat import APART
+from .handles import APART
 from .precision import policy_of
 from .resident import drop as drop_resident
 from .torch_private import allocate, preserve_version
