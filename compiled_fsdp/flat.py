@@ -59,6 +59,7 @@ class ShardedParam:
     fqn: name relative to the outermost `fully_shard` module known so far.
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
     full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
@@ -71,6 +72,7 @@ class ShardedParam:
     sharded: nn.Parameter
     layout: ShardLayout
     full: Full | None = None
+    compute: torch.dtype | None = None
     unsharded: nn.Parameter | None = None
     is_borrowed: bool = False
     fqn: str = ""

@@ -18,9 +18,10 @@ from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
 from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
 from .handles import APART
+from .precision import policy_of
 from .resident import drop as drop_resident
 from .resident import num_steps
-from .torch_private import preserve_version
+from .torch_private import allocate, preserve_version
 from .tree import in_backward
 from .writes import say_it_is_lost
 
@@ -183,7 +184,10 @@ class FullParams:
             self.free()
 
     def free(self) -> None:
-        """Empty the storage of full parameters that are not registered."""
+        """Empty the storage of full parameters that are not registered, unless it is to be kept."""
+        self.unit.options.consume(WHO, "set_keep_unsharded_storage")
+        if self.unit.settings.keep_unsharded_storage:
+            return
         for param in self.unit.params if not self.is_unsharded else ():
             if param in self.extensions:
                 self.extensions[param].free()
@@ -242,7 +246,8 @@ class FullParams:
         for flat in self.unit.flats:
             for param in flat.params:
                 if param.handle is APART and param not in self.extensions:
-                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
+                    own = policy_of(self.unit.mp_policy, param.compute)
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
@@ -285,7 +290,7 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
     full = param.gathered
     columns = comm.columns(comm.call, gathered, specs, place)
     with preserve_version(full):
-        full.untyped_storage().resize_(columns.numel() * columns.element_size())
+        allocate(full, columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())
         apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
         apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))

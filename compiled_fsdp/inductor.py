@@ -31,7 +31,7 @@ from .graph_record import GraphRecord
 from .heads import add_heads, note_heads
 from .meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
 from .partition import install_partitioner
-from .pin_order import pin_order
+from .pin_order import keep_simple_overlap_out, pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
@@ -231,6 +231,7 @@ def install_passes() -> None:
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
+    keep_simple_overlap_out()
     install_partitioner()
 
 

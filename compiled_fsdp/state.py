@@ -155,6 +155,7 @@ def adopt_nested(root: nn.Module) -> None:
     for state in distinct(get_state(module) for module in paths):
         if state is not outer:
             state.unit.adopt(paths, is_nested=True)
+            state.runtime.enter(outer.runtime)
             if state.runtime.tree is not outer.runtime.tree:
                 outer.runtime.tree.absorb(state.runtime.tree)
 
