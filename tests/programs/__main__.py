@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--singles", action="store_true")
     parser.add_argument("--only", default="", help="programs that say one of these statements, by comma")
+    parser.add_argument("--skip", default="", help="but none of these")
     parser.add_argument("--file", default="", help="run a script that --found wrote")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--found", default="", help="a folder for the scripts of faults")
@@ -44,6 +45,8 @@ def main() -> None:
     programs = list(singles()) if options.singles else [make(s) for s in range(options.seed, options.seed + options.count)]
     if only:
         programs = [p for p in programs if only & (p.names() | {p.way, p.optimizer})]
+    skip = set(filter(None, options.skip.split(",")))
+    programs = [p for p in programs if not skip & (p.names() | {p.way, p.optimizer})]
     scripts: list[Program | Script] = [read(Path(options.file).read_text())] if options.file else [*programs]
     pools = {2: Pool(2), 4: Pool(4)}
     hunter = Hunter(pools)
