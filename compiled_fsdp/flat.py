@@ -19,6 +19,7 @@ from .in_flight import Arrival
 from .layout import FlatLayout, ShardLayout
 from .mesh import MeshInfo
 from .ops import Piece, own
+from .registered import registered
 from .spec import ParamSpec
 from .tensor_parallel import Full
 from .torch_private import local_tensor, make_dtensor, register_work
@@ -27,33 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from .deferred import Value as Recorded
+    from .handles import Handle
     from .unit import Unit
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`.
-
-    key: "" while an eager forward has the full parameter registered: then that is what is read.
-    is_frozen: frozen by now, in a flat buffer that requires a gradient.
-    full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
-    is_resident: the full parameter is there, see `resident.py`; the owning module has it.
-    view: "", or the key of the part that is read of a flat parameter (`views.View`).
-    """
-
-    flat: nn.Parameter
-    key: str
-    is_frozen: bool = False
-    full: str = ""
-    is_resident: bool = False
-    view: str = ""
-
-
-OPEN = Handle(nn.Parameter(torch.empty(0)), "")
-APART = Handle(nn.Parameter(torch.empty(0)), "apart")  # of an all-gather extension: a traced read breaks the graph
-
-
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class ShardedParam:
     """One parameter: where it is registered, and its sharded form.
 
@@ -128,13 +107,24 @@ class ShardedParam:
         for module, name in self.owners:
             module.__dict__.setdefault("_fsdp_full", {})[name] = full
 
-    def register(self, param: nn.Parameter) -> None:
-        """Make `param` what the owning modules hold."""
+    def assigned(self) -> Any:
+        """What the owning modules hold that neither unit nor runtime has put there; None if there is nothing like it."""
         for module, name in self.owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = param
-            else:  # a module that watches assignments, such as nn.LSTM
-                setattr(module, name, param)
+            held = module._parameters.get(name)
+            if held is not None and held is not self.sharded and held is not self.unsharded:
+                return held
+        return None
+
+    def put_back(self) -> None:
+        """Let the owning modules hold what is registered, whatever users have put in its place."""
+        for module, name in self.owners:
+            table = registered(module)
+            table[name] = table.shown[name]
+
+    def register(self, param: nn.Parameter) -> None:
+        """Make `param` what the owning modules hold, where users have not put something else."""
+        for module, name in self.owners:
+            registered(module).show(name, param)
 
 
 @dataclass(eq=False)

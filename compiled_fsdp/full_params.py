@@ -16,7 +16,7 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
-from .flat import APART
+from .handles import APART
 from .resident import drop as drop_resident
 from .torch_private import preserve_version
 from .tree import in_backward

@@ -5,6 +5,8 @@ The class of every module that owns a sharded parameter is replaced by a subclas
 traces, the property yields an `fsdp::unshard` of the unit's flat buffer; otherwise it yields what is registered under the
 name: the unsharded parameter inside an eager forward, the sharded DTensor outside. So it does not matter how a compiled
 region is reached, or how much of the model it covers: what is read is gathered, exactly once after `dedup_unshard`.
+What a user has put in a parameter's place is what is read instead, and iterating over parameters yields what an eager forward
+would find: `registered.py`.
 Inside an eager forward (a graph break in the unit, a submodule compiled by itself) the full parameters are there already:
 compiled parts read them as inputs, and the eager runtime reduces their gradients.
 """
@@ -19,22 +21,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import warn_once
-from .extension import WHY_EAGER
-from .flat import APART
 from .fsdp_module import FSDPModule
-from .resident import Resident
-from .schema import UNSHARD
-from .spec import CONSTANTS
+from .reads import traced
 from .state import State, get_state, set_state
-from .tensor_parallel import as_dtensor
 from .torch_private import never_traced_alone, rebind_compiled, uncompiled, untraced
 from .unit import original_class, originals
-from .views import view_of_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .flat import Handle, ShardedParam
+    from .flat import ShardedParam
+    from .handles import Handle
     from .unit import Unit
 
 
@@ -77,6 +74,7 @@ def swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> N
         if name not in vars(made):
             setattr(made, name, property(*_accessors(name)))
     module.__dict__.setdefault("_fsdp_handles", {})
+    module.__dict__.setdefault("_fsdp_replaced", {})
     object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
 
 
@@ -110,9 +108,7 @@ def _own_forward(original: Any) -> Callable[..., Any]:
 def share_params(lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State) -> None:
     """Let modules of a later call hold parameters of earlier units (tied weights)."""
     for unit, param, module, name in lent:
-        param.owners.append((module, name))
-        param.register(param.sharded)
-        param.show_handle(param.handle)
+        unit.own(param, module, name)
         swap_class(module, (name,), is_root=isinstance(module, FSDPModule))
         if (unit.mp_policy, param.layout.dim) != (borrower.unit.mp_policy, 0) or unit.mesh_info != borrower.unit.mesh_info:
             warn_once(
@@ -147,19 +143,8 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
 
     def read(self: nn.Module) -> Any:
         owner: Any = self
-        if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles:
-            handle = owner._fsdp_handles[name]
-            if handle.key == APART.key:
-                torch._dynamo.graph_break(msg=WHY_EAGER)
-                return self._parameters[name]
-            if handle.key:
-                if handle.is_resident:
-                    full = Resident.apply(owner._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
-                else:
-                    full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
-                full = view_of_flat(full, handle.view) if handle.view else full
-                full = full.detach() if handle.is_frozen else full
-                return as_dtensor(full, handle.full) if handle.full else full
+        if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles and name not in owner._fsdp_replaced:
+            return traced(owner, name)
         if name in self._parameters:
             return self._parameters[name]
         if name in self.__dict__:

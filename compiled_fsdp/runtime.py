@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from . import collectives as comm
 from .deferred import Deferred
 from .errors import warn_once
-from .flat import OPEN
 from .full_params import WHO, FullParams, span
+from .handles import OPEN
 from .schema import KEEP_SLICE
 from .torch_private import untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors

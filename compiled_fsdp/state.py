@@ -15,6 +15,7 @@ from .extension import WHY_EAGER
 from .fallback import note_eager_unit
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .options import of_unit
+from .reads import begin_forward, end_forward
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
@@ -39,9 +40,15 @@ class State:
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
+        unit.on_shared = self._lend
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
+
+    def _lend(self, module: nn.Module) -> None:
+        """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
+        borrower: State = module.__dict__["_fsdp_owner"]
+        borrower.runtime.borrow(self.runtime)
 
     def _check(self) -> None:
         for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
@@ -74,6 +81,8 @@ class State:
                 warn_unread(units)
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         for runtime in called:
+            if runtime.unit.was_assigned:
+                runtime.unit.adopt_assigned()
             runtime.unit.follow_requires_grad()
         if is_compiled:
             prepare(called)
@@ -174,6 +183,7 @@ class PreForward:
                 torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
             if self.state.unit.has_extensions:
                 torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
+            begin_forward(self.unit_key)
             return args, kwargs
         self.state.note_eager()
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))
@@ -189,7 +199,9 @@ class PostForward:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What the caller is to get."""
-        if not torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            end_forward(self.unit_key)
+        else:
             output = self.state.runtime.post_forward(module, output)
         dtype = self.state.unit.mp_policy.output_dtype
         if dtype is None:

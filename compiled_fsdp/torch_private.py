@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.utils import guard_failures
+from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -52,6 +53,11 @@ def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModul
 def backward_number() -> int:
     """The number of the backward that autograd runs, another one for each; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def trace_number() -> object:
+    """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
+    return CompileContext.current_trace_id()
 
 
 def make_dtensor(

@@ -16,11 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .ablation import fake_group, is_ablated
+from .errors import warn_once
 from .extension import has_extension
-from .flat import APART, FlatParam, Handle, ShardedParam
+from .flat import FlatParam, ShardedParam
+from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
 from .options import Options, register
+from .registered import UNITS, registered
 from .spec import MEAN, ParamSpec
 from .tensor_parallel import full_of, key_of
 from .torch_private import local_tensor, make_dtensor
@@ -146,6 +149,8 @@ class Unit:
         self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called when a backward keeps gradients of a buffer for a later one.
         self.on_kept: Callable[[FlatParam], None] = _nothing_of
+        # Called when a module of another unit holds one of its parameters too.
+        self.on_shared: Callable[[nn.Module], None] = _nothing_of
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.
@@ -162,8 +167,11 @@ class Unit:
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
         self.is_resident = self.was_read = self.has_gradients = False
+        # Whether a user has put something in the place of a parameter since the last call.
+        self.was_assigned = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
+        UNITS.add(self)
 
     @property
     def key(self) -> str:
@@ -199,6 +207,8 @@ class Unit:
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
             params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full))
+            for module, name in entry.owners:
+                registered(module).own(name, self, params[-1])
             params[-1].register(sharded)
             taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
@@ -225,33 +235,73 @@ class Unit:
         Raises:
             TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the old one.
         """
-        has_new = False
-        for param in self.params:
-            module, name = param.owners[0]
-            new = module._parameters[name]
-            if new is None or new is param.sharded or new is param.unsharded:
-                continue
-            old = param.sharded
-            if not isinstance(new, DTensor) or (new._spec.mesh, new.placements, new.shape) != (
-                old.device_mesh,  # type: ignore[attr-defined]
-                old.placements,  # type: ignore[attr-defined]
-                old.shape,
-            ):
+        assigned = self._assigned()
+        for param, new in assigned:
+            if not _fits(param, new):
+                old: Any = param.sharded
                 raise TypeError(
-                    f"load_state_dict: parameter {param.fqn} was assigned a {type(new.data).__name__} of shape {tuple(new.shape)}; "
-                    f"its unit needs a DTensor placed as {old.placements}, shape {tuple(old.shape)}. "  # type: ignore[attr-defined]
+                    f"load_state_dict: parameter {param.fqn} was assigned a {type(new.data).__name__} of shape "
+                    f"{tuple(new.shape)}; its unit needs a DTensor placed as {old.placements}, shape {tuple(old.shape)}. "
                     "Use distribute_tensor, or torch.distributed.checkpoint.state_dict.set_model_state_dict"
                 )
-            param.sharded, has_new = new, True
+        self._adopt(assigned)
+
+    def adopt_assigned(self) -> None:
+        """Take over what users assigned since the last call and fits; what does not fit is read as it is.
+
+        Raises:
+            RuntimeError: one of several names of a tied parameter was assigned a sharded parameter of its own.
+        """
+        assigned = self._assigned()
+        fitting = [(param, new) for param, new in assigned if _fits(param, new)]
+        for param, new in fitting:
+            kept = [name for module, name in param.owners if module._parameters.get(name) is not new]
+            if kept:
+                raise RuntimeError(
+                    f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it were assigned another "
+                    f"sharded parameter ({kept} were not). Untie weights before fully_shard, or assign to all of them"
+                )
+        for param, new in assigned:
+            if isinstance(new, nn.Parameter) and not isinstance(new, DTensor):
+                warn_once(
+                    f"compiled_fsdp: in the place of {param.fqn} of unit {self.name!r} stands a plain nn.Parameter: it is read "
+                    "as it is, neither gathered nor reduced over the ranks, and what was sharded is not trained meanwhile. To "
+                    "change its values, copy into the sharded parameter, or load a state dict"
+                )
+        self._adopt(fitting)
+
+    def _assigned(self) -> list[tuple[ShardedParam, Any]]:
+        self.was_assigned = False
+        return [(param, new) for param in self.params if (new := param.assigned()) is not None]
+
+    def _adopt(self, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
+        for param, new in assigned:
+            param.sharded = new
             param.register(new)
-        if has_new:
+            param.put_back()
+        if assigned:
             for flat in self.flats:
                 flat.refresh()
             self.publish()
 
+    def own(self, param: ShardedParam, module: nn.Module, name: str) -> None:
+        """Let a module hold one of the unit's parameters too: `name` is tied to it from now on."""
+        param.owners.append((module, name))
+        table = registered(module)
+        table.own(name, self, param)
+        first_module, first_name = param.owners[0]
+        table.show(name, registered(first_module).shown[first_name])
+        param.show_handle(param.handle)
+
+    def tie(self, module: nn.Module, name: str, old: ShardedParam, unit: Unit, new: ShardedParam) -> None:
+        """A user has put a sharded parameter of `unit` in the place of this unit's `old`: `m.head.weight = m.embed.weight`."""
+        old.owners.remove((module, name))
+        unit.own(new, module, name)
+        unit.on_shared(module)
+
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
-        self.adopt_replaced()
+        self.adopt_assigned()
         for flat in self.flats:
             flat.refresh()
         self.publish()
@@ -341,7 +391,14 @@ class Unit:
                     spec = self._spec(flat, param)
                     self._handles[key] = (
                         spec,
-                        Handle(flat.data, spec.as_constants(), is_frozen, key_of(param.full), self.is_resident),
+                        Handle(
+                            flat.data,
+                            spec.as_constants(),
+                            is_frozen,
+                            key_of(param.full),
+                            self.is_resident,
+                            unit=f"#{self.number}",
+                        ),
                     )
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
@@ -402,6 +459,14 @@ originals: dict[type, type] = {}  # generated class -> what it was made of
 def original_class(module: nn.Module) -> type:
     """The class that the module had before it was sharded."""
     return originals.get(type(module), type(module))
+
+
+def _fits(param: ShardedParam, new: Any) -> bool:
+    """Whether a parameter can take the place of a sharded one."""
+    old: Any = param.sharded
+    if not isinstance(new, nn.Parameter) or not isinstance(new, DTensor):
+        return False
+    return (new._spec.mesh, new.placements, new.shape) == (old.device_mesh, old.placements, old.shape)
 
 
 def _nothing() -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.flat import OPEN, FlatParam, Handle, ShardedParam
+from compiled_fsdp.flat import FlatParam, ShardedParam
+from compiled_fsdp.handles import OPEN, Handle
 from compiled_fsdp.tensor_parallel import Full, key_of
 from compiled_fsdp.views import View, key_of_view, memory_order
 
@@ -65,7 +66,7 @@ def members_of(flat: Any) -> list[Member]:
     return found
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class FlatShard(ShardedParam):
     """The flat parameter: what is cut, gathered and reduced; the originals are views of it.
 

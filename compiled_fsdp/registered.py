@@ -1,0 +1,141 @@
+"""`module._parameters` of a module that owns sharded parameters: what Python reads there, also while a graph is traced.
+
+[Note: what a read yields]
+A module's parameter is what is registered under its name. A unit registers the sharded parameter at rest and the full one while
+it is gathered; a user may put something else in its place: `torch.func.functional_call`, `m.head.weight = m.embed.weight`, `del`.
+In eager mode the dict says all of that. In a trace nothing is gathered when a name is read, so the dict holds sharded parameters
+where an eager forward would find full ones. Hence `Registered`: it knows which names hold what their unit registered, and
+    - a read by name yields an `fsdp::unshard` for those, and what is registered for the others (`reads.traced`);
+    - `items()`, and so `parameters()` and `named_parameters()`, yields the same for units whose forward is being traced, and the
+      sharded parameters of all others: dtype and shape are what an eager forward finds.
+`[]` yields what is registered: `functional_call` takes it from there and puts it back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .reads import is_in_forward, traced
+
+if TYPE_CHECKING:
+    from .flat import ShardedParam
+    from .unit import Unit
+
+
+# All there are: to find whose parameter it is that a user assigns. Not by weak references to parameters: torch swaps tensors
+# (`to`, `to_empty`) only if there are none.
+UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+class Registered(dict[str, Any]):
+    """The parameters of one module by name.
+
+    module: whose they are.
+    shown: what units have registered, by name.
+    owners: the unit and the sharded parameter behind each of these names.
+    replaced: names under which a user has put something else, or nothing; a traced read guards on it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
+        self.module = module
+        self.shown: dict[str, nn.Parameter] = {}
+        self.owners: dict[str, tuple[Unit, ShardedParam]] = {}
+        self.replaced: dict[str, bool] = module.__dict__.setdefault("_fsdp_replaced", {})
+
+    def own(self, name: str, unit: Unit, param: ShardedParam) -> None:
+        """Note which sharded parameter of which unit `name` stands for."""
+        self.owners[name] = unit, param
+
+    def show(self, name: str, param: nn.Parameter) -> None:
+        """Register what a unit has for `name`, unless a user has put something else in its place."""
+        self.shown[name] = param
+        if name in self.replaced:
+            return
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            super().__setitem__(name, param)
+        else:  # a module that watches assignments, such as nn.LSTM
+            setattr(self.module, name, param)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.shown:
+            super().__setitem__(name, value)
+        elif torch.compiler.is_dynamo_compiling():
+            if value is self.shown[name]:
+                self.replaced.pop(name, None)
+            else:
+                self.replaced[name] = True
+            super().__setitem__(name, value)
+        else:
+            self._assign(name, value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """A user assigns: what is the unit's own again, another sharded parameter (tied from now on), or something else."""
+        unit, param = self.owners[name]
+        if value is None or not (value is self.shown[name] or value is param.sharded or value is param.unsharded):
+            other = sharded_behind(value)
+            if other is None:
+                self.replaced[name] = unit.was_assigned = True
+                super().__setitem__(name, value)
+                return
+            unit.tie(self.module, name, param, *other)
+        self.replaced.pop(name, None)
+        super().__setitem__(name, self.shown[name])
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.shown:
+            self.replaced[name] = True
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name."""
+        if name in self.shown:
+            self.replaced[name] = True
+        return super().pop(name, *default)
+
+    def items(self) -> Any:
+        """Names and parameters; in a trace as an eager forward would find them."""
+        if torch.compiler.is_dynamo_compiling():
+            return [(name, self._seen(name)) for name in dict.keys(self)]
+        return super().items()
+
+    def values(self) -> Any:
+        """Parameters; in a trace as an eager forward would find them."""
+        if torch.compiler.is_dynamo_compiling():
+            return [self._seen(name) for name in dict.keys(self)]
+        return super().values()
+
+    def _seen(self, name: str) -> Any:
+        module: Any = self.module
+        if name in self.shown and name not in self.replaced:
+            handle = module._fsdp_handles[name]
+            if handle.key and is_in_forward(handle.unit):
+                return traced(module, name)
+        return dict.__getitem__(self, name)
+
+    def __reduce__(self) -> Any:
+        """A copy is a plain dict: it is nobody's registry."""
+        return dict, (dict(self),)
+
+
+def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:
+    """The unit and the sharded parameter of which this is the sharded or the full form; None for anything else."""
+    if not isinstance(value, nn.Parameter):
+        return None
+    for unit in list(UNITS):
+        for param in unit.params:
+            if value is param.sharded or value is param.unsharded:
+                return unit, param
+    return None
+
+
+def registered(module: nn.Module) -> Registered:
+    """The `_parameters` of a module, from now on a `Registered`."""
+    if not isinstance(module._parameters, Registered):
+        module.__dict__["_parameters"] = Registered(module)
+    found: Any = module._parameters
+    return found
