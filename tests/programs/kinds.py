@@ -68,7 +68,7 @@ class Run:
     def __init__(self, kind: str) -> None:
         self.kind, self.outcome = kind, Outcome()
         self.roots: list[nn.Module] = []
-        self.sharded: dict[str, nn.Parameter] = {}  # where full parameters are registered, gradients are with the sharded ones
+        self.sharded: dict[str, nn.Parameter] = {}  # also while full parameters are registered
 
     def names(self) -> dict[str, Any]:
         """Everything that a script does not define."""
@@ -114,8 +114,9 @@ class Run:
         for name, p in model.named_parameters():
             if isinstance(p, DTensor) or self.kind in UNSHARDED:
                 self.sharded[name] = p
-            self.outcome.entries.append((f"param {name}", self._shard(p)))
-            grad = self.sharded[name].grad
+            held = self.sharded[name]
+            self.outcome.entries.append((f"param {name}", self._shard(held)))
+            grad = held.grad
             if loss is not None:
                 self.outcome.entries.append((f"grad {name}", None if grad is None else self._shard(grad)))
         self.outcome.entries.extend((f"buffer {name}", local(b)) for name, b in model.named_buffers())
