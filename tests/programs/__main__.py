@@ -1,8 +1,8 @@
 """Random programs from the command line.
 
-    python tests/programs --count 1000          # prints faults, shrunk, and a table
-    python tests/programs --singles             # each statement by itself
-    python tests/programs --seed 17 --show      # one program, every kind, without shrinking
+python tests/programs --count 1000          # prints faults, shrunk, and a table
+python tests/programs --singles             # each statement by itself
+python tests/programs --seed 17 --show      # one program, every kind, without shrinking
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from programs.program import Script
+    from programs.source import Script
 
 os.environ.setdefault("COMPILED_FSDP_VERIFY", "1")
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,11 @@ sys.path[:0] = [*GIVEN, str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")
 
 def main() -> None:
     from pool import Pool
+    from programs.draw import make
     from programs.hunt import Hunter
-    from programs.program import Program, make, read, render, script, singles
+    from programs.program import Program
+    from programs.singles import singles
+    from programs.source import read, script
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
@@ -63,7 +66,9 @@ def main() -> None:
         words.update((v.kind, v.word + (" exactly" if v.is_exact else "")) for v in result.verdicts)
         if options.show or options.file:
             print(f"=== {i} of seed {program.seed if program else ''}\n{this.header()}{this.source}", end="")
-            print(*(f"{v.kind}: {v.word} {v.detail}" for v in result.verdicts), f"stock: {result.stock}", sep="\n", flush=True)
+            print(
+                *(f"{v.kind}: {v.word} {v.detail}" for v in result.verdicts), f"stock: {result.stock}", sep="\n", flush=True
+            )
         for fault in result.faults:
             this, verdict = this, fault
             if program and not (options.singles or options.no_shrink):
@@ -74,7 +79,9 @@ def main() -> None:
                 names = program.names() if program else set()
             this = replace(this, kinds=(fault.kind,))
             comment = [f"{fault.kind}: {verdict.detail}", f"stock: {result.stock}"]
-            text = this.header() + "".join(f"# {line[:160]}\n" for c in comment for line in c.splitlines()[:12]) + this.source
+            text = (
+                this.header() + "".join(f"# {line[:160]}\n" for c in comment for line in c.splitlines()[:12]) + this.source
+            )
             print(f"=== {i} FAULT of seed {program.seed if program else ''}\n{text}", flush=True)
             if options.found:
                 name = "+".join(sorted(names - {"call", "read"}))[:60]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pool import Pool, WorkerError
 from programs.kinds import Outcome, run
-from programs.program import Program, Script, is_legal, render, script, smaller
+from programs.program import Program
+from programs.shrink import smallest
+from programs.source import Script, script
 from programs.verdict import Outcomes, Verdict, judge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TIMEOUT = {"inductor": 300.0}
 COMPILED = ("compiled", "aot_eager", "inductor")
@@ -83,30 +81,10 @@ class Hunter:
             found = next(iter(self.check(script(candidate)).faults), None)
             return found if found is not None and sort_of(found) == sort else None
 
-        return greedy(program, verdict, fails, tries)
+        return smallest(program, verdict, fails, tries)
 
 
 def sort_of(verdict: Verdict) -> str:
     """Differences, hangs, silence, and each type of error."""
     words = verdict.detail.split()
     return " ".join(words[:2]) if words[0] == "raises" else words[0]
-
-
-def greedy(program: Program, verdict: Verdict, fails: Callable[[Program], Verdict | None], tries: int) -> tuple[Program, Verdict]:
-    """The first smaller program that fails, again and again."""
-    seen = {render(program)}
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for candidate in smaller(program):
-            if not is_legal(candidate) or (text := render(candidate)) in seen:
-                continue
-            seen.add(text)
-            tries -= 1
-            if tries < 0:
-                return program, verdict
-            found = fails(candidate)
-            if found is not None:
-                program, verdict, is_smaller = candidate, found, True
-                break
-    return program, verdict

@@ -191,7 +191,11 @@ def run(kind: str, source: str, dim: int, bucket: int, budget: float | None = No
     Settings.dim = dim
     torch.manual_seed(1)
     before = torch._dynamo.config.get_config_copy()
-    with _script(source) as path, warnings.catch_warnings(record=True) as caught, compiled_fsdp.planned(bucket_bytes=bucket, memory_budget=budget):
+    with (
+        _script(source) as path,
+        warnings.catch_warnings(record=True) as caught,
+        compiled_fsdp.planned(bucket_bytes=bucket, memory_budget=budget),
+    ):
         warnings.simplefilter("always")
         try:
             with contextlib.ExitStack() as stack:
@@ -205,7 +209,10 @@ def run(kind: str, source: str, dim: int, bucket: int, budget: float | None = No
         torch._dynamo.config.load_config(before)
     this.outcome.warnings = [str(w.message) for w in caught if "compiled_fsdp" in str(w.message)]
     this.outcome.num_eager = sum(
-        state.unit.num_eager_forwards for root in this.roots[-1:] for m in root.modules() if (state := get_state(m)) is not None
+        state.unit.num_eager_forwards
+        for root in this.roots[-1:]
+        for m in root.modules()
+        if (state := get_state(m)) is not None
     )
     return this.outcome
 

@@ -69,7 +69,7 @@ def iterating_yields_sharded_parameters() -> Iterator[None]:
 @plant
 def ties_after_sharding_are_forgotten() -> Iterator[None]:
     """A parameter of another unit, assigned, counts as a new value of the one in its place."""
-    with mock.patch.object(_ours("registered"), "sharded_behind", lambda value: None):
+    with mock.patch.object(_ours("registered"), "sharded_behind", return_value=None):
         yield
 
 
@@ -78,14 +78,14 @@ def every_backward_counts_as_whole() -> Iterator[None]:
     """`autograd.grad(loss, x)` marks, keeps and steps what a full backward would."""
     with contextlib.ExitStack() as stack:
         for name in ("flat", "runtime"):
-            stack.enter_context(mock.patch.object(_ours(name), "accumulates", lambda leaf: True))
+            stack.enter_context(mock.patch.object(_ours(name), "accumulates", return_value=True))
         yield
 
 
 @plant
 def compiling_in_place_begins_in_torch() -> Iterator[None]:
     """`module.compile()` starts at a frame of torch's own, where no graph begins."""
-    with mock.patch.object(_ours("entry"), "_begins_in_torch", lambda compiled: False):
+    with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
         yield
 
 
@@ -99,12 +99,12 @@ def units_share_a_code_object() -> Iterator[None]:
 @plant
 def stale_gathers_are_not_noticed() -> Iterator[None]:
     """Full parameters that were gathered before the sharded ones changed are used in eager mode."""
-    with mock.patch.object(_ours("full_params").FullParams, "versions_now", lambda self: []):
+    with mock.patch.object(_ours("full_params").FullParams, "versions_now", return_value=[]):
         yield
 
 
 @plant
 def freezing_is_not_followed() -> Iterator[None]:
     """A parameter that is frozen or unfrozen between steps stays as it was in its unit."""
-    with mock.patch.object(_ours("unit").Unit, "follow_requires_grad", lambda self: None):
+    with mock.patch.object(_ours("unit").Unit, "follow_requires_grad", return_value=None):
         yield

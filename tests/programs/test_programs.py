@@ -7,8 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from programs.hunt import Hunter, greedy
-from programs.program import LAYERS, Program, is_legal, make, read, render, script, smaller
+from programs.draw import make
+from programs.hunt import Hunter
+from programs.legal import is_legal
+from programs.program import LAYERS, Program
+from programs.shrink import smaller, smallest
+from programs.source import read, render, script
 from programs.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ def test_a_failure_shrinks_to_the_statement_that_is_to_blame() -> None:
     def fails(candidate: Program) -> Verdict | None:
         return Verdict("compiled", "fault", "differs") if "functional_call" in render(candidate) else None
 
-    small, _ = greedy(program, Verdict("compiled", "fault", "differs"), fails, 1000)
+    small, _ = smallest(program, Verdict("compiled", "fault", "differs"), fails, 1000)
     assert small.names() <= {"substitute", "call"}
     assert len(render(small).splitlines()) <= 20
     assert all(render(p) != render(small) for p in smaller(small) if p != small)

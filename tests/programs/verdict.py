@@ -9,7 +9,15 @@ from programs.kinds import Entry, Outcome
 from torch import Tensor
 
 # Errors of ours say what was done and what to do; those of a broken graph or of ranks that diverge are for broken programs.
-NAMED = ("NotImplementedError", "FallbackError", "UnusedOptionError", "RuntimeError", "ValueError", "TypeError", "AssertionError")
+NAMED = (
+    "NotImplementedError",
+    "FallbackError",
+    "UnusedOptionError",
+    "RuntimeError",
+    "ValueError",
+    "TypeError",
+    "AssertionError",
+)
 # fp32: sums over ranks, and of several backwards, in another order. Units that compute in bf16 are compared with stock's.
 RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
