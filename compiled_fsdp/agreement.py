@@ -20,7 +20,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 from .meeting import meet
 from .torch_private import group_named, group_store, group_timeout
+from .watcher import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,7 +112,6 @@ class _Group:
 _groups: dict[str, _Group] = {}
 _texts: dict[str, str] = {}  # by digest
 _known: dict[str, str] = {}  # digests by text
-_watcher: threading.Thread | None = None
 
 
 def before_run(text: str, groups: Iterable[str]) -> None:
@@ -164,7 +163,7 @@ def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
         for rank in range(group.size):
             if not texts[rank] and group.store.check([f"{key}/text/{rank}"]):
                 texts[rank] = group.store.get(f"{key}/text/{rank}").decode()
-        time.sleep(0.05)
+        _watcher.pause(0.05)
     return texts
 
 
@@ -187,7 +186,7 @@ def _digests(group: _Group, key: str) -> list[str]:
         if silent or waited > timeout:
             after = f"{waited:.0f} s" + (f", and show no sign of life for {SILENCE_S:.0f} s" if silent else "")
             raise DivergenceError(_not_there(silent or missing, group.name, f"run {key}", after))
-        time.sleep(pause)
+        _watcher.pause(pause)
         pause = min(pause * 1.5, 0.25)
 
 
@@ -241,17 +240,17 @@ def failure(name: str) -> str:
 # -- the watcher
 
 
-def _watch() -> None:
+def _watch(beat: int) -> None:
     """Answer those who ask for runs that are over here, show that this rank lives, and free a main thread that waits in vain."""
-    beat = 0
-    while True:
-        time.sleep(POLL_S)
-        for group in [g for g in _groups.values() if not g.is_gone]:
-            try:
-                _answer(group, beat)
-            except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed
-                group.is_gone = True
-        beat += 1
+    for group in [g for g in list(_groups.values()) if not g.is_gone]:
+        _watcher.pause(0)
+        try:
+            _answer(group, beat)
+        except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed
+            group.is_gone = True
+
+
+_watcher = Watcher("compiled_fsdp_watcher", _watch, POLL_S)
 
 
 def _answer(group: _Group, beat: int) -> None:
@@ -312,7 +311,7 @@ def _group(name: str) -> _Group | None:
     store = group_store(process_group, f"compiled_fsdp/{_meet(name, process_group)}")
     group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
     _groups[name] = group
-    _start_watcher()
+    _watcher.start()
     return group
 
 
@@ -323,10 +322,3 @@ def _meet(name: str, process_group: dist.ProcessGroup) -> str:
         return meet(store, process_group.rank(), process_group.size(), timeout)
     except TimeoutError as error:
         raise DivergenceError(_not_there(list(error.args), name, "the first run", f"{timeout:.0f} s")) from None
-
-
-def _start_watcher() -> None:
-    global _watcher
-    if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="compiled_fsdp_watcher", daemon=True)
-        _watcher.start()

@@ -19,6 +19,7 @@ from torch.fx import Interpreter
 from .collectives import WAIT
 from .dump import kind_of, trace_schedule
 from .graph import starts
+from .heads import add_heads
 from .inductor import install_passes, run_half, run_joint, use_gloo
 from .meta import get_tag
 from .partition import partition
@@ -39,6 +40,7 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
+    add_heads(gm.graph)
     add_agreement(gm.graph)
     use_gloo(gm.graph)
     trace_schedule(gm.graph, is_fused=False)

@@ -6,6 +6,7 @@ collective costs `latency + bytes / bandwidth` of its group's link (the model of
 
 from __future__ import annotations
 
+import logging
 import operator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import Node
+
+log = logging.getLogger(__name__)
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
 FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
@@ -121,10 +124,27 @@ def assumed(device: str) -> Costs:
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of a matmul or an attention, by torch's formulas."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _as_now(n.meta["val"]))
+    """Floating-point operations of a matmul or an attention, by torch's formulas; an estimate for what they reject."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _as_now(n.meta.get("val")))
     formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
-    return float(formula(*args, **kwargs, out_val=_as_now(node.meta["val"])))
+    try:
+        return float(formula(*args, **kwargs, out_val=_as_now(node.meta.get("val"))))
+    except Exception as error:  # noqa: BLE001  # formulas are torch's or anybody's, and assert what they like
+        log.debug("no formula for the FLOPs of %%%s (%s): %s", node.name, node.target, error)
+        return _attention_flops(node, [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 4])
+
+
+def _attention_flops(node: Node, heads: Sequence[torch.Tensor]) -> float:
+    """Of an attention by its sizes alone: keys may have fewer heads than queries, which torch's formula takes for an error.
+
+    The first is the gradient in backward, then query, key and value [batch, heads, length, size]; 0 for what is no attention.
+    """
+    is_backward = "backward" in str(node.target)
+    query, key, value = [*heads[is_backward:][:3], None, None, None][:3]
+    if query is None or key is None or value is None:
+        return 0.0
+    forward = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (query.shape[3] + value.shape[3])
+    return 2.5 * forward if is_backward else forward  # five products in the place of two
 
 
 def _as_now(val: Any) -> Any:
@@ -148,7 +168,7 @@ def kernel(op: torch._ops.OpOverload, args: Sequence[Any]) -> str:
 
 def kernel_of(node: Node) -> str:
     """The same of a node."""
-    return kernel(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[arg-type]
+    return kernel(node.target, torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val")))  # type: ignore[arg-type]
 
 
 @cache

@@ -5,15 +5,16 @@ So the eager runtime communicates in the background with the very arithmetic tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import collectives as comm
 from . import ranges
 from .agreement import lost
-from .schema import HOOK
+from .ops import owner_of
+from .schema import ADD_RETAINED, HOOK, RETAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 
@@ -24,6 +25,18 @@ class Value:
 
     def __init__(self) -> None:
         self.tensor: Any = None
+
+
+def _retain(grads: Any, flat: Any, *args: Any) -> None:
+    owner_of(flat, "retain_").retain(grads, *args)
+
+
+def _add_retained(grads: Any, flat: Any, *args: Any) -> None:
+    owner_of(flat, "add_retained_").add_retained(grads, *args)
+
+
+# As ops these ask whether the backward reaches the flat buffer; an eager one has reached the full parameters, or had no gradients.
+KEPT: dict[Any, Callable[..., None]] = {RETAIN: _retain, ADD_RETAINED: _add_retained}
 
 
 class Deferred:
@@ -74,6 +87,8 @@ class Deferred:
                 self._started = op._opname
                 with self._range(self._started):
                     result.tensor = comm.call(op, *_real(args), **kwargs)
+            elif op in KEPT:
+                KEPT[op](*_real(args), **kwargs)
             else:
                 result.tensor = comm.call(op, *_real(args), **kwargs)
 

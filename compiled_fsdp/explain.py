@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import dump, log, measured
+from . import dump, log, measured, optimizer_steps
 from .errors import named
 from .explanation import (
     BOTH,
@@ -76,6 +76,7 @@ def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False
     if not states:
         raise TypeError(f"explain: {named(model)} has no sharded module. Call fully_shard on it first")
     measured.check(profile)
+    optimizer_steps.catch_up()
     units = sorted((s.unit for s in states), key=lambda unit: unit.number)
     found = _explain(original_class(inner).__name__, units, states[0].runtime.tree, profile)
     if not allow_unused:

@@ -6,13 +6,13 @@ The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss th
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from . import optimizer_steps
 from .agreement import DivergenceError, agree, describe
 from .errors import warn_once
 from .ops import TRACED
@@ -77,7 +77,7 @@ def check_devices(units: Iterable[Unit]) -> None:
 def warn_unread(units: Sequence[Unit]) -> None:
     """After a step: a unit that nobody read is a mistake, or parameters that need not be there."""
     for unit in units:
-        count = len(list(unit.params))
+        count = sum(bool(param.owners) for param in unit.params)  # all but those that gave way to a tied one
         if count and not unit.was_read and unit.key not in TRACED:
             warn_once(
                 f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing called its forward or read its "
@@ -150,16 +150,14 @@ _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def check_optimizers() -> None:
     """From now on, look at every optimizer before its first step, and count its steps."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_check_optimizer))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    optimizer_steps.before(_check_optimizer)
+    optimizer_steps.after(_after_step)
 
 
-_hooks: list[Any] = []
 _trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree]]] = weakref.WeakKeyDictionary()
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _after_step(optimizer: torch.optim.Optimizer) -> None:
     """Count the step for the models that it trains; the first one is summed up, on rank 0."""
     if optimizer not in _trained:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -181,7 +179,7 @@ def on_first_step(tree: Tree) -> None:
     after_first_step(tree)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """A parameter that was cut is not what the model trains any more.
 
     Raises:

@@ -22,14 +22,32 @@ from .ops import Piece, own
 from .registered import registered
 from .spec import ParamSpec
 from .tensor_parallel import Full
-from .torch_private import local_tensor, make_dtensor, register_work
+from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch.distributed as dist
+
     from .deferred import Value as Recorded
     from .handles import Handle
     from .unit import Unit
+
+
+# Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
+_INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
+BEFORE_FORWARD = (
+    "between optimizer.step() and forward, and had been gathered already. "
+    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer"
+)
+IN_FORWARD = (
+    "after the gather for their forward was started: ahead, by the unit before, by a prefetch list, or by "
+    f"unshard(async_op=True). {_INSTEAD}, or run the unit's forward under torch.no_grad() if it is not trained"
+)
+WHILE_KEPT = (
+    "while the full parameters were kept for another forward (reshard_after_forward=False, set_reshard_after_backward(False), or "
+    f"unshard()). {_INSTEAD}, or call reshard() on the module afterwards"
+)
 
 
 @dataclass(eq=False)
@@ -133,10 +151,11 @@ class FlatParam:
 
     is_apart: the parameters are subclasses with an all-gather extension, which cannot be views; only their gradients are laid out
         so, and `data` is empty.
-    marked: offsets of the parameters whose gradients the running backward delivers.
+    marked: offsets of the parameters whose gradients a backward delivers, by its number: one that fails leaves nothing to others.
     arrival: the reduction that the last backward has left in flight.
     ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
     is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered ahead is for the next forward.
+    left_out: a run of a backward graph, and the offsets of parameters to which it does not lead; see `left_out.py`.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
         "partial": over the shard axis only) and offset.
     """
@@ -147,10 +166,11 @@ class FlatParam:
     params: list[ShardedParam]
     data: nn.Parameter
     is_apart: bool = False
-    marked: set[int] = field(default_factory=set)
+    marked: dict[int, set[int]] = field(default_factory=dict)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
     is_stepped: bool = False
+    left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,9 +201,29 @@ class FlatParam:
 
     # -- called by ops
 
+    def is_reached(self) -> bool:
+        """See `ops.Owner`."""
+        return accumulates(self.data)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """See `ops.Owner`."""
+        info = self.mesh_info
+        return [info.shard_group, *([info.replicate_group] if info.replicate_group is not None else [])]
+
+    def leave_out(self, run: tuple[int, int], offsets: set[int]) -> None:
+        """See `ops.Owner`."""
+        self.left_out = run, offsets
+
+    def _led_to(self, offsets: Sequence[int]) -> list[int]:
+        """Those that the running backward graph leads to: some output that it takes a gradient for was used."""
+        run, out = self.left_out
+        if not out or run != (backward_number(), current_run()):
+            return list(offsets)
+        return [offset for offset in offsets if offset not in out]
+
     def mark(self, offsets: Sequence[int]) -> None:
         """See `ops.Owner`."""
-        self.marked.update(offsets)
+        self.marked.setdefault(backward_number(), set()).update(self._led_to(offsets))
         if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
             self.unit.on_retained()
 
@@ -191,7 +231,10 @@ class FlatParam:
         """See `ops.Owner`."""
         self.unit.on_retained()
         self.unit.on_kept(self)
+        led_to = self._led_to(offsets)
         for offset, piece in self._pieces(grads, offsets):
+            if offset not in led_to:
+                continue
             kept = self.retained.get((where, offset))
             if kept is None:
                 self.retained[where, offset] = piece.clone()
@@ -200,8 +243,9 @@ class FlatParam:
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """See `ops.Owner`."""
+        led_to = self._led_to(offsets)  # what was kept of others waits for the end of this backward
         for offset, piece in self._pieces(grads, offsets):
-            kept = self.retained.pop((where, offset), None)
+            kept = self.retained.pop((where, offset), None) if offset in led_to else None
             if kept is not None:
                 piece.add_(kept)
 
@@ -215,14 +259,17 @@ class FlatParam:
         group = spec.replicate_group if spec.replicate_size > 1 else spec.reduce_group
         run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
         reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
-        self.deliver_later(run, comm.place_bucket(run, reduced, specs, self.layout.numel), params)
+        led_to = self._led_to(offsets)
+        placed = comm.place_bucket(run, reduced, specs, self.layout.numel)
+        self.deliver_later(run, placed, [p for p in params if p.layout.offset in led_to])
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
         """See `ops.Owner`."""
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
-        params = [p for p in self.params if p.layout.offset in offsets and p.sharded.requires_grad]
+        led_to = self._led_to(offsets)
+        params = [p for p in self.params if p.layout.offset in led_to and p.sharded.requires_grad]
         with torch.inference_mode(mode=False), torch.no_grad():
             if not self.unit.on_reduced(self, flat_grad, params):
                 self.accumulate_grad(flat_grad, params)
@@ -233,7 +280,7 @@ class FlatParam:
         if piece in self.ahead:
             version, checksum, gathered, work = self.ahead.pop(piece)
             if version == self.version():
-                self.check_unwritten(checksum)
+                self.check_unwritten(checksum, BEFORE_FORWARD)
                 register_work(gathered, work)
                 return gathered
             work.wait()
@@ -254,8 +301,7 @@ class FlatParam:
         """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
         grad, leaf.grad = leaf.grad, None
         self.unit.on_gradients()
-        marked = set(self.marked)
-        self.marked.clear()
+        marked = self.marked.pop(backward_number(), set())
         if grad is not None:
             self.accumulate_grad(grad, [p for p in self.params if p.layout.offset in marked])
 
@@ -320,7 +366,11 @@ class FlatParam:
     # -- gathers ahead of forward
 
     def version(self) -> tuple[int, ...]:
-        """Changes whenever a parameter is written to or replaced. Unnoticed: writes through `.data`, and DTensor's foreach ops."""
+        """Changes whenever a parameter is written to or replaced, on every rank alike.
+
+        Unnoticed: writes through `.data`, and DTensor's foreach and fused ops. An optimizer's are told of otherwise
+        (`resident.num_steps`); of others `check_unwritten` says so.
+        """
         both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
 
@@ -330,13 +380,11 @@ class FlatParam:
         whole = data.numel() // 8 * 8
         return data[:whole].view(torch.int64).sum() + data[whole:].sum()
 
-    def check_unwritten(self, before: Tensor) -> None:
+    def check_unwritten(self, before: Tensor, why: str) -> None:
         """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
         torch._assert_async(
             self.checksum() == before,
-            f"parameters of {self.unit.name} were written to through .data, or by a foreach op, between optimizer.step() and "
-            "forward, where no version counts it, and had been gathered already. Write to each parameter itself under "
-            "torch.no_grad(), or pass max_ahead_bytes=0 to overlap_optimizer",
+            f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}",
         )
 
     def gather_ahead(self, piece: Piece) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
+from .registered import named_in_trace
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
 from .torch_private import is_call_compiled, never_traced_alone, untraced
@@ -46,12 +47,14 @@ class UnshardHandle(StockUnshardHandle):
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
+        self._before = 0 if runtime is None else runtime.num_gathered
 
     def wait(self) -> None:
-        """Finish the unshard; calling it again does nothing."""
-        if self._runtime is not None:
-            self._runtime.unshard()
-            self._runtime = None
+        """Finish the unshard; does nothing when called again, or if the unit's forward has done it, and may have resharded."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and runtime.num_gathered == self._before:
+            runtime.unshard()
+            runtime.keep()
 
 
 class FSDPModule(StockFSDPModule):
@@ -86,6 +89,12 @@ class FSDPModule(StockFSDPModule):
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """As any module's; in a trace, tied parameters come once, as they do in eager mode."""
+        if torch.compiler.is_dynamo_compiling():
+            return named_in_trace(self, prefix, recurse, remove_duplicate)  # type: ignore[arg-type]
+        return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> Any:
         state = get_state(self)

@@ -16,8 +16,10 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
+from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
 from .handles import APART
 from .resident import drop as drop_resident
+from .resident import num_steps
 from .torch_private import preserve_version
 from .tree import in_backward
 
@@ -46,7 +48,10 @@ class FullParams:
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
-    checksums: of the flat buffers, where the gathers under way were started by the optimizer's step.
+    checksums: of the flat buffers when gathers under way were started ahead.
+    ahead_of: what they were started ahead of, for errors.
+    kept: checksums of the flat buffers when full parameters began to be kept for another forward.
+    num_gathered: how often full parameters were registered.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
@@ -60,16 +65,24 @@ class FullParams:
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
-        self.checksums: list[Tensor] = []
+        self.checksums: list[tuple[FlatParam, Tensor]] = []
+        self.kept: list[tuple[FlatParam, Tensor]] = []
+        self.ahead_of = IN_FORWARD
+        self.num_gathered = 0
         self.extensions: dict[ShardedParam, Extension] = {}
         self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
         self.resident_versions: list[int] = []
         self.is_agreed = False
 
     def start_unshard(self) -> None:
-        """Start to gather, unless gathered or under way already."""
+        """Start to gather ahead of use, unless gathered or under way already."""
         if self.is_unsharded or self._has_pending():
             return
+        self._start()
+        if not in_backward():  # what runs between here and a forward may write to parameters
+            self._sum_up(IN_FORWARD)
+
+    def _start(self) -> None:
         self._check_not_meta()
         self.drop_pending()
         self.pending_versions = self.versions_now()
@@ -78,6 +91,22 @@ class FullParams:
             self.pending_extensions = self._extension_gathers()
             for program, *_ in self.pending_extensions:
                 program.advance()
+
+    def _sum_up(self, ahead_of: str) -> None:
+        self.ahead_of, self.checksums = ahead_of, [(flat, flat.checksum()) for flat in self.unit.flats]
+
+    def keep(self) -> None:
+        """Full parameters stay for another forward: from now on, writes to the sharded ones count, unless both are the same."""
+        if self.is_unsharded:
+            apart = [flat for flat in self.unit.flats if not all(param.is_borrowed for param in flat.params)]
+            self.kept = [(flat, flat.checksum()) for flat in apart]
+
+    def drop_stale(self) -> None:
+        """Before a forward: full parameters that were kept are not used if the sharded ones have changed."""
+        if self.is_unsharded and self.versions != self.versions_now():
+            self.reshard()
+        elif self.is_unsharded:
+            _check_unwritten(self.kept, WHILE_KEPT)
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -98,7 +127,7 @@ class FullParams:
         """See `gathers.Gather`."""
         self.unit.options.consume(WHO, "overlap_optimizer")
         self.start_unshard()
-        self.checksums = [flat.checksum() for flat in self.unit.flats]
+        self._sum_up(BEFORE_FORWARD)
 
     def unshard(self) -> None:
         """Gather, unless gathered already, and register the full parameters."""
@@ -106,11 +135,11 @@ class FullParams:
             self.unit.on_gather(self)
         if self.is_unsharded:
             return
-        self.start_unshard()
+        if self._has_pending():
+            _check_unwritten(self.checksums, self.ahead_of)
+        else:
+            self._start()
         pending, self.pending = self.pending, []
-        for flat, checksum in zip(self.unit.flats, self.checksums, strict=False):
-            flat.check_unwritten(checksum)
-        self.checksums = []
         extensions, self.pending_extensions = self.pending_extensions, []
         with (
             torch.inference_mode(mode=False),
@@ -130,20 +159,29 @@ class FullParams:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
+        self.checksums = []
+        self.num_gathered += 1
         self.versions = self.pending_versions
 
-    def reshard(self) -> None:
-        """Register the sharded parameters and empty the storage of the full ones."""
+    def reshard(self, *, keeps_storage: bool = False) -> None:
+        """Register the sharded parameters and empty the storage of the full ones, unless what autograd saved of it is needed."""
         drop_resident(self)
         if not self.is_unsharded:
             return
         for param in self.unit.params:
-            if param in self.extensions:
-                self.extensions[param].free()
-            elif not param.is_borrowed:
-                param.gathered.untyped_storage().resize_(0)
             param.register(param.sharded)
         self.is_unsharded = False
+        self.kept = []
+        if not keeps_storage:
+            self.free()
+
+    def free(self) -> None:
+        """Empty the storage of full parameters that are not registered."""
+        for param in self.unit.params if not self.is_unsharded else ():
+            if param in self.extensions:
+                self.extensions[param].free()
+            elif param.unsharded is not None and not param.is_borrowed:
+                param.gathered.untyped_storage().resize_(0)
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
@@ -162,8 +200,8 @@ class FullParams:
         return bool(self.pending or self.pending_extensions)
 
     def versions_now(self) -> list[int]:
-        """Of the flat buffers: how often they were written."""
-        return [version for flat in self.unit.flats for version in flat.version()]
+        """How often optimizers stepped, and the flat buffers were written."""
+        return [num_steps()] + [version for flat in self.unit.flats for version in flat.version()]
 
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
@@ -220,6 +258,11 @@ class FullParams:
                 f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
                 "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
             )
+
+
+def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
+    for flat, checksum in checksums:
+        flat.check_unwritten(checksum, why)
 
 
 def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:

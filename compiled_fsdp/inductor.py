@@ -27,6 +27,7 @@ from . import dump, gloo
 from .errors import warn_once
 from .graph import erase_all, find, value
 from .graph_record import GraphRecord
+from .heads import add_heads, note_heads
 from .meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
 from .partition import install_partitioner
 from .pin_order import pin_order
@@ -72,6 +73,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         current_plan().say_missing_costs()
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
     gm = run_pipeline(gm, plan, JOINT, dump.Dump(gm, "joint", plan).after_pass)
+    note_heads(gm.graph)
     begin_pass(gm, "partition")
     consume(gm, "Plan.recompute")
     hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
@@ -150,6 +152,7 @@ class HalfPass(CustomGraphPass):
             tag = get_tag(node)
             if tag is not None and tag.kind == "gather":
                 node.target, node.kwargs = COPY_COLUMNS, {}
+        add_heads(graph)
         add_agreement(graph)
         use_gloo(graph)
         dump.trace_schedule(graph, is_fused=True)

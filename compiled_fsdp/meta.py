@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _KEY = "fsdp"
 _CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
+_HEADS = "fsdp_heads"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
 _OUR_REGION = 1_000_000
@@ -110,6 +111,21 @@ def handed_on(nodes: Iterable[Node]) -> Consumed:
     return consumed
 
 
+# How many outputs have gradients; and by offset, which of them lead to a parameter, where not all do.
+Heads = tuple[int, dict[int, list[int]]]
+
+
+def set_heads(node: Node, heads: Heads) -> None:
+    """Say of a flat buffer which outputs lead to its parameters; its node in each half of the graph says so too."""
+    node.meta[_HEADS] = heads
+
+
+def get_heads(node: Node) -> Heads | None:
+    """What `set_heads` said; None if all outputs lead to all."""
+    heads: Heads | None = node.meta.get(_HEADS)
+    return heads
+
+
 def set_record(gm: GraphModule, text: str) -> None:
     """Keep the record of a finished graph until it becomes an argument of the graph's first op."""
     gm.meta[_RECORD] = text
@@ -190,3 +206,22 @@ def module_of(node: Node) -> str:
 def take_over(node: Node, original: Node) -> None:
     """Let a copied node have all that was known of the original."""
     node.meta = dict(original.meta)
+
+
+# -- of Dynamo's graphs, before their backend
+
+
+def traced_value(node: Node) -> Any:
+    """The fake tensor, or whatever else, that Dynamo found a node to yield."""
+    return node.meta.get("example_value")
+
+
+def traced_as(node: Node, like: Node) -> None:
+    """Give a new node of Dynamo's graph the value of the one whose place it takes."""
+    node.meta["example_value"] = like.meta.get("example_value")
+
+
+def real_input(node: Node) -> object:
+    """The object that an input of Dynamo's graph stood for when it was traced."""
+    argument = node.meta.get("grapharg")
+    return argument.example if argument is not None else None

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from . import agreement, gloo, ranges
+from . import agreement, gloo, left_out, ranges
 from . import collectives as comm
 from .errors import warn_once
 from .options import of_unit
 from .runs import note_run
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
-from .torch_private import group_named, reduce_op, register_work
+from .torch_private import before_backend, group_named, reduce_op, register_work
+from .writes import settle_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +40,11 @@ class Piece:
         return sum(self.sizes)
 
 
-class Owner(Protocol):
+class Owner(left_out.Buffer, Protocol):
     """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
+
+    def is_reached(self) -> bool:
+        """Whether the running backward adds to the gradient of the flat buffer; if not, the ops below change nothing."""
 
     def mark(self, offsets: Sequence[int]) -> None:
         """Gradients of these are in the flat gradient that this backward delivers."""
@@ -70,7 +74,8 @@ def own(flat: Tensor, owner: Owner) -> None:
     flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
 
 
-def _owner(flat: Tensor, op: str) -> Owner:
+def owner_of(flat: Tensor, op: str) -> Owner:
+    """The unit of a flat buffer; `op` names who asks, for errors."""
     owner: Owner | None = getattr(flat, "_fsdp_owner", lambda: None)()
     if owner is None:
         raise RuntimeError(
@@ -78,6 +83,12 @@ def _owner(flat: Tensor, op: str) -> Owner:
             "flat buffer itself, not a copy or a view of it"
         )
     return owner
+
+
+def _reached(flat: Tensor, op: str) -> Owner | None:
+    """The owner, if this backward was asked for the gradients of its parameters."""
+    owner = owner_of(flat, op)
+    return owner if owner.is_reached() else None
 
 
 def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -114,6 +125,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
         "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
     )
+    left_out.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
         return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
@@ -123,6 +135,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     TRACED.add(spec.unit)
+    before_backend(settle_writes)
     return flat.new_empty(spec.shape, dtype=spec.dtype)
 
 
@@ -186,32 +199,39 @@ def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
 
 @_real("mark_grads_")
 def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
-    _owner(flat, "mark_grads_").mark(offsets)
+    if owner := _reached(flat, "mark_grads_"):
+        owner.mark(offsets)
 
 
 @_real("retain_")
 def _retain(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
-    _owner(flat, "retain_").retain(grads, offsets, where)
+    if owner := _reached(flat, "retain_"):
+        owner.retain(grads, offsets, where)
 
 
 @_real("add_retained_")
 def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
-    _owner(flat, "add_retained_").add_retained(grads, offsets, where)
+    if owner := _reached(flat, "add_retained_"):
+        owner.add_retained(grads, offsets, where)
 
 
 @_real("reduce_later_")
 def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
-    _owner(flat, "reduce_later_").reduce_later(started, offsets, ParamSpec.of(args))
+    if owner := _reached(flat, "reduce_later_"):
+        owner.reduce_later(started, offsets, ParamSpec.of(args))
+    else:
+        comm.call(comm.WAIT, started)  # nobody will
 
 
 @_real("step_")
 def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
-    _owner(flat, "step_").step(flat_grad, offsets)
+    if owner := _reached(flat, "step_"):
+        owner.step(flat_grad, offsets)
 
 
 @_real("gather_ahead")
 def _gather_ahead(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
-    return _owner(flat, "gather_ahead").gather(shard, Piece(start, tuple(sizes), shard.dtype, group_size, group))
+    return owner_of(flat, "gather_ahead").gather(shard, Piece(start, tuple(sizes), shard.dtype, group_size, group))
 
 
 @_fake("gather_ahead")
@@ -349,6 +369,11 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     note_run(record)
 
 
+@_real("watch_heads")
+def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
+    left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
+
+
 @_real("free")
 def _free(buffer: Tensor) -> None:
     """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no view outlives it."""
@@ -358,5 +383,5 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """What an op without a result does to fake tensors."""
 
 
-for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "free"):
+for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "watch_heads", "free"):
     _fake(_name)(_nothing)

@@ -27,8 +27,12 @@ MAY_COPY = (
 
 
 def tensors_of(node: Node) -> list[Tensor | None]:
-    """Every leaf of a node's value; None for what is no tensor."""
-    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(node.meta.get("val"))]
+    """Every leaf of a node's value; None for what is no tensor, or one without a storage of its own (sparse)."""
+    return [leaf if _has_storage(leaf) else None for leaf in tree_leaves(node.meta.get("val"))]
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def key_of(tensor: Tensor) -> int:

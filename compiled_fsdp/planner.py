@@ -123,7 +123,7 @@ def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timel
             line.carried[point.node] = max(now, wire), (wire := max(now, wire) + point.transfer)
         elif point.start in line.carried and point.start not in unawaited:
             done = line.carried[point.start][1]
-            line.exposed[point.start] = max(0.0, done - now)
+            line.exposed.setdefault(point.start, max(0.0, done - now))  # a user may await his own again
             now = max(now, done)
         now += point.seconds
     line.total = max(now, *(line.carried[start][1] for start in unawaited if start in line.carried), 0.0)

@@ -36,6 +36,7 @@ def traced(module: Any, name: str) -> Any:
 # Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace that Dynamo gave up, or
 # began again, leaves nothing behind. Plain Python while tracing: a graph need not guard on what follows from its own order.
 _in_forward: list[str] = []
+_seen: dict[str, tuple[str, str]] = {}  # by the key of a handle: the first place where parameters() came to it
 _trace: list[object] = []
 
 
@@ -43,6 +44,7 @@ def _of_this_trace() -> list[str]:
     if _trace != [trace_number()]:
         _trace[:] = [trace_number()]
         _in_forward.clear()
+        _seen.clear()
     return _in_forward
 
 
@@ -63,3 +65,10 @@ def end_forward(unit: str) -> None:
 def is_in_forward(unit: str) -> bool:
     """Whether the trace that is being made is inside the forward of a unit."""
     return unit in _of_this_trace()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_seen_elsewhere(key: str, number: str, name: str) -> bool:
+    """Whether this trace has iterated over a parameter under another name, or in another module."""
+    _of_this_trace()
+    return _seen.setdefault(key, (number, name)) != (number, name)

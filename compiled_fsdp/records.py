@@ -54,6 +54,7 @@ class Left:
 # The forwards of this process whose backward may still be compiled; the graphs themselves change after they were dumped.
 _left: list[Left] = []
 MOST_LEFT = 64
+NOT_SHOWN = -1  # in "waits": for a collective of the user's that is not in the list
 
 
 def write_records(graph: Graph, path: Path, is_fused: bool) -> None:
@@ -72,12 +73,13 @@ def timeline(graph: Graph) -> dict[str, Any]:
     plan = current_plan()
     costs = plan.costs or assumed(_device(graph))
     nodes = starts(graph)
+    numbers = {node: number for number, node in enumerate(nodes)}
     return {
         "costs": {**asdict(costs), "links": {n: asdict(k) for n, k in costs.links}, "is_assumed": plan.costs is None},
         "settings": settings(),
         "groups": {group: _ranks(group) for group in sorted({group_of(node) for node in nodes})},
         "collectives": [_collective(node) for node in nodes],
-        "waits": [nodes.index(wait.all_input_nodes[0]) for wait in find(graph, comm.WAIT)],
+        "waits": [numbers.get(wait.all_input_nodes[0], NOT_SHOWN) for wait in find(graph, comm.WAIT)],
         **{name: _run(graph, nodes, costs.fused(fused)) for name, fused in EXECUTORS.items()},
     }
 

@@ -13,15 +13,18 @@ where an eager forward would find full ones. Hence `Registered`: it knows which 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .reads import is_in_forward, traced
+from .reads import is_in_forward, is_seen_elsewhere, traced
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .flat import ShardedParam
     from .unit import Unit
 
@@ -31,10 +34,19 @@ if TYPE_CHECKING:
 UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
+_numbers = itertools.count()
+
+TIED = (
+    "parameters() of a module that fully_shard was not given comes to one tied parameter under two names, and would yield it "
+    "twice. Iterate over the parameters of the sharded module around it"
+)
+
+
 class Registered(dict[str, Any]):
     """The parameters of one module by name.
 
     module: whose they are.
+    number: tells it apart from others.
     shown: what units have registered, by name.
     owners: the unit and the sharded parameter behind each of these names.
     replaced: names under which a user has put something else, or nothing; a traced read guards on it.
@@ -43,6 +55,7 @@ class Registered(dict[str, Any]):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
         self.module = module
+        self.number = str(next(_numbers))
         self.shown: dict[str, nn.Parameter] = {}
         self.owners: dict[str, tuple[Unit, ShardedParam]] = {}
         self.replaced: dict[str, bool] = module.__dict__.setdefault("_fsdp_replaced", {})
@@ -100,22 +113,32 @@ class Registered(dict[str, Any]):
     def items(self) -> Any:
         """Names and parameters; in a trace as an eager forward would find them."""
         if torch.compiler.is_dynamo_compiling():
-            return [(name, self._seen(name)) for name in dict.keys(self)]
+            return [(name, value) for name, value, _ in self.seen()]
         return super().items()
 
     def values(self) -> Any:
         """Parameters; in a trace as an eager forward would find them."""
         if torch.compiler.is_dynamo_compiling():
-            return [self._seen(name) for name in dict.keys(self)]
+            return [value for _, value, _ in self.seen()]
         return super().values()
 
-    def _seen(self, name: str) -> Any:
+    def seen(self, *, tells_apart: bool = False) -> Any:
+        """In a trace: name, parameter, and what tells parameters apart, since two reads of one are two tensors there.
+
+        tells_apart: whether the caller looks at the last; others could count a tied parameter twice.
+        """
         module: Any = self.module
-        if name in self.shown and name not in self.replaced:
-            handle = module._fsdp_handles[name]
-            if handle.key and is_in_forward(handle.unit):
-                return traced(module, name)
-        return dict.__getitem__(self, name)
+        found = []
+        for name in dict.keys(self):
+            handle = module._fsdp_handles[name] if name in self.shown and name not in self.replaced else None
+            if handle is None or not handle.key or not is_in_forward(handle.unit):
+                value = dict.__getitem__(self, name)
+                found.append((name, value, value))
+                continue
+            if not tells_apart and is_seen_elsewhere(handle.key, self.number, name):
+                torch._dynamo.graph_break(msg=TIED)
+            found.append((name, traced(module, name), handle.key))
+        return found
 
     def __reduce__(self) -> Any:
         """A copy is a plain dict: it is nobody's registry."""
@@ -133,9 +156,26 @@ def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:
     return None
 
 
+def named_in_trace(module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    """`named_parameters` of a sharded module in a trace: a parameter that several modules hold comes once."""
+    members = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, module)]
+    known = set()
+    for path, member in members:
+        table: Any = member._parameters
+        if isinstance(table, Registered):
+            entries = table.seen(tells_apart=True)
+        else:
+            entries = [(name, value, value) for name, value in table.items()]
+        for name, value, identity in entries:
+            if value is None or (remove_duplicate and identity in known):
+                continue
+            known.add(identity)
+            yield f"{path}.{name}" if path else name, value
+
+
 def registered(module: nn.Module) -> Registered:
     """The `_parameters` of a module, from now on a `Registered`."""
     if not isinstance(module._parameters, Registered):
         module.__dict__["_parameters"] = Registered(module)
-    found: Any = module._parameters
+    found: Registered = module._parameters  # type: ignore[assignment]
     return found

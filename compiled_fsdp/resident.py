@@ -11,9 +11,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import collectives as comm
+from . import optimizer_steps
 from .errors import warn_once
 from .schema import REDUCE_GRAD
 from .spec import CONSTANTS
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .full_params import FullParams
+
+
+_steps = [0]
+
+
+def num_steps() -> int:
+    """How often an optimizer began to step: it may write to parameters by foreach or fused ops, which no version counts."""
+    return _steps[0]
 
 
 _there: weakref.WeakSet[FullParams] = weakref.WeakSet()
@@ -97,8 +105,9 @@ def drop(runtime: FullParams) -> None:
 
 
 def _drop_all(*_: object) -> None:
+    _steps[0] += 1
     for runtime in list(_there):
         drop(runtime)
 
 
-register_optimizer_step_pre_hook(_drop_all)
+optimizer_steps.before(_drop_all)

@@ -9,6 +9,8 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 
 from __future__ import annotations
 
+import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from .errors import warn_once
 from .full_params import WHO, FullParams, span
 from .handles import OPEN
 from .schema import KEEP_SLICE
-from .torch_private import untraced
+from .torch_private import accumulates, untraced
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Runtime(FullParams):
     has_run: members of a list unit that ran in this forward; the last of them frees.
     indices: places of this unit in `tree.order` that backward has not come to.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
+    is_apart: its last forward ran without grad mode inside one with it; then its gather is not started ahead.
+    was_reached: a backward has come to it.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
     """
 
@@ -49,7 +53,7 @@ class Runtime(FullParams):
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
-        self.is_in_forward = False
+        self.is_in_forward = self.is_apart = self.was_reached = False
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -81,14 +85,16 @@ class Runtime(FullParams):
             is_first = not self.has_run or module in self.has_run
             if is_first:
                 self.has_run.clear()
-            if self.is_unsharded and not in_backward() and self.versions != self.versions_now():
-                self.reshard()
+            if not in_backward():
+                self.tree.forget_double()
+                self.drop_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
                 runtime._open()
             self.is_in_forward = True
             if in_backward():
                 return self._pre_recompute(inputs)
+            self._note_mode()
             self._note_forward()
             if not torch.is_grad_enabled() or not is_first:
                 return inputs
@@ -101,15 +107,27 @@ class Runtime(FullParams):
         self.tree.enter_backward(self)
         return self._watch_inputs(inputs)
 
+    def _note_mode(self) -> None:
+        """A unit that runs under `no_grad` inside a forward that is recorded, and that no backward comes to, may be a momentum
+        encoder: what forward writes to it must be there when it is gathered.
+        """
+        is_recorded = torch.is_grad_enabled()
+        if self.unit.is_outermost:
+            self.tree.is_recorded = is_recorded
+        self.is_apart = self.tree.is_recorded and not is_recorded and not self.was_reached
+
     def _note_forward(self) -> None:
         tree = self.tree
         if tree.last_forward is not None and tree.last_forward is not self:
             tree.next_forward[tree.last_forward] = self
         tree.last_forward = self
+        tree.entered.pop(self, None)
+        tree.entered[self] = None
         following = tree.next_forward.get(self)
         if self.prefetch["forward"]:
             self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
-        by_default = [following] if following and self.unit.settings.forward_prefetch else []
+        may_prefetch = following is not None and self.unit.settings.forward_prefetch and not following.is_apart
+        by_default = [following] if following is not None and may_prefetch else []
         for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
 
@@ -164,7 +182,7 @@ class Runtime(FullParams):
         map_tensors(collect, inputs)
         if not found:
             return inputs
-        watched = iter(_Watch.apply(self, *found))  # type: ignore[no-untyped-call]
+        watched = iter(_Watch.apply(self, _probe(), *found))  # type: ignore[no-untyped-call]
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self) -> None:
@@ -175,6 +193,7 @@ class Runtime(FullParams):
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
         if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+            self.keep()
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
@@ -182,7 +201,7 @@ class Runtime(FullParams):
                     if param.spec.reshard != "slice":
                         continue
                     self.slices[param] = KEEP_SLICE(param.gathered.detach(), *param.spec.args())
-        self.reshard()
+        self.reshard(keeps_storage=self.tree.has_double)
 
     # -- backward
 
@@ -192,6 +211,7 @@ class Runtime(FullParams):
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
+                tree.note_double(self)
                 self._unshard_for_backward()
                 if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
                     self._prefetch_backward()
@@ -228,7 +248,9 @@ class Runtime(FullParams):
         self._close()
         self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
-            self.reshard()
+            self.reshard(keeps_storage=self.tree.has_double)
+        else:
+            self.keep()
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:
@@ -245,7 +267,7 @@ class Runtime(FullParams):
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
                 ready.append((param, param.local_grad(grad)))
-        if flat.data.requires_grad and self.unit.settings.reduce_unused:
+        if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
@@ -280,6 +302,26 @@ class Runtime(FullParams):
             with torch.no_grad():
                 self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
 
+    def watch_leaves(self) -> None:
+        """A backward through a backward need not come to the unit's outputs: its parameters' gradients say that it was here."""
+        me = weakref.ref(self)
+
+        def enter(_: Tensor) -> None:
+            runtime = me()
+            if runtime is not None:
+                runtime.tree.enter_backward(runtime)
+
+        for param in self.unit.params:
+            full = param.unsharded
+            if full is not None and full.requires_grad and not hasattr(full, "_fsdp_enters"):
+                full._fsdp_enters = True  # type: ignore[attr-defined]
+                full.register_post_accumulate_grad_hook(enter)
+
+    def is_reached(self) -> bool:
+        """Whether the running backward adds to gradients of full parameters."""
+        trained = (p.unsharded for p in self.unit.params if p.unsharded is not None and p.unsharded.requires_grad)
+        return any(map(accumulates, trained))
+
     # -- at rest
 
     def reshard_if_idle(self) -> None:
@@ -313,16 +355,25 @@ class Runtime(FullParams):
             param.end_forward()
 
 
+@cache
+def _probe() -> Tensor:
+    """A leaf that nobody asks for: what adds to its gradient is a whole backward."""
+    return torch.zeros(0, requires_grad=True)
+
+
 class _Watch(torch.autograd.Function):
     """Identity whose backward runs once all gradients inside the module are done."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.runtime = runtime
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.runtime.tree.enter_backward(ctx.runtime)
+        tree = ctx.runtime.tree
+        tree.enter_backward(ctx.runtime)
+        tree.note_double(ctx.runtime)
+        tree.delivers = tree.delivers or accumulates(_probe())
         ctx.runtime.post_backward()
-        return None, *grads
+        return None, None, *grads

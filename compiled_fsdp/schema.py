@@ -20,9 +20,10 @@
 | `all_to_all(rows, group_size, group, what, phase) -> received` | started, not awaited: row r of each piece goes to rank r |
 | `all_reduce(rows, op, group, what, phase) -> reduced` | torch's, started, not awaited, with a name in profiles |
 | `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time, and says what runs |
+| `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
-`spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last two are functional, have fake
+`spec` stands for the fields of `compiled_fsdp.spec.ParamSpec`, in order. All but the last three are functional, have fake
 kernels, and never alias their inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat
 buffer for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
 
@@ -69,6 +70,7 @@ library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str 
 library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor")
 library.define("all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor")
 library.define("agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()", tags=HOST)
+library.define("watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()", tags=HOST)
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp
@@ -91,8 +93,9 @@ ALL_GATHER = fsdp.all_gather.default
 ALL_TO_ALL = fsdp.all_to_all.default
 ALL_REDUCE = fsdp.all_reduce.default
 AGREE = fsdp.agree.default
+WATCH_HEADS = fsdp.watch_heads.default
 FREE = fsdp.free.default
 
-for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, STEP, FREE, AGREE):
+for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, STEP, FREE, AGREE, WATCH_HEADS):
     torch.fx.node.has_side_effect(_effect)
 torch.fx.node.has_side_effect(MARK_GRADS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import optimizer_steps
 from .calibrate import calibrate_plan
 from .errors import warn_once
 from .extension import WHY_EAGER
@@ -44,6 +45,7 @@ class State:
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
+        self.runtime.tree.delivers = True
 
     def _lend(self, module: nn.Module) -> None:
         """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
@@ -72,6 +74,7 @@ class State:
         """Outside any graph, before a module of this unit is called: notice what the user changed since."""
         tree = self.runtime.tree
         tree.recover()
+        optimizer_steps.catch_up()
         if self.unit.is_outermost and not self.is_checked:
             self._check()
         elif self.unit.is_outermost and not self.is_use_checked:

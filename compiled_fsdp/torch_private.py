@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch._logging._internal
@@ -13,9 +14,13 @@ from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,9 +60,91 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph leads to it.
+
+    One that was asked for other gradients does not: `autograd.grad`, or `backward(inputs=...)`. True outside any backward.
+    """
+    if backward_number() == -1:
+        return True
+    if not leaf.requires_grad:
+        return False
+    node = get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
+        return False
+
+
+def running_compiled_function() -> Any:
+    """The autograd node of the compiled graph whose forward calls us, while it runs; None if none is recorded.
+
+    AOTAutograd keeps it in a local variable of a frame above, `ctx`; tried on 2.13 and 2.15.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "ctx" in frame.f_code.co_varnames:
+            node = frame.f_locals.get("ctx")
+            if type(node).__name__ == "CompiledFunctionBackward":
+                return node
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def outputs_of_tangents(node: Any) -> list[int]:
+    """For each gradient that a compiled backward graph takes, which of the node's outputs it belongs to.
+
+    As AOTAutograd chooses them: of inputs that were changed, of outputs, of what outputs are views of.
+    """
+    of = type(node)._forward_cls.metadata
+    changed = of.mutated_inp_runtime_indices
+    found = [i for i, k in enumerate(changed) if of.input_info[k].mutates_data and of.input_info[k].requires_grad]
+    for i, info in enumerate(of.output_info):
+        kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+        requires_grad = getattr(info, "requires_grad_for_backward", info.requires_grad)
+        if info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and requires_grad:
+            found.append(len(changed) + i)
+    start = len(changed) + of.num_outputs
+    return [*found, *range(start, start + of.num_intermediate_bases)]
+
+
+def run_of(node: Any) -> int:
+    """A number for one run of a graph that autograd has recorded."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def current_run() -> int:
+    """`run_of` the node whose backward autograd runs; -1 outside."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else run_of(node)
+
+
 def trace_number() -> object:
     """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
     return CompileContext.current_trace_id()
+
+
+def before_backend(fn: Callable[[GraphModule], None]) -> None:
+    """Call `fn` with the graph that Dynamo is tracing, once it is whole and before its backend gets it; nothing outside of a
+    trace. Tried on 2.13 and 2.15.
+    """
+    try:
+        functions = InstructionTranslator.current_tx().output.register_finalizer_fns
+    except AttributeError:
+        return
+    if fn not in functions:
+        functions.append(fn)
+
+
+def give_up_graph(text: str) -> NoReturn:
+    """From `before_backend`: let Dynamo run the frame as it is, or raise this text with `fullgraph=True`. Tried on 2.13."""
+    raise Unsupported(text)
+
+
+# What Dynamo's graphs call to switch autograd on and off, and for `.data`.
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def make_dtensor(

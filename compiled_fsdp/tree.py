@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ranges
 from .clock import Clock
+from .resident import num_steps
 from .torch_private import backward_number
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
+    creates_graph: the running backward records itself (`create_graph=True`).
+    has_double: one has, so that the storage of full parameters stays for a backward through it; until a whole backward that does
+        not record itself, or an optimizer's step.
+    double_step: how often optimizers had stepped then.
+    is_recorded: whether the last forward of the outermost module began in grad mode.
+    entered: units in the order in which their last forwards began.
     clock: of its optimizer's steps.
     """
 
@@ -62,8 +70,10 @@ class Tree:
         self.in_flight: deque[Reduction] = deque()
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
+        self.double_step = 0
+        self.entered: dict[Runtime, None] = {}
         self.is_last_backward = True
-        self.has_callback = False
+        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = self.has_double = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""
@@ -80,11 +90,31 @@ class Tree:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
         self.backward.setdefault(runtime)
+        runtime.was_reached = True
+        self.delivers = self.delivers or runtime.is_reached()
+
+    def note_double(self, runtime: Runtime) -> None:
+        """In a node or hook of the running backward, which reaches a unit: if it records itself, another may come through it."""
+        if torch.is_grad_enabled():
+            self.creates_graph = self.has_double = True
+            self.double_step = num_steps()
+            runtime.watch_leaves()
+
+    def forget_double(self) -> None:
+        """Before a forward: after an optimizer's step, no backward goes through what an earlier one has recorded."""
+        if self.has_double and self.double_step != num_steps():
+            self.free_double()
+
+    def free_double(self) -> None:
+        """Empty what was kept for a backward through a backward."""
+        self.has_double = False
+        for runtime in self.members:
+            runtime.free()
 
     def queue_callback(self) -> None:
         """Have the end of the running backward noticed, once."""
         if not self.has_callback:
-            self.has_callback = True
+            self.has_callback, self.delivers, self.creates_graph = True, False, False
             torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def add_reduction(self, reduction: Reduction) -> None:
@@ -101,20 +131,23 @@ class Tree:
         """Reduce what is left, await everything, and free."""
         self.has_callback = False
         reached, used = list(self.backward), list(self.used)
+        is_over = self.has_double and self.delivers and not self.creates_graph
         self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
-            for runtime in dict.fromkeys(r for reader in reached for r in (reader, *reader.lenders)):
+            for runtime in dict.fromkeys(r for reader in self._last(reached) for r in (reader, *reader.lenders)):
                 runtime.post_backward(is_end=True)
             self._await_or_leave()
-            for runtime in self.in_order():
+            for runtime in self.in_order() if self.delivers else ():
                 runtime.reduce_retained()
             self._await_or_leave()
             for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
                 if runtime.unit.settings.reshard_after_backward:
-                    runtime.reshard()
+                    runtime.reshard(keeps_storage=self.has_double)
             for runtime in dict.fromkeys((*reached, *used)):
                 runtime.unit.on_end_of_backward()
+        if is_over:
+            self.free_double()
         self.used.clear()
         self.last_forward = None
         for runtime in self.members:
@@ -124,6 +157,13 @@ class Tree:
             for runtime in self.members:
                 runtime.indices.clear()
                 runtime.drop_pending(is_end_of_backward=True)
+
+    def _last(self, reached: Sequence[Runtime]) -> list[Runtime]:
+        """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
+        gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
+        """
+        backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
+        return [*backwards, *(r for r in reached if r not in backwards)]
 
     def _await_or_leave(self) -> None:
         while self.in_flight:
@@ -138,12 +178,13 @@ class Tree:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""
         while self.in_flight:
             self.in_flight.popleft().discard()
-        self.has_callback = False
+        self.has_callback = self.delivers = False
         self.last_forward = None
         for collection in (self.order, self.backward, self.used):
             collection.clear()
         for runtime in self.members:
             runtime.reset()
+        self.free_double()
 
 
 class Reduction:

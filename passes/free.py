@@ -18,7 +18,8 @@ gets the graph without these nodes.
 
 Requires: the final order of collectives.
 Ensures: each awaited all-gather and all-to-all has one `free` after the last use of it and of its views.
-Leaves alone: buffers that the graph returns (kept for backward), and results that become gradients.
+Leaves alone: buffers that the graph returns (kept for backward), results that become gradients, and what the user gathers and
+    awaits more than once, so that several names stand for one buffer.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def free(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _buffers(gm: GraphModule) -> list[Node]:
-    """Waits whose result is a buffer made for the communication."""
-    return [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)]
+    """Waits whose result is a buffer made for the communication, and that nobody else awaits."""
+    waits = [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)]
+    return [w for w in waits if len(w.all_input_nodes[0].users) == 1]
 
 
 def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:

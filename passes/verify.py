@@ -51,7 +51,7 @@ from compiled_fsdp.schema import (
 from compiled_fsdp.spec import ParamSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.fx import GraphModule, Node
 
@@ -82,13 +82,17 @@ def lowered(gm: GraphModule, plan: Plan) -> Violations:
 
 def waited_once(gm: GraphModule, plan: Plan) -> Violations:
     """Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result."""
-    for node in starts(gm.graph):
+    for node in _ours(starts(gm.graph)):  # the user may await his own as often as he likes
         users = list(node.users)
         if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
-    for wait in find(gm.graph, WAIT):
+    for wait in _ours(find(gm.graph, WAIT)):
         if wait.all_input_nodes[0].target is WAIT:
             yield wait, f"%{wait.name} awaits %{wait.all_input_nodes[0].name}, which is no collective"
+
+
+def _ours(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if get_tag(node) is not None]
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:

@@ -127,4 +127,4 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
     tagged = {op._opname for op in ops if torch.Tag.cudagraph_unsafe in op.tags}
     users = {"all_reduce_hook", "custom_all_gather", "custom_reduce_scatter"}
     units = {"reduce_grad", "mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "gather_ahead"}
-    assert tagged == users | units | {"agree"}
+    assert tagged == users | units | {"agree", "watch_heads"}

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from compiled_fsdp.passes.delay_wait import delay_wait
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from compiled_fsdp.passes.verify import bounded_in_flight
-from passes_harness import PLAN, Hand, numel, unit
+from passes_harness import PLAN, Hand, aten, numel, unit
 from torch.fx import GraphModule
+from torch.utils.flop_counter import flop_registry
 
 import compiled_fsdp.backend  # noqa: F401  # registers "compiled_fsdp_eager"
 from compiled_fsdp import fully_shard
@@ -116,6 +118,37 @@ class TestCosts:
         assert flops(find(gm.graph, MM)[0]) == MATMUL
         assert traffic(start) == (BYTES, "shard")
         assert costs(1.0, 2.0).wire(start) == pytest.approx(2.0)
+
+    @pytest.mark.parametrize(("key_heads", "name"), [(8, "flash"), (2, "flash"), (2, "efficient")])
+    def test_attention_with_fewer_heads_for_keys_is_estimated(self, key_heads: int, name: str):
+        """Torch's formula takes them for an error."""
+        hand = Hand()
+        query, key = hand.input("q", 2, 8, 16, 4), hand.input("k", 2, key_heads, 16, 4)
+        op = getattr(aten, f"_scaled_dot_product_{name}_attention")
+        more = (None, False) if name == "efficient" else ()
+        node = hand.graph.call_function(op.default, (query, key, key, *more))
+        node.meta["val"] = [query.meta["val"]]
+        forward = 2 * 2 * 2 * 8 * 16 * 16 * 4
+        assert flops(node) == forward
+        backward = aten._scaled_dot_product_flash_attention_backward.default
+        rest = (None, None, None, None, 16, 16, 0.0, False, None, None)
+        node = hand.graph.call_function(backward, (query, query, key, key, query, *rest))
+        node.meta["val"] = [query.meta["val"]]
+        assert flops(node) == 2.5 * forward
+        assert costs(1.0, 1.0).compute(node) > 0.0
+
+    def test_what_a_formula_rejects_costs_its_traffic(self):
+        """Formulas are anybody's: `register_flop_formula`."""
+
+        def fails(*_: object, **__: object) -> int:
+            raise KeyError("no such layout")
+
+        gm = chain(1)
+        node, *_ = find(gm.graph, MM)
+        machine = replace(costs(1.0, 1.0), bandwidth=1e6)
+        with mock.patch.dict(flop_registry, {aten.mm: fails}):
+            assert flops(node) == 0.0
+            assert machine.compute(node) == machine.overhead + machine._traffic(node)
 
     def test_links_have_a_latency_and_a_bandwidth(self):
         assert Link(0.5, 100.0).seconds(200) == 2.5

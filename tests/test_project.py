@@ -17,7 +17,8 @@ FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob(
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
     version options torch_private ranges log spec layout keys errors plan
-    meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives meta ops
+    meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives extension handles resident reads
+    registered meta writes ops
     graph regions meaning costs choices planner
     fusion origins lifetimes halves memory
     records graph_json graph_record
@@ -25,8 +26,8 @@ ORDER = """
     report
     passes
     partition trial splitting budget pin_order inductor backend
-    arguments calibrate deferred in_flight gathers flat extension unit clock tree
-    resident full_params runtime stock_state fallback first_call
+    arguments calibrate deferred in_flight gathers flat unit clock tree
+    full_params runtime stock_state fallback first_call
     state fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__
     fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler

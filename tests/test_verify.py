@@ -31,7 +31,7 @@ from compiled_fsdp.spec import IN_BACKWARD
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
 (W,) = unit("u", {"w": (4, 2)})
 
@@ -47,6 +47,15 @@ def half(num_units: int = 3) -> GraphModule:
         x = hand.add(hand.add(x, hand.unshard(flat, a)), hand.unshard(flat, b))
         results.append(hand.add(hand.reduce_grad(x, flat, b), hand.reduce_grad(hand.compute(x), flat, a)))
     return hand.returns(x, *results)
+
+
+def ours(hand: Hand, is_awaited: bool = True) -> list[Node]:
+    """The start of a gather, and its wait."""
+    add = Builder(hand.end, hand.end, CommTag("gather", 0, (W,)))
+    add(ALL_GATHER, hand.input("flat", 4), 2, "shard")
+    if is_awaited:
+        add(WAIT, add.nodes[0])
+    return add.nodes
 
 
 BEFORE = tuple(itertools.takewhile(lambda entry: entry.name != "verify", HALF))
@@ -84,23 +93,23 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
 
     def test_waited_once(self):
         hand = Hand()
-        start = hand(ALL_GATHER, hand.input("flat", 4), 2, "shard")
+        start, wait = ours(hand)
         self.assertBroken(
-            hand.returns(hand(WAIT, start), hand.compute(start)),
+            hand.returns(wait, hand.compute(start)),
             """\
 after the pipeline: %all_gather_into_tensor_default is read by ['%wait_tensor_default', '%neg_default'].
 Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
--> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')
-   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
    %neg_default: f32[8] = neg(%all_gather_into_tensor_default)
    return [%wait_tensor_default, %neg_default]""",
         )
 
     def test_never_waited(self):
         hand = Hand()
-        hand(ALL_GATHER, hand.input("flat", 4), 2, "shard")
+        ours(hand, is_awaited=False)
         self.assertBroken(
             hand.returns(),
             """\
@@ -108,9 +117,28 @@ after the pipeline: %all_gather_into_tensor_default is read by [].
 Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
--> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
    return []""",
         )
+
+    def test_a_wait_of_a_wait(self):
+        hand = Hand()
+        add = Builder(hand.end, hand.end, CommTag("gather", 0, (W,)))
+        again = add(WAIT, add(WAIT, add(ALL_GATHER, hand.input("flat", 4), 2, "shard")))
+        with self.assertRaisesRegex(GraphInvariantError, "awaits %wait_tensor_default, which is no collective"):
+            verify(hand.returns(again), PLAN)
+
+    def test_the_user_may_await_his_own_as_often_as_he_likes(self):
+        """What is gathered and awaited twice has two names, and is not freed at the last use of one of them."""
+        hand = Hand()
+        x = hand.input("x", 4)
+        start = hand(ALL_GATHER, x, 2, "shard")
+        once, again = hand.compute(hand(WAIT, start)), hand.compute(hand(WAIT, start))
+        sent = hand(torch.ops._c10d_functional.all_to_all_single.default, x, [2, 2], [2, 2], "shard")
+        gm = hand.returns(once, again, hand.compute(hand(WAIT, hand(WAIT, sent))))
+        gm = run_pipeline(gm, PLAN, HALF)
+        self.assertUnchanged(verify, gm, PLAN)
+        assert not find(gm.graph, FREE)
 
     def test_gathered_once(self):
         hand = Hand()

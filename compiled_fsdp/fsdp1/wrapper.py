@@ -28,7 +28,7 @@ from compiled_fsdp.tree import in_backward, map_tensors
 from . import stock
 from .at_rest import AtRest, rest
 from .construct import check_arguments, flatten, settle_groups, wrap_children
-from .stock import TrainingState
+from .stock import StockFSDP, TrainingState
 from .unit import FlatUnit
 
 if TYPE_CHECKING:
@@ -194,7 +194,17 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
 
 
 def _rest_first(module: Any, *_: object) -> None:
-    """Before state is saved or loaded: the modules hold sharded parameters."""
+    """Before state is saved or loaded: the modules hold sharded parameters.
+
+    Raises:
+        AssertionError: a forward or backward of one of them is running.
+    """
+    for instance in StockFSDP.fsdp_modules(module):
+        if instance.training_state == TrainingState.FORWARD_BACKWARD:
+            raise AssertionError(
+                f"Expects the handle training to be IDLE but got {instance.training_state}: the state of "
+                f"{type(instance.module).__name__} cannot be saved or loaded while its forward or backward is running"
+            )
     rest(module)
 
 

@@ -183,7 +183,8 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
     issuing: how long the thread was busy with starting a collective.
     exposed: how long it stood in the wait, if the message was not there before; a wait for one that was there hides it.
     """
-    waits = dict(zip(graph.timeline["waits"], run.waits, strict=False))
+    awaited = list(zip(graph.timeline["waits"], run.waits, strict=False))
+    waits = {index: wait for index, wait in reversed(awaited) if index >= 0}  # a user may await his own again
     number = len(graph.timeline["collectives"])
     has_arrivals = all(c.name == CARRIED for c in run.carried[:number])
     found, busy = [], []
@@ -202,7 +203,7 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
                 "exposed": wait.end - wait.begin if wait and is_exposed else 0.0,
             }
         )
-    last = max((event.end for event in (*busy, *run.waits[: len(waits)])), default=run.begin)
+    last = max((event.end for event in (*busy, *run.waits[: len(awaited)])), default=run.begin)
     total = max(last, run.end or last) - run.begin
     return {"total": total, "times": found, "compute": _between(busy, run.begin, total), "has_arrivals": has_arrivals}
 

@@ -129,7 +129,7 @@ def _timeline(path: Path) -> dict[str, Any]:
     for executor in EXECUTORS:
         check.same_length(f"{executor}.times and collectives", found[executor]["times"], found["collectives"])
         _stretches(found[executor]["compute"], [NUMBER, NUMBER, str, str], f"{executor}.compute", check)
-    if not all(0 <= index < len(found["collectives"]) for index in found["waits"]):
+    if not all(-1 <= index < len(found["collectives"]) for index in found["waits"]):
         check.fail(f"waits names collectives out of 0 to {len(found['collectives']) - 1}")
     return found
 

@@ -26,8 +26,16 @@ def test_optimizers(two: Pool, optimizer: str) -> None:
     # capturable is refused on CPU tensors by AdamW itself, for plain tensors and DTensors alike
     if optimizer.endswith("capturable"):
         two.run(capturable_is_refused_alike)
-    else:
-        two.run(check_parity, Options("odd", steps=5, optimizer=optimizer))
+        return
+    options = Options("odd", steps=5, optimizer=optimizer)
+    if not optimizer.endswith("fused"):
+        two.run(check_parity, options)
+        return
+    # The fused kernel steps what lies beyond the last whole vector of a tensor by scalar code, which rounds otherwise (up to 1.2e-7
+    # for values near 1). So it is exact where tensors have the same lengths, as ours and stock's shards have wherever they lie, but
+    # not where an element of a shard is compared with the same element of the whole parameter.
+    two.run(check_parity, options, ("stock",))
+    two.run(check_parity, options, ("unsharded",), ("eager", "compiled"), 1e-5, 1e-6)
 
 
 def capturable_is_refused_alike() -> None:

@@ -289,3 +289,70 @@ def low_precision_hook(api: Api) -> None:
     for a, b in zip(model.parameters(), plain_model.parameters(), strict=True):
         if a.grad is not None:  # fp16 has three digits
             torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=1e-4)
+
+
+def test_order_of_hooks(two: Pool) -> None:
+    """A unit's gradient is complete when backward has come to the beginning of its forward: the root's is the last."""
+    two.run(eager_same, order_of_hooks)
+
+
+class Headed(nn.Module):
+    """Layers of different sizes, the first and the last of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
+        self.beside = nn.Linear(3, 6)
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.first(x)) + self.beside(x))
+
+
+def order_of_hooks(api: Api) -> Any:
+    found: list[Any] = []
+    for inner in (
+        ("layers.0", "layers.1"),
+        ("first", "layers.0", "layers.1", "beside"),
+        ("first", "layers", "beside", "head"),
+    ):
+        model = Headed()
+        for name in inner:
+            above, _, last = name.rpartition(".")
+            parent = model.get_submodule(above)
+            setattr(parent, last, api.wrap(getattr(parent, last)))
+        model = api.wrap(model)
+        order: list[int] = []
+
+        def hook(order: list[int], grad: torch.Tensor, out: torch.Tensor) -> None:
+            order.append(grad.numel())
+            dist.reduce_scatter_tensor(out, grad)
+
+        for _ in range(2):
+            if not order:
+                model.register_comm_hook(order, hook)
+            model(torch.randn(2, 3)).sum().backward()
+        found.append(order)
+    return found
+
+
+def test_state_inside_forward(two: Pool) -> None:
+    """Refused as stock refuses it, and the step goes on as if nobody had asked."""
+    two.run(eager_same, state_inside_forward)
+
+
+def state_inside_forward(api: Api) -> Any:
+    found: list[Any] = []
+    for use_orig_params in (True, False):
+        for asked in (0, 1):
+            model = api.blocks(use_orig_params=use_orig_params)
+            owner = (model, model[1])[asked]
+
+            def ask(*_: object, owner: Any = owner) -> None:
+                kind = outcome(owner.state_dict)
+                found.append(kind[0] if isinstance(kind, list) else "saved")
+
+            model[1].b.register_forward_hook(ask)
+            found += [train_step(model), plain(grads(model))]
+    return found
