@@ -62,5 +62,6 @@ def _fits(program: Program) -> bool:
         "to_float64" in names and (calls_first or program.way == "functional" or program.low_precision),
         sum(n.startswith(("tie_head", "load_assign")) for n in program.setup) > 1,
         "no_input_grad" in names and wants_grad,
+        program.low_precision and program.way == "functional",  # what is substituted would be fp32
     )
     return not any(wrong)

@@ -83,23 +83,30 @@ def every_backward_counts_as_whole() -> Iterator[None]:
 
 
 @plant
-def compiling_in_place_begins_in_torch() -> Iterator[None]:
-    """`module.compile()` starts at a frame of torch's own, where no graph begins."""
-    with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
-        yield
-
-
-@plant
-def units_share_a_code_object() -> Iterator[None]:
-    """After a graph break the ninth unit hits the recompile limit."""
-    with mock.patch.object(_ours("entry"), "own_copy", lambda function, module: function):
+def writes_in_a_trace_are_not_settled() -> Iterator[None]:
+    """After `clamp_` in a graph the second read of a parameter is of the old value."""
+    with mock.patch.object(_ours("writes"), "_written_storages", return_value=set()):
         yield
 
 
 @plant
 def stale_gathers_are_not_noticed() -> Iterator[None]:
     """Full parameters that were gathered before the sharded ones changed are used in eager mode."""
-    with mock.patch.object(_ours("full_params").FullParams, "versions_now", return_value=[]):
+    with mock.patch.object(_ours("full_params").FullParams, "drop_stale", return_value=None):
+        yield
+
+
+@plant
+def unused_heads_get_zeros() -> Iterator[None]:
+    """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then moves."""
+    with mock.patch.object(_ours("flat").FlatParam, "leave_out", return_value=None):
+        yield
+
+
+@plant
+def collectives_of_the_user_are_judged() -> Iterator[None]:
+    """The verifier refuses a collective of the user's that is awaited twice."""
+    with mock.patch.object(_ours("passes.verify"), "_ours", side_effect=list):
         yield
 
 
