@@ -1,4 +1,5 @@
 # `make train` and `make test` do all the set-up themselves: Python 3.10+, make and a C++ compiler are enough.
+# Another torch gets an environment of its own: make test TORCH=torch==2.15.0 VENV=.venv-2.15 (docs/torch_versions.md).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +8,8 @@ WORLD ?= 2
 LANES ?= 2
 ARGS ?=
 PY := $(VENV)/bin/python
-TYPED := build/typed
+TYPED := build/typed/$(notdir $(VENV))
+MYPY := $(VENV)/bin/mypy --cache-dir .mypy_cache/$(notdir $(VENV))
 
 .PHONY: train test test-browser test-clients soak lint types unit bench clean
 
@@ -25,8 +27,8 @@ types: $(VENV)/installed
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/compiled_fsdp
 	ln -s $(CURDIR)/compiled_fsdp/* $(TYPED)/compiled_fsdp/
 	rm $(TYPED)/compiled_fsdp/passes.py && ln -s $(CURDIR)/passes $(TYPED)/compiled_fsdp/passes
-	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy -p compiled_fsdp
-	MYPYPATH=$(TYPED):benchmarks $(VENV)/bin/mypy benchmarks
+	MYPYPATH=$(TYPED):benchmarks $(MYPY) -p compiled_fsdp
+	MYPYPATH=$(TYPED):benchmarks $(MYPY) benchmarks
 
 # Two lanes: while one waits, or runs what needs one process, the other has the cores.
 unit: $(VENV)/installed

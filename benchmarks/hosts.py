@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PREFIX = "cfsdp"
 INTERFACE = "wire"
@@ -141,7 +142,7 @@ def gloo_rate(num_in_flight: int, megabytes: int = 6, repeats: int = 10) -> floa
 
     shard = torch.zeros(megabytes * 2**20, dtype=torch.uint8)
     outputs = torch.empty(num_in_flight, WORLD_SIZE * shard.numel(), dtype=torch.uint8)
-    works: list[dist.Work] = []
+    works: list[Any] = []
     dist.all_gather_single(outputs[0], shard)
     dist.barrier()
     start = time.perf_counter()

@@ -221,19 +221,19 @@ def build_raw_collectives(job: Job) -> Step:
     full = [torch.zeros(numel * world) for numel in units]
     received = [torch.zeros(numel * world) for numel in units]
 
-    def gather(unit: int) -> dist.Work:
-        work: dist.Work = dist.all_gather_single(full[unit], shards[unit], async_op=True)
+    def gather(unit: int) -> Any:
+        work: Any = dist.all_gather_single(full[unit], shards[unit], async_op=True)
         return work
 
-    def exchange(unit: int) -> dist.Work:
-        work: dist.Work = dist.all_to_all_single(received[unit], full[unit], async_op=True)
+    def exchange(unit: int) -> Any:
+        work: Any = dist.all_to_all_single(received[unit], full[unit], async_op=True)
         return work
 
     forward = [(gather, unit) for unit in range(len(units))]
     backward = [(issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)]
 
     def step(_index: int) -> None:
-        works: list[dist.Work] = []
+        works: list[Any] = []
         for issue, unit in [*forward, *backward]:
             if len(works) == NUM_RAW_IN_FLIGHT:
                 works.pop(0).wait()

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
 from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
 from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
 from torch.distributed.fsdp import MixedPrecision as MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
 from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
@@ -36,6 +35,7 @@ from .explain import explain as explain
 from .explanation import Explanation as Explanation
 from .fallback import FallbackError as FallbackError
 from .fallback import set_fallback as set_fallback
+from .finalization import GradientReductionHandle as GradientReductionHandle
 from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp_module import FSDPModule as FSDPModule
 from .fsdp_module import UnshardHandle as UnshardHandle
@@ -47,6 +47,7 @@ from .plan import Plan as Plan
 from .plan import current_plan as current_plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
+from .precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .version import __version__ as __version__
 from .warmup import warmup as warmup
 
@@ -66,6 +67,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "GraphInvariantError",
     "Link",
     "LocalOptimStateDictConfig",

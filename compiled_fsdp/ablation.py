@@ -12,7 +12,7 @@ from functools import cache
 import torch.distributed as dist
 
 from .errors import warn_once
-from .torch_private import group_named
+from .torch_private import group_named, new_group
 
 
 def is_ablated(name: str) -> bool:
@@ -28,5 +28,4 @@ def is_ablated(name: str) -> bool:
 def fake_group(name: str) -> str:
     """The name of a fake group with the ranks of this one; made once, by all its ranks together."""
     ranks = dist.get_process_group_ranks(group_named(name))
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, backend="fake")
-    return made.group_name
+    return new_group(ranks, "fake").group_name

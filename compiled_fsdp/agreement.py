@@ -148,6 +148,23 @@ def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
     return _exchange(group, str(group.number), text)
 
 
+def everyones(name: str, what: str, mine: str) -> list[str]:
+    """What each rank of a group says to the same question; waits until all have said it.
+
+    Raises:
+        DivergenceError: some rank has come to something else.
+    """
+    group = _group(name)
+    if group is None:
+        return [mine]
+    key = f"said/{group.number + 1}"
+    group.store.set(f"{key}/{group.rank}", mine)
+    texts = agree(group.process_group, what)
+    if texts is not None:
+        raise DivergenceError(describe(group.process_group, texts))
+    return [group.store.get(f"{key}/{rank}").decode() for rank in range(group.size)]
+
+
 def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
     """Publish, and wait for the others; see the note above."""
     digest = _digest(text)

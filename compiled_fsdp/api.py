@@ -31,6 +31,7 @@ from .fsdp_module import FSDPModule
 from .inductor import install_passes
 from .mesh import resolve_mesh, resolve_placement, resolve_reshard
 from .module import shard_classes, share_params
+from .precision import ask_override, check_grad_dtype
 from .state import State, adopt_nested, get_state
 from .tensor_parallel import place
 from .torch_private import is_replicated, local_tensor, plain_name, uncompiled
@@ -100,7 +101,8 @@ def fully_shard(
         reshard_after_forward: True drops the unsharded parameters after forward and gathers them again in backward;
             False keeps them; an int (a factor of the shard size) keeps a slice on groups of that size; None means True,
             but False for the outermost unit.
-        mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class.
+        mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class. Without `reduce_dtype`, gradients are
+            reduced as the installed torch does it: in the parameters' own dtype since torch 2.15, in `param_dtype` before.
         shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must divide evenly), or torch's
             `ShardPlacementResult` with a mesh of its own.
         offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes nothing; else not there yet.
@@ -123,7 +125,7 @@ def fully_shard(
     _check_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
-    params = _managed_params(managed, modules, ignored_params or set(), shard_placement_fn, info)
+    params = _managed_params(managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy)
     _check_reshard(reshard, params)
     lent = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
@@ -152,12 +154,12 @@ def _note_options(
     """What this call was asked for, and what of it has had its effect by now."""
     for name, value in asked.items():
         unit.options.ask(name, value)
-    for field in fields(_FULL_PRECISION):
-        unit.options.ask(f"mp_policy.{field.name}", getattr(mp_policy, field.name), getattr(_FULL_PRECISION, field.name))
+    for field in fields(mp_policy):
+        unit.options.ask(f"mp_policy.{field.name}", getattr(mp_policy, field.name), field.default)
     if isinstance(offload, CPUOffloadPolicy):
         unit.options.ask("offload_policy", offload)
         unit.options.consume("fully_shard: parameters are on the CPU as it is", "offload_policy")
-    unit.options.consume("fully_shard", "shard_placement_fn", "dp_mesh_dims")
+    unit.options.consume("fully_shard", "shard_placement_fn", "dp_mesh_dims", "mp_policy.param_dtype_override_fn")
     if any(id(p) in params for p in asked["ignored_params"] or ()):
         unit.options.consume("fully_shard", "ignored_params")
 
@@ -272,6 +274,7 @@ def _managed_params(
     ignored: set[nn.Parameter],
     placement_fn: Callable[[nn.Parameter], Any] | None,
     info: MeshInfo,
+    policy: MixedPrecisionPolicy,
 ) -> list[Original]:
     """Each parameter once, with everything that holds it, its name under the first root that has it, and how it is cut."""
     skip = {id(p) for p in ignored}
@@ -294,7 +297,16 @@ def _managed_params(
                     if placement_fn:
                         dim, own = resolve_placement(placement_fn(parameter), path, local_tensor(parameter), info)
                     mesh, placements = place(parameter, path, dim, own)
-                    originals[id(parameter)] = Original(parameter, [], uncompiled(root), path, dim, own, (mesh, placements))
+                    originals[id(parameter)] = Original(
+                        parameter,
+                        [],
+                        uncompiled(root),
+                        path,
+                        dim,
+                        own,
+                        (mesh, placements),
+                        ask_override(policy, parameter, path),
+                    )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
 
@@ -322,6 +334,7 @@ def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> No
             f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} {parameter.stride()=}). "
             "Call .contiguous() on it before sharding"
         )
+    check_grad_dtype(parameter, name)
 
 
 def _move_to_device(managed: Sequence[nn.Module], params: Sequence[nn.Parameter], device: torch.device) -> None:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, pairwise
-from operator import itemgetter
+from operator import and_, itemgetter
 from typing import TYPE_CHECKING
 
 from . import meta
+from .consensus import agreed, depends_on_shapes
 from .errors import warn_once
 from .graph import backward_nodes, find, last_read, order
 from .regions import find_regions
@@ -43,7 +45,24 @@ TRIALS = 5  # at most, after the first
 
 
 def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
-    """The plan for this joint graph, with `kept` chosen; the plan as it is without a budget or without a backward."""
+    """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or without a backward."""
+    mine = _fit_here(gm, plan, is_fused=is_fused)
+    if mine is plan or not depends_on_shapes(plan):
+        return mine
+    candidates = [move.param for move in _moves(gm.graph)]
+    kept, dropped = set(mine.kept), set(mine.dropped)
+    words = [(param in kept) + 2 * (param not in dropped) for param in candidates]
+    words = agreed(gm.graph, plan, "memory", words, lambda told: [reduce(and_, each) for each in zip(*told, strict=True)])
+    chosen = dict(zip(candidates, words, strict=True))
+    return replace(
+        mine,
+        kept=tuple(param for param in mine.kept if chosen[param] & 1),
+        dropped=tuple(dict.fromkeys(param for param in candidates if not chosen[param] & 2)),
+    )
+
+
+def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+    """The same for this rank's shapes."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
     meta.begin_pass(gm, "fit_budget")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import collectives as comm
-from .torch_private import contiguous_stride, preserve_version
+from .torch_private import allocate, contiguous_stride, preserve_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .flat import ShardedParam
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # optional; known to stock since torch 2.15
 WHY_EAGER = "an all-gather extension (fsdp_pre_all_gather) is Python between collectives"
 
 
@@ -34,7 +35,7 @@ def has_extension(thing: Tensor | type[Tensor], name: str) -> bool:
     """Whether a parameter's local tensor, or its class, brings an all-gather of its own.
 
     Raises:
-        AssertionError: it has one of the two methods without the other.
+        AssertionError: it has one of the two methods without the other, or neither and says when to release what they gather.
     """
     has_pre, has_post = hasattr(thing, PRE), hasattr(thing, POST)
     if has_pre != has_post:
@@ -43,7 +44,23 @@ def has_extension(thing: Tensor | type[Tensor], name: str) -> bool:
             f"fully_shard: parameter {name} is a {kind.__name__} with {PRE if has_pre else POST} and without "
             f"{POST if has_pre else PRE}; an all-gather extension needs both. Define the other, or neither"
         )
+    if hasattr(thing, RELEASE) and not has_post:
+        raise AssertionError(
+            f"fully_shard: parameter {name} defines {RELEASE} and neither {PRE} nor {POST}. Define them, or leave it out"
+        )
     return has_pre
+
+
+def releases_outputs(local: Any, name: str) -> bool:
+    """Whether a subclass says that what it has built does not need what was gathered.
+
+    Raises:
+        AssertionError: it says something else than a bool.
+    """
+    answer = getattr(local, RELEASE, lambda: False)()
+    if not isinstance(answer, bool):
+        raise AssertionError(f"fully_shard: {RELEASE} of parameter {name} returned {answer!r}; should return a bool")
+    return answer
 
 
 class Extension:
@@ -62,6 +79,7 @@ class Extension:
         self.sizes: list[torch.Size] = []
         self.outputs: list[Tensor] = []
         self.inner: tuple[Tensor, ...] = ()
+        self.releases = releases_outputs(param.local, param.fqn)
 
     def inputs(self) -> list[Tensor]:
         """What this rank contributes, as the subclass has it now.
@@ -95,10 +113,15 @@ class Extension:
 
     def fill(self, gathered: Sequence[Tensor]) -> None:
         """Build the full parameter, or fill it again, from one gathered tensor for each input."""
+        self._build(gathered)
+        for output in self.outputs if self.releases else ():
+            output.untyped_storage().resize_(0)
+
+    def _build(self, gathered: Sequence[Tensor]) -> None:
         if not self.outputs:
             self.outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in gathered]
         for output, tensor in zip(self.outputs, gathered, strict=True):
-            output.untyped_storage().resize_(output.numel() * output.itemsize)
+            allocate(output, output.numel() * output.itemsize)
             with preserve_version(output):
                 output.copy_(tensor)
         outputs = tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
@@ -111,7 +134,7 @@ class Extension:
             self.param.set_gathered(torch.as_strided(full, shape, contiguous_stride(shape), 0))
             return
         for tensor in self.inner:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            allocate(tensor, tensor.numel() * tensor.itemsize)
         with preserve_version(self.param.unsharded):
             local.fsdp_post_all_gather(outputs, metadata, self.param.spec.dtype, out=self.param.unsharded)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch._dynamo.utils as dynamo
 
+from .entry import RENEWALS, OverrunError, overrun
 from .errors import warn_once
+from .torch_private import last_recompile
 from .unit import original_class
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 _policy: Literal["warn", "error"] = "warn"
+_overrun: set[str] = set()  # units that were told of
 _last_seen: object = None  # the newest entry of Dynamo's list that was looked at
 
 
@@ -71,6 +74,34 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
         if _policy == "error":
             raise FallbackError(f'{text}; set_fallback("error") makes this an error')
         warn_once(text)
+
+
+def note_overrun(unit: Unit, module: Any) -> None:
+    """A unit's hook runs outside a graph: if Dynamo will not compile the unit again, say so, and let its call begin anew.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+        OverrunError: for `FSDPModule.__call__`.
+    """
+    code = overrun(module)
+    if code is None:
+        return
+    times, why = torch._dynamo.config.recompile_limit, last_recompile(code)
+    unit.why_eager[f"compiled {times} times (torch._dynamo.config.recompile_limit)"] = None
+    text = (
+        f"compiled_fsdp: unit {unit.name!r} was compiled {times} times, which is torch._dynamo.config.recompile_limit\n"
+        f"  last because {why}\n"
+        f"It is compiled up to {RENEWALS * times} times more, and then runs eagerly. Mark sizes that change from call to call with "
+        "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
+    )
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    if unit.name not in _overrun:
+        _overrun.add(unit.name)
+        warn_once(text)
+    if module.__dict__.setdefault("_fsdp_renewals", 0) < RENEWALS:
+        module.__dict__["_fsdp_renewals"] += 1
+        raise OverrunError
 
 
 def _contains(unit: Unit, frame: FrameSummary) -> bool:

@@ -59,6 +59,7 @@ class ShardedParam:
     fqn: name relative to the outermost `fully_shard` module known so far.
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
     full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
@@ -71,6 +72,7 @@ class ShardedParam:
     sharded: nn.Parameter
     layout: ShardLayout
     full: Full | None = None
+    compute: torch.dtype | None = None
     unsharded: nn.Parameter | None = None
     is_borrowed: bool = False
     fqn: str = ""
@@ -423,7 +425,9 @@ class FlatParam:
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
                 view.copy_(local)
-                param.sharded._local_tensor = view  # type: ignore[attr-defined]  # `.data` would leave it as it is
+                placed = make_dtensor(view.data, param.sharded)
+                param.sharded.data = placed  # takes over all but the local tensor; Dynamo looks at the offset
+                param.sharded._local_tensor = placed._local_tensor  # type: ignore[attr-defined]
             if flat.device.type == fresh.device.type:
                 flat.data = fresh
                 return

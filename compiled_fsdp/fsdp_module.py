@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
+from .entry import OverrunError, call_of, renewed
+from .finalization import GradientReductionHandle
 from .registered import named_in_trace
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
-from .torch_private import is_call_compiled, never_traced_alone, untraced
+from .torch_private import forgets_gradients, is_call_compiled, never_traced_alone, untraced
 from .unit import Settings, originals
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ SETTERS = {
     "force_sum": "set_force_sum_reduction_for_comms",
     "reduce_unused": "set_reduce_scatter_unused_params",
     "max_reductions_in_flight": "set_reduce_scatter_max_input_buffers",
+    "keep_unsharded_storage": "set_keep_unsharded_storage",
     "all_reduce_hook": "set_all_reduce_hook",
     "all_gather": "set_custom_all_gather",
     "reduce_scatter": "set_custom_reduce_scatter",
@@ -80,9 +83,11 @@ class FSDPModule(StockFSDPModule):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018
             return self._fsdp_call(args, kwargs)
-        _before_call(self, is_call_compiled(self))
+        call = _before_call(self, is_call_compiled(self))
         try:
-            return self._fsdp_call(args, kwargs)
+            return call(self, args, kwargs)
+        except OverrunError:
+            return renewed(self)(self, args, kwargs)
         except RuntimeError as error:
             _explain(self, error)
             raise
@@ -106,6 +111,14 @@ class FSDPModule(StockFSDPModule):
         state: State = self._get_fsdp_state()
         return state
 
+    def _fsdp_root(self, method: str) -> State:
+        state = self._fsdp_own()
+        if not state.unit.is_outermost:
+            raise RuntimeError(
+                f"{method}: called on {state.unit.name!r}, which is inside another sharded module. Call it on the outermost one"
+            )
+        return state
+
     # -- parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -125,18 +138,18 @@ class FSDPModule(StockFSDPModule):
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: await what is under way, free everything, drop unreduced gradients.
 
+        As in stock, all gradients are dropped on torch 2.15 and later.
+
         Raises:
             RuntimeError: called on a module inside another sharded one.
         """
-        state = self._fsdp_own()
-        if not state.unit.is_outermost:
-            raise RuntimeError(
-                f"reset_iter_state: called on {state.unit.name!r}, which is inside another sharded module. Call it on the "
-                "outermost one"
-            )
+        state = self._fsdp_root("reset_iter_state")
         state.runtime.tree.reset()
         for below in states_below(self):  # type: ignore[arg-type]
             below.unit.drop_gradients()
+            if forgets_gradients():
+                for param in below.unit.params:
+                    param.sharded.grad = None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Before `to`, `to_empty` and the like: reshard; after: bring the parameters back into the flat buffers."""
@@ -209,6 +222,56 @@ class FSDPModule(StockFSDPModule):
         state = self._fsdp_own()
         state.runtime.tree.is_last_backward = is_last_backward
         state.unit.options.ask("set_is_last_backward", is_last_backward, True)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """With True, the end of a backward is up to the caller: `finalize_backward`, after all backwards that belong together.
+
+        Until then gradients may be missing, and full parameters still be there. It supersedes `set_is_last_backward`. A graph
+        reduces what it computes inside backward, as ever; what backwards without synchronization have kept waits for the call.
+
+        Raises:
+            RuntimeError: called on a module inside another sharded one, or between a backward and its finalization.
+        """
+        check_bool("set_manual_backward_finalization", enabled=enabled)
+        state = self._fsdp_root("set_manual_backward_finalization")
+        state.runtime.tree.finalization.set_manual(state.runtime, enabled=enabled)
+        state.unit.options.ask("set_manual_backward_finalization", enabled, False)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    @untraced
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what is left of the backwards since the last call, await it, and free; before the first forward, nothing.
+
+        With `async_op` it is started only; the handle's `wait()` must come before the gradients are used, and before the next
+        forward.
+
+        Raises:
+            RuntimeError: called on a module inside another sharded one, while a backward runs, without
+                `set_manual_backward_finalization(True)`, before the handle of the last call was awaited, or with gradients that
+                are not all-reduced (HSDP).
+        """
+        check_bool("finalize_backward", async_op=async_op)
+        state = self._fsdp_root("finalize_backward")
+        if not state.is_checked:
+            return GradientReductionHandle() if async_op else None
+        state.unit.options.consume("finalize_backward", "set_manual_backward_finalization")
+        return state.runtime.tree.finalization.finalize(state.runtime, is_async=async_op)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """With True, the storage of full parameters stays allocated when they are dropped, at the same addresses.
+
+        In eager mode. A graph has buffers of its own, whose addresses Inductor's CUDA graphs keep; there it changes nothing.
+        """
+        check_bool("set_keep_unsharded_storage", keep=keep, recurse=recurse)
+        self._fsdp_set(recurse, keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this module's parameters: for those that no gradient depends on.
@@ -399,8 +462,9 @@ def _explain(module: FSDPModule, error: RuntimeError) -> None:
 
 
 @untraced
-def _before_call(module: FSDPModule, is_compiled: bool) -> None:
+def _before_call(module: FSDPModule, is_compiled: bool) -> Callable[..., Any]:
     module._fsdp_own().before_call(is_compiled=is_compiled)
+    return call_of(module)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -18,10 +18,12 @@ from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
 from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
 from .handles import APART
+from .precision import policy_of
 from .resident import drop as drop_resident
 from .resident import num_steps
-from .torch_private import preserve_version
+from .torch_private import allocate, preserve_version
 from .tree import in_backward
+from .writes import say_it_is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +47,7 @@ class FullParams:
     """Gathers and frees the parameters of one unit.
 
     is_unsharded: the modules hold full parameters.
+    full_versions: of the full parameters when they were filled: users may write to them.
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
@@ -61,6 +64,7 @@ class FullParams:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_unsharded = False
+        self.full_versions: list[tuple[ShardedParam, Tensor, int]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
@@ -159,6 +163,7 @@ class FullParams:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
+        self.full_versions = [(p, p.unsharded, p.unsharded._version) for p in self.unit.params if p.unsharded is not None]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
@@ -168,6 +173,9 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
+        for param, full, version in self.full_versions:
+            if not (param.is_borrowed or param in self.extensions) and full._version != version:
+                say_it_is_lost(param.fqn)
         for param in self.unit.params:
             param.register(param.sharded)
         self.is_unsharded = False
@@ -176,7 +184,10 @@ class FullParams:
             self.free()
 
     def free(self) -> None:
-        """Empty the storage of full parameters that are not registered."""
+        """Empty the storage of full parameters that are not registered, unless it is to be kept."""
+        self.unit.options.consume(WHO, "set_keep_unsharded_storage")
+        if self.unit.settings.keep_unsharded_storage:
+            return
         for param in self.unit.params if not self.is_unsharded else ():
             if param in self.extensions:
                 self.extensions[param].free()
@@ -235,7 +246,8 @@ class FullParams:
         for flat in self.unit.flats:
             for param in flat.params:
                 if param.handle is APART and param not in self.extensions:
-                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, self.unit.mp_policy)
+                    own = policy_of(self.unit.mp_policy, param.compute)
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
         gathers = []
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
@@ -278,7 +290,7 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
     full = param.gathered
     columns = comm.columns(comm.call, gathered, specs, place)
     with preserve_version(full):
-        full.untyped_storage().resize_(columns.numel() * columns.element_size())
+        allocate(full, columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())
         apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
         apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))

@@ -24,13 +24,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import collectives as comm
 from . import dump, gloo
+from .consensus import depends_on_shapes, settle_costs
 from .errors import warn_once
 from .graph import erase_all, find, value
 from .graph_record import GraphRecord
 from .heads import add_heads, note_heads
 from .meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
 from .partition import install_partitioner
-from .pin_order import pin_order
+from .pin_order import keep_simple_overlap_out, pin_order
 from .plan import current_plan
 from .schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .sequence import add_agreement, owner
@@ -96,7 +97,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         warn_once(
             "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this backend copies, as with 'copy'"
         )
-    plan = fit_split(gm, current_plan().executed_by(is_fused=is_fused))
+    plan = fit_split(gm, settle_costs(gm.graph, current_plan().executed_by(is_fused=is_fused)))
     writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
 
     def after_pass(gm: GraphModule, entry: Pass) -> None:
@@ -135,8 +136,12 @@ class JointPass(CustomGraphPass):
         run_joint(_module(graph), is_fused=True)
 
     def uuid(self) -> Any:
-        """Version and plan; None while dumping, so that the cache is bypassed and every pass really runs."""
-        return None if dump.folder() else f"compiled_fsdp joint {source_hash()} {current_plan()}"
+        """See `_cached_as`."""
+        return (
+            None
+            if dump.folder() or depends_on_shapes(current_plan())
+            else f"compiled_fsdp joint {source_hash()} {current_plan()}"
+        )
 
 
 class HalfPass(CustomGraphPass):
@@ -159,7 +164,11 @@ class HalfPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """As for `JointPass`."""
-        return None if dump.folder() else f"compiled_fsdp half {source_hash()} {current_plan()}"
+        return (
+            None
+            if dump.folder() or depends_on_shapes(current_plan())
+            else f"compiled_fsdp half {source_hash()} {current_plan()}"
+        )
 
 
 class PinPass(CustomSchedulerPass):  # type: ignore[misc]
@@ -197,6 +206,14 @@ class Chain(CustomGraphPass):
         return None if None in ids else str(ids)
 
 
+def _cached_as(name: str) -> str | None:
+    """Version and plan; None, so that the cache is bypassed and every pass really runs: while dumping, and where ranks decide
+    together (`consensus.py`).
+    """
+    plan = current_plan()
+    return None if dump.folder() or depends_on_shapes(plan) else f"compiled_fsdp {name} {source_hash()} {plan}"
+
+
 def _module(graph: Graph) -> GraphModule:
     module: GraphModule = graph.owning_module  # type: ignore[assignment]
     return module
@@ -214,6 +231,7 @@ def install_passes() -> None:
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
+    keep_simple_overlap_out()
     install_partitioner()
 
 

@@ -21,6 +21,7 @@ import torch
 
 from . import collectives as comm
 from .graph import CAT, find, is_sum, output, placeholders, sum_root, value
+from .meta import get_tag
 from .regions import Region, find_regions
 from .schema import (
     ADD_RETAINED,
@@ -110,10 +111,25 @@ class Lowered:
     """
 
     def __init__(self) -> None:
-        self.stands_for: dict[Expr, Expr] = {}
+        self.stands_for: dict[Expr, list[tuple[tuple[ParamSpec, ...], Expr]]] = {}
         self.effects: list[Expr] = []
         self.left: set[Expr] = set()
         self.parts: dict[Expr, list[Part]] = {}
+
+    def add(self, expr: Expr, specs: tuple[ParamSpec, ...], result: Expr) -> None:
+        """In a communication of these parameters, `expr` stands for `result`."""
+        self.stands_for.setdefault(expr, []).append((specs, result))
+
+    def of(self, expr: Expr, node: Node) -> Expr:
+        """What the expression of a node stands for.
+
+        Two units whose gradients are equal, as the biases of parallel branches, are reduced by the same expression: each
+        communication is its own unit's then.
+        """
+        found = self.stands_for.get(expr, [])
+        tag = get_tag(node) if len(found) > 1 else None
+        own = [result for specs, result in found if tag is not None and specs == tag.specs]
+        return (own or [result for _, result in found] or [expr])[-1]
 
 
 class Gather(NamedTuple):
@@ -150,7 +166,7 @@ class Captured:
         self.gathers: dict[ParamSpec, list[Gather]] = {}
         self.reduces: dict[ParamSpec, list[Reduce]] = {}
         self.inputs = interface(placeholders(graph))
-        exprs, effects = _walk(graph, self.run, {}, self._note)
+        exprs, effects = _walk(graph, self.run, lambda expr, _: expr, self._note)
         self.outputs = [None if _is_kept(e) else e for e in _returned(graph, exprs)]
         self.effects = [e for e in effects if e is not None]
         self.num_reduced = sum(len(found) for found in self.reduces.values())
@@ -198,7 +214,7 @@ class Captured:
         carried = Counter(self._is_reduced(region) for region in find_regions(graph, "reduce"))
         if carried[False]:
             yield output(graph), "a reduction carries gradients that were not captured"
-        exprs, effects = _walk(graph, self.run, lowered.stands_for)
+        exprs, effects = _walk(graph, self.run, lowered.of)
         end = output(graph)
         stepped = {exprs[node.args[0]] for node in find(graph, STEP)}  # type: ignore[index]
         wanted = [None if expr in lowered.left | stepped else expr for expr in self.outputs]
@@ -247,7 +263,7 @@ class Captured:
         specs = tuple(spec for part in parts for spec in part.specs)
         members = [member for part in parts for member in part.members]
         placed = comm.place_bucket(self.run, self.run(CAT, [part.reduced for part in parts]), specs, members[0].numel)
-        lowered.stands_for[placed] = self.run.sum_of(term for member in members for term in member.result.terms)
+        lowered.add(placed, (), self.run.sum_of(term for member in members for term in member.result.terms))
 
     def _gather(self, region: Region, members: tuple[Gather, ...], lowered: Lowered) -> None:
         specs, first = region.tag.specs, members[0].source
@@ -255,12 +271,14 @@ class Captured:
         if any(node.target is GATHER_AHEAD for node in region.nodes):
             run = Ahead(self.run, first.flat, specs[0].offset, sum(s.shard_numel for s in specs))
         if len(specs) == 1:
-            lowered.stands_for[comm.unshard(run, first.flat, first.numel, first.dtype, specs[0])] = members[0].result
+            full = comm.unshard(run, first.flat, first.numel, first.dtype, specs[0])
+            lowered.add(full, specs, members[0].result)
             return
         gathered = comm.gather_bucket(run, [(m.source, s) for m, s in zip(members, specs, strict=True)])
         for place, member in enumerate(members):
             for is_copied in (True, False):
-                lowered.stands_for[comm.copy_out(run, gathered, specs, place, is_copied=is_copied)] = member.result
+                copied = comm.copy_out(run, gathered, specs, place, is_copied=is_copied)
+                lowered.add(copied, specs, member.result)
 
     def _reduce(self, region: Region, members: tuple[Reduce, ...], lowered: Lowered) -> None:
         run, specs, first = self.run, region.tag.specs, members[0]
@@ -283,7 +301,8 @@ class Captured:
             placed = comm.place(run, reduced, first.numel, specs[0])
         else:
             placed = comm.place_bucket(run, reduced, specs, first.numel)
-        lowered.stands_for[placed] = lowered.stands_for[run(torch.ops.aten.clone.default, result)] = result
+        for expr in (placed, run(torch.ops.aten.clone.default, result)):
+            lowered.add(expr, specs, result)
 
     def _parts(self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered) -> None:
         """Flat gradients of several units, out of one reduction."""
@@ -295,7 +314,8 @@ class Captured:
             stop = start + sum(spec.shard_numel for spec in specs)
             part = comm.part_of_bucket(self.run, reduced, start, stop)
             placed = comm.place_bucket(self.run, part, specs, unit[0][0].numel)
-            lowered.stands_for[placed] = self.run.sum_of(term for member, _ in unit for term in member.result.terms)
+            result = self.run.sum_of(term for member, _ in unit for term in member.result.terms)
+            lowered.add(placed, region.tag.specs, result)
             start = stop
 
 
@@ -316,7 +336,7 @@ def has_effect(op: Any) -> bool:
 def _walk(
     graph: Graph,
     run: Expressions,
-    stands_for: dict[Expr, Expr],
+    stands_for: Callable[[Expr, Node], Expr],
     note: Callable[[Node, dict[Node, Expr]], Expr | None] | None = None,
 ) -> tuple[dict[Node, Expr], list[Expr]]:
     """The expression of every node, and those with effects."""
@@ -328,7 +348,7 @@ def _walk(
         elif node.op == "call_function" and node.target is not FREE:
             special = note(node, exprs) if note else None
             exprs[node] = special or _expression(node, run, exprs)
-            exprs[node] = stands_for.get(exprs[node], exprs[node])
+            exprs[node] = stands_for(exprs[node], node)
     return exprs, list(run.effects)
 
 

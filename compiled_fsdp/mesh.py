@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .spec import Reduction
-from .torch_private import concatenate, flatten
+from .torch_private import concatenate, flatten, new_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -110,7 +110,7 @@ def twin_group(group: dist.ProcessGroup) -> str:
     """The name of a second group with the same ranks; made once for each group, by all its ranks together."""
     if group.group_name not in _twins:
         ranks = dist.get_process_group_ranks(group)
-        _twins[group.group_name] = dist.new_group(ranks, use_local_synchronization=True, backend=dist.get_backend(group))
+        _twins[group.group_name] = new_group(ranks, dist.get_backend(group))
     return _twins[group.group_name].group_name
 
 

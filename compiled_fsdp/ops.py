@@ -17,7 +17,7 @@ from .options import of_unit
 from .runs import note_run
 from .schema import REDUCE_GRAD, library
 from .spec import REGISTRY, ParamSpec
-from .torch_private import before_backend, group_named, reduce_op, register_work
+from .torch_private import before_backend, group_named, is_dynamo_faking, reduce_op, register_work
 from .writes import settle_writes
 
 if TYPE_CHECKING:
@@ -164,6 +164,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (flat,) = ctx.saved_tensors
+    if is_dynamo_faking(grad):
+        spec = ParamSpec.of(ctx.spec)
+        raise NotImplementedError(
+            f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by loss.backward() or "
+            "torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True). Gradients of sharded parameters arrive only in "
+            "a backward that autograd runs: nothing would be trained. Return the loss from the compiled function and call "
+            "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the graph there"
+        )
     return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
 
 

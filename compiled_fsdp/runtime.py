@@ -54,6 +54,16 @@ class Runtime(FullParams):
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = self.is_apart = self.was_reached = False
+        self._root = weakref.ref(self)
+
+    @property
+    def root(self) -> Runtime:
+        """That of the outermost sharded module around this one's, or itself."""
+        return self._root() or self
+
+    def enter(self, root: Runtime) -> None:
+        """This unit is inside the outermost module of another by now."""
+        self._root = weakref.ref(root)
 
     def borrow(self, lender: Runtime) -> None:
         """Parameters of `lender`'s unit are read in this unit's forward too."""
@@ -182,7 +192,8 @@ class Runtime(FullParams):
         map_tensors(collect, inputs)
         if not found:
             return inputs
-        watched = iter(_Watch.apply(self, _probe(), *found))  # type: ignore[no-untyped-call]
+        function: Any = _Watch
+        watched = iter(function.apply(self, _probe(), *found))
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self) -> None:

@@ -13,14 +13,14 @@ from . import optimizer_steps
 from .calibrate import calibrate_plan
 from .errors import warn_once
 from .extension import WHY_EAGER
-from .fallback import note_eager_unit
+from .fallback import note_eager_unit, note_overrun
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .options import of_unit
 from .reads import begin_forward, end_forward
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
-from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name
+from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,8 +66,10 @@ class State:
         calibrate_plan(list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)))
         self.is_checked = True
 
-    def note_eager(self) -> None:
+    @untraced
+    def note_eager(self, module: nn.Module) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
+        note_overrun(self.unit, module)
         note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
 
     def before_call(self, *, is_compiled: bool) -> None:
@@ -153,6 +155,7 @@ def adopt_nested(root: nn.Module) -> None:
     for state in distinct(get_state(module) for module in paths):
         if state is not outer:
             state.unit.adopt(paths, is_nested=True)
+            state.runtime.enter(outer.runtime)
             if state.runtime.tree is not outer.runtime.tree:
                 outer.runtime.tree.absorb(state.runtime.tree)
 
@@ -188,7 +191,7 @@ class PreForward:
                 torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
             begin_forward(self.unit_key)
             return args, kwargs
-        self.state.note_eager()
+        self.state.note_eager(module)
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))
         return result
 

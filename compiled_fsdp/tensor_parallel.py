@@ -84,7 +84,8 @@ def key_of(full: Full | None) -> str:
 @traced_as_it_is
 def as_dtensor(local: Tensor, key: str) -> Tensor:
     """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is, AOTAutograd traces through it."""
-    result: Tensor = _AsDTensor.apply(local, _fulls[key])  # type: ignore[no-untyped-call]
+    function: Any = _AsDTensor
+    result: Tensor = function.apply(local, _fulls[key])
     return result
 
 

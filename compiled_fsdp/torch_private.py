@@ -1,4 +1,4 @@
-"""Private torch APIs that are neither collectives nor compiler hooks, in one place. Tried on torch 2.13."""
+"""Private torch APIs that are neither collectives nor compiler hooks, in one place. Tried on torch 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch._logging._internal
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import Unsupported
@@ -20,16 +21,19 @@ from torch._dynamo.utils import guard_failures
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import CompileContext
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.utils import _apply_to_tensors
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +48,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Since torch 2.15; before, there is nothing that a handle could be taken for.
+StockGradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
+
+
 def without_code() -> AbstractContextManager[None]:
     """Graph modules that torch makes in this context get code when they are called, not before; tried on 2.11 and 2.13."""
     return _use_lazy_graph_module(True)
@@ -53,6 +61,16 @@ def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModul
     """A graph module that gets code when it is called, not before."""
     with without_code():
         return _make_graph_module(root, graph)
+
+
+def reduces_in_grad_dtype() -> bool:
+    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None: since torch 2.15; before, as it computes."""
+    return hasattr(FSDPParam, "unsharded_grad_dtype")
+
+
+def forgets_gradients() -> bool:
+    """Whether stock's `reset_iter_state` drops also gradients that are reduced: since torch 2.15, with what else is new there."""
+    return hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward")
 
 
 def backward_number() -> int:
@@ -231,6 +249,13 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    """A process group that its own ranks make together; torch's annotation since 2.15 knows also who is not among them."""
+    made: Any = dist.new_group(ranks, use_local_synchronization=True, backend=backend)
+    group: dist.ProcessGroup = made
+    return group
+
+
 def group_store(group: dist.ProcessGroup, prefix: str) -> Any:
     """The group's key-value store below a prefix: get, set, check and clone."""
     return PrefixStore(prefix, group.get_group_store())
@@ -250,6 +275,13 @@ def register_work(tensor: Tensor, work: Any) -> None:
 def reduce_op(name: str) -> Any:
     """The `ReduceOp` that functional collectives call by this name."""
     return {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[name]
+
+
+def allocate(tensor: Tensor, num_bytes: int) -> None:
+    """Give a tensor's storage this size; one that has it stays where it is (`resize_` alone would move it)."""
+    storage = tensor.untyped_storage()
+    if storage.size() != num_bytes:
+        storage.resize_(num_bytes)
 
 
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
@@ -297,6 +329,28 @@ def is_call_compiled(module: Any) -> bool:
 
 
 never_traced_alone(is_call_compiled)
+
+
+def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
+    """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11, 2.13 and 2.15."""
+    held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
+    return held["self"].cell_contents(fn)
+
+
+def num_compiled(code: Any) -> int:
+    """How often Dynamo has compiled a frame of this code object."""
+    return len(_debug_get_cache_entry_list(code))
+
+
+def last_recompile(code: Any) -> str:
+    """The last guard that failed and made Dynamo compile this code object again."""
+    reasons = guard_failures.get(code) or ["unknown"]
+    return str(reasons[-1]).splitlines()[0]
+
+
+def is_dynamo_faking(tensor: Tensor) -> bool:
+    """Whether Dynamo runs something on fake tensors to see what comes out: AOTAutograd, which comes next, has a proxy mode on."""
+    return isinstance(tensor, FakeTensor) and get_proxy_mode() is None
 
 
 def is_compiled(module: object) -> bool:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ranges
 from .clock import Clock
+from .finalization import Finalization
 from .resident import num_steps
 from .torch_private import backward_number
 
@@ -58,11 +59,13 @@ class Tree:
     is_recorded: whether the last forward of the outermost module began in grad mode.
     entered: units in the order in which their last forwards began.
     clock: of its optimizer's steps.
+    finalization: what the end of a backward does.
     """
 
     def __init__(self) -> None:
         self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
         self.clock = Clock()
+        self.finalization = Finalization(self)
         TREES.add(self)
         self.order: list[Runtime] = []
         self.next_forward: dict[Runtime, Runtime] = {}
@@ -84,6 +87,7 @@ class Tree:
         for runtime in list(other.members):
             runtime.tree = self
             self.members.add(runtime)
+        self.finalization.manual.update(other.finalization.manual)
         other.members.clear()
 
     def enter_backward(self, runtime: Runtime) -> None:
@@ -128,51 +132,42 @@ class Tree:
             self.in_flight.popleft().finish()
 
     def end_of_backward(self) -> None:
-        """Reduce what is left, await everything, and free."""
+        """Autograd has come to the end of a backward; see `Finalization`."""
         self.has_callback = False
-        reached, used = list(self.backward), list(self.used)
         is_over = self.has_double and self.delivers and not self.creates_graph
-        self.backward.clear()
         log.debug("FSDP::root_post_backward")
         with ranges.stock("FSDP::root_post_backward_callback"):
-            for runtime in dict.fromkeys(r for reader in self._last(reached) for r in (reader, *reader.lenders)):
-                runtime.post_backward(is_end=True)
-            self._await_or_leave()
-            for runtime in self.in_order() if self.delivers else ():
-                runtime.reduce_retained()
-            self._await_or_leave()
-            for runtime in (*reached, *used, *(lender for r in used for lender in r.lenders)):
-                if runtime.unit.settings.reshard_after_backward:
-                    runtime.reshard(keeps_storage=self.has_double)
-            for runtime in dict.fromkeys((*reached, *used)):
-                runtime.unit.on_end_of_backward()
+            self.finalization.end_of_backward()
         if is_over:
             self.free_double()
-        self.used.clear()
-        self.last_forward = None
+
+    def end_iteration(self, *, is_last: bool) -> None:
+        """Nothing of a backward is left; after the last one, its order counts no more."""
         for runtime in self.members:
             runtime.unit.options.consume("eager runtime", "set_is_last_backward")
-        if self.is_last_backward:
+        if is_last:
             self.order.clear()
             for runtime in self.members:
                 runtime.indices.clear()
                 runtime.drop_pending(is_end_of_backward=True)
 
-    def _last(self, reached: Sequence[Runtime]) -> list[Runtime]:
+    def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
         """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
         gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
         """
         backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
         return [*backwards, *(r for r in reached if r not in backwards)]
 
-    def _await_or_leave(self) -> None:
+    def await_or_leave(self) -> None:
+        """Await all reductions, but for those that are left to whoever reads the gradients."""
         while self.in_flight:
             self.in_flight.popleft().finish(may_leave=True)
 
     def recover(self) -> None:
-        """If a backward began and never ended, an exception ended it: `reset`."""
+        """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
         if self.has_callback and not in_backward():
             self.reset()
+        self.finalization.before_forward()
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: await what is under way, free everything."""
@@ -180,6 +175,7 @@ class Tree:
             self.in_flight.popleft().discard()
         self.has_callback = self.delivers = False
         self.last_forward = None
+        self.finalization.reset()
         for collection in (self.order, self.backward, self.used):
             collection.clear()
         for runtime in self.members:

@@ -23,6 +23,7 @@ from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
 from .options import Options, register
+from .precision import reduce_dtype
 from .registered import UNITS, registered
 from .spec import MEAN, ParamSpec
 from .tensor_parallel import full_of, key_of
@@ -48,6 +49,7 @@ class Original:
     """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
 
     place: mesh and placements of the DTensor that it becomes.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
     """
 
     parameter: nn.Parameter
@@ -57,6 +59,7 @@ class Original:
     dim: int
     mesh_info: MeshInfo
     place: tuple[DeviceMesh, tuple[Placement, ...]]
+    compute: torch.dtype | None = None
 
     @property
     def local(self) -> Tensor:
@@ -87,6 +90,7 @@ class Settings:
     is_accumulating: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
     divide_factor: float | None = None
     force_sum: bool = False
     all_gather: str = ""
@@ -206,7 +210,7 @@ class Unit:
             dtensor = make_dtensor(view, original, *entry.place)
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
-            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full))
+            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full, compute=entry.compute))
             for module, name in entry.owners:
                 registered(module).own(name, self, params[-1])
             params[-1].register(sharded)
@@ -316,9 +320,10 @@ class Unit:
         """The op arguments of one parameter under the current settings."""
         info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
         original = param.sharded.dtype
-        compute = policy.param_dtype if original.is_floating_point else None
-        dtype = compute or original
-        how = reduction(info, policy.reduce_dtype or dtype, settings.divide_factor, is_sum=settings.force_sum)
+        compute = param.compute or policy.param_dtype
+        dtype = compute if compute is not None and original.is_floating_point else original
+        wire = reduce_dtype(policy, original, dtype)
+        how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
         is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
         if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
             how = replace(how, op="avg", post_divide=1.0)

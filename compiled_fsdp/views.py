@@ -68,7 +68,8 @@ def key_of_view(view: View) -> str:
 @traced_as_it_is
 def view_of_flat(flat: Tensor, key: str) -> Tensor:
     """A parameter out of a gathered flat parameter, inside a graph: Dynamo takes the call as it is, AOTAutograd traces it."""
-    result: Tensor = _ViewOfFlat.apply(flat, _views[key])  # type: ignore[no-untyped-call]
+    function: Any = _ViewOfFlat
+    result: Tensor = function.apply(flat, _views[key])
     return result
 
 

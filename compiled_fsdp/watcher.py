@@ -34,6 +34,9 @@ class Watcher:
     period: seconds between two looks.
     """
 
+    _thread: threading.Thread | None
+    _is_over: threading.Event
+
     def __init__(self, name: str, look: Callable[[int], None], period: float) -> None:
         self.name, self.look, self.period = name, look, period
         self._forget()
@@ -67,8 +70,7 @@ class Watcher:
             raise EndedError
 
     def _forget(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._thread, self._is_over = None, threading.Event()
 
     def _run(self) -> None:
         with suppress(EndedError):

@@ -142,12 +142,17 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
                 "graph cannot show the write to both. Write outside the forward, or leave this unit out of the graph "
                 "with torch.compiler.disable"
             )
-        warn_once(
-            f"compiled_fsdp: forward writes to parameter {spec.fqn} in place while it is gathered. What follows in the "
-            "same forward sees it; the sharded parameter is not changed, so the write is lost when the full parameter "
-            "is freed, as in torch's FSDP2. To keep it, write outside of forward"
-        )
+        say_it_is_lost(spec.fqn)
         _merge(graph, nodes)
+
+
+def say_it_is_lost(fqn: str) -> None:
+    """Announce a write to a full parameter, which lasts no longer than that does."""
+    warn_once(
+        f"compiled_fsdp: parameter {fqn} is written to in place while it is gathered. What follows in the same forward "
+        "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
+        "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
+    )
 
 
 def _key(node: Node) -> tuple[object, ...]:

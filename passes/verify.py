@@ -109,7 +109,8 @@ def uniform_buckets(gm: GraphModule, plan: Plan) -> Violations:
     """All members of a bucket have the same group, dtype and way of reducing."""
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
-            ways = {(s.group, s.dtype, s.reduction if kind == "reduce" else None) for s in region.tag.specs}
+            is_gather = kind == "gather"  # gradients of any dtype are cast to that of their reduction
+            ways = {(s.group, s.dtype if is_gather else None, None if is_gather else s.reduction) for s in region.tag.specs}
             if len(ways) > 1:
                 yield region.nodes[0], f"members of the bucket of {region.tag.unit} differ: {sorted(map(str, ways))}"
 

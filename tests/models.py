@@ -175,6 +175,17 @@ class CalledTwice(nn.Module):
         return self.last(self.step(self.step(x)))
 
 
+class Branches(nn.Module):
+    """Parallel branches: the gradients of both biases are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(torch.tanh(x))
+
+
 class Halves(nn.Module):
     """Floating, integer and non-tensor inputs, inputs and outputs in containers, a keyword argument, and a buffer."""
 
@@ -216,6 +227,7 @@ RECIPES: dict[str, Recipe] = {
     "unused": Recipe(Unused, lambda m: [*m.layers, m.idle, m], _rows(6)),
     "read_twice": Recipe(ReadTwice, lambda m: [m.first, m], _rows(6)),
     "called_twice": Recipe(CalledTwice, lambda m: [m.step, m], _rows(5)),
+    "branches": Recipe(Branches, lambda m: [m.left, m.right, m], _rows(6)),
     "equal_units": Recipe(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)),
     "list_units": Recipe(OddMLP, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m], _rows(6)),
     "halves": Recipe(Halves, lambda m: [*m.inner, m], _rows(5)),

@@ -188,9 +188,11 @@ def _share_device() -> None:
     device = c10d.ProcessGroupGloo.create_device(interface="lo")
 
     class Gloo(c10d.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **fields: Any) -> None:
             options = self._Options()
             options._devices, options._timeout = [device], timeout
+            for name, value in fields.items():  # since torch 2.15: enable_reconfigure
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = Gloo  # type: ignore[misc]

@@ -16,18 +16,18 @@ REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
 FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
 # Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
 ORDER = """
-    version options torch_private ranges log spec layout keys errors plan
-    meeting ablation agreement runs gloo schema views mesh tensor_parallel collectives extension handles resident reads
-    registered meta writes ops
-    graph regions meaning costs choices planner
+    version options torch_private ranges log spec layout keys errors precision plan
+    meeting ablation watcher agreement runs gloo schema views mesh tensor_parallel collectives extension handles
+    optimizer_steps resident reads registered meta writes left_out ops
+    graph heads consensus regions meaning costs choices planner
     fusion origins lifetimes halves memory
     records graph_json graph_record
     dump sequence
     report
     passes
     partition trial splitting budget pin_order inductor backend
-    arguments calibrate deferred in_flight gathers flat unit clock tree
-    full_params runtime stock_state fallback first_call
+    arguments calibrate deferred in_flight gathers flat unit clock finalization tree
+    full_params runtime stock_state entry fallback first_call
     state fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__
     fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler

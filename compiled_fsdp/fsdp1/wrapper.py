@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from compiled_fsdp.entry import OverrunError, call_of, renewed
 from compiled_fsdp.first_call import check_optimizers
 from compiled_fsdp.inductor import install_passes
 from compiled_fsdp.module import swap_class
@@ -107,8 +108,11 @@ class FullyShardedDataParallel(AtRest):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
-        _before_call(self, is_call_compiled(self))
-        return self._fsdp_call(args, kwargs)
+        call = _before_call(self, is_call_compiled(self))
+        try:
+            return call(self, args, kwargs)
+        except OverrunError:
+            return renewed(self)(self, args, kwargs)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -130,7 +134,7 @@ class FullyShardedDataParallel(AtRest):
         if not in_backward():
             self.training_state = TrainingState.FORWARD_BACKWARD
             self._exec_order_data.record_pre_forward(self._handle, self.training)
-        state.note_eager()
+        state.note_eager(self)
         return state.runtime.pre_forward(self, (args, kwargs))
 
     @untraced
@@ -209,7 +213,7 @@ def _rest_first(module: Any, *_: object) -> None:
 
 
 @untraced
-def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
+def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> Callable[..., Any]:
     """Outside any graph, before an instance is called: what stock does before forward, and what the core does."""
     stock.lazy_init(wrapper, wrapper)
     state: State = wrapper._fsdp_state
@@ -223,6 +227,7 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> None:
             _settle_inputs(instance)
         _settle_buffers(wrapper)
     state.before_call(is_compiled=is_compiled)
+    return call_of(wrapper)
 
 
 def _settle_inputs(instance: Any) -> None:

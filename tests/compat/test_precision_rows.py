@@ -66,7 +66,7 @@ def policy(api: Api) -> Any:
     default = api.MixedPrecisionPolicy()
     with pytest.raises(FrozenInstanceError):
         default.param_dtype = torch.float32
-    return [(f.name, getattr(default, f.name)) for f in fields(default)]
+    return [(f.name, getattr(default, f.name)) for f in fields(default) if f.name != "param_dtype_override_fn"]  # 17.2
 
 
 POLICIES = (

@@ -6,10 +6,12 @@ in the last bits. With SGD these stay that small (AdamW would turn a zero gradie
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from dataclasses import fields
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +30,13 @@ from numerics import test_mixed as mixed
 from numerics import test_surface as surface
 from pool import Pool
 from torch import nn
+from torch._inductor import comms
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import Plan, fully_shard, inductor, planned
+from compiled_fsdp import Plan, fully_shard, inductor, pin_order, planned
 from compiled_fsdp.collectives import GATHERS, STARTS, WAIT
 from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.graph import find, is_matmul, starts
@@ -217,9 +220,9 @@ def ends_of_sent(code: str, kind: str) -> dict[str, str]:
     """For each buffer that a collective sends: whether its life ends in the code, after the wait."""
     found = {}
     for start in re.finditer(rf"(buf\d+) = torch\.ops\.fsdp\.{kind}\.default\((.+)\n", code):
-        result = re.search(rf"(buf\d+) = {start[1]}\n", code)
-        assert result is not None
-        wait = re.search(rf"wait_tensor\.default\({result[1]}\)", code)
+        renamed = re.search(rf"(buf\d+) = {start[1]}\n", code)  # before torch 2.15
+        result = renamed[1] if renamed else start[1]
+        wait = re.search(rf"wait_tensor\.default\({result}\)", code)
         assert wait is not None
         for name in re.findall(r"buf\d+", start[2]):
             end = re.search(rf"\bdel {name}\b", code)
@@ -297,6 +300,35 @@ def planned_order(plan: Plan) -> None:
     assert found == graphs
     assert graphs[0].count("m") == 10
     assert hidden == [4, 8], "all gathers but the first in forward; in backward, gathers and reductions"
+
+
+@pytest.mark.skipif(not hasattr(comms, "simple_overlap"), reason="torch has it since 2.15")
+def test_only_others_collectives_are_moved(two: Pool) -> None:
+    """Inductor's own overlap, which follows our order, leaves a graph of ours as it is, and is at work in others'."""
+    two.run(what_is_moved, timeout=SLOW)
+
+
+def what_is_moved() -> None:
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ x).sin()
+        return all_gather_tensor(x, 0, dist.group.WORLD)[:8] + y
+
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    moved: list[int] = []
+    move = inspect.unwrap(comms.simple_overlap)
+
+    def count(nodes: list[Any]) -> list[Any]:
+        result = move(nodes)
+        moved.append(sum(a is not b for a, b in zip(nodes, result, strict=True)))
+        return result
+
+    with mock.patch.object(comms, "simple_overlap", count), inductor_config.patch(force_disable_caches=True):
+        pin_order.keep_simple_overlap_out()
+        torch.compile(model, fullgraph=True)(torch.rand(8, 8)).sum().backward()
+        assert moved == [], "forward and backward are ours"
+        torch.compile(alone, fullgraph=True)(torch.rand(8, 8))
+    assert len(moved) == 1
+    assert moved[0] > 0, "the user's own gather starts before what precedes it"
 
 
 def test_small_parameters_are_read_in_their_bucket(two: Pool) -> None:

@@ -23,6 +23,7 @@ MODELS = (
     "read_twice",
     "list_units",
     "halves",
+    "branches",
 )
 
 

@@ -305,8 +305,14 @@ def test_default_backend(two: Pool) -> None:
 
 
 def announced() -> None:
-    _, said = train("Clamped", "compiled_fsdp_eager")
-    assert any("writes to parameter c.weight in place while it is gathered" in text for text in said), said
+    for kind in ("eager", "compiled_fsdp_eager"):
+        _, said = train("Clamped", kind)
+        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (
+            kind,
+            said,
+        )
+        _, said = train("Substituted", kind)
+        assert not [text for text in said if "is written to" in text], (kind, said)
 
 
 def test_a_write_that_will_be_lost_is_announced(two: Pool) -> None:

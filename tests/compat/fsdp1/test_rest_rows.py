@@ -349,9 +349,9 @@ def state_inside_forward(api: Api) -> Any:
             model = api.blocks(use_orig_params=use_orig_params)
             owner = (model, model[1])[asked]
 
-            def ask(*_: object, owner: Any = owner) -> None:
+            def ask(*_: object, owner: Any = owner, said: list[Any] = found) -> None:
                 kind = outcome(owner.state_dict)
-                found.append(kind[0] if isinstance(kind, list) else "saved")
+                said.append(kind[0] if isinstance(kind, list) else "saved")
 
             model[1].b.register_forward_hook(ask)
             found += [train_step(model), plain(grads(model))]

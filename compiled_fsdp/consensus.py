@@ -1,0 +1,79 @@
+"""What one rank decides from its own shapes, made the same on all ranks that share a group.
+
+A batch may have another size on every rank, and with it what fits into a memory budget, or what hides a collective. So where a
+graph of a structure is compiled for the first time, ranks tell each other through the store what they would do, and do what suits
+all of them. Later graphs of the structure, for other shapes, keep to that and ask nobody: other ranks may not compile just then.
+
+A rank that found such a graph in a cache would not come to the exchange: under a plan that asks, none is cached (`inductor.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from .agreement import everyones
+from .errors import warn_once
+from .graph import find
+from .plan import DISTANCES, Plan
+from .schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from .spec import ParamSpec
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+Combine = Callable[[list[list[int]]], list[int]]
+T = TypeVar("T")
+
+_settled: dict[tuple[str, ...], list[int]] = {}
+
+
+def depends_on_shapes(plan: Plan) -> bool:
+    """Whether something in the plan is decided for each graph from what it computes."""
+    return plan.memory_budget not in (None, 1.0) or plan.is_from_costs
+
+
+def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:
+    """What all ranks do: `combine` of what each would do, along one axis of the mesh and then along the other.
+
+    Raises:
+        DivergenceError: a rank compiles another structure just now.
+    """
+    specs = specs_of(graph)
+    key = (what, str(replace(plan, kept=(), dropped=())), *map(_structure, specs))
+    if key not in _settled:
+        groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
+        for group in groups:
+            told = everyones(group, f"a decision about {what} of {len(specs)} parameters", " ".join(map(str, mine)))
+            mine = combine([[int(word) for word in text.split()] for text in told])
+        _settled[key] = mine
+    return _settled[key]
+
+
+def settle_costs(graph: Graph, plan: Plan) -> Plan:
+    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank."""
+    if plan.costs is None or not plan.is_from_costs:
+        return plan
+    costs = plan.costs
+    nanoseconds = [round(costs.compute(node) * 1e9) for node in graph.nodes]
+    same = agreed(graph, plan, "costs", nanoseconds, lambda told: told[0] if all(t == told[0] for t in told) else [-1])
+    if same != [-1]:
+        return plan
+    warn_once(
+        "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and collectives would start in "
+        "another order on each: their graphs are scheduled at the distances of Plan() instead"
+    )
+    distances = {name: d if getattr(plan, name) is None else getattr(plan, name) for name, d in DISTANCES.items()}
+    return replace(plan, costs=None, **distances)  # type: ignore[arg-type]
+
+
+def specs_of(graph: Graph) -> list[ParamSpec]:
+    """Of every read and every gradient, in the order of the graph."""
+    nodes = find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)
+    return [ParamSpec.of(n.args[2 if n.target is REDUCE_GRAD else 1 :]) for n in nodes]
+
+
+def _structure(spec: ParamSpec) -> str:
+    """What is the same on all ranks: units are numbered, and groups named, by each process for itself."""
+    return f"{spec.fqn} {spec.offset} {spec.shape} {spec.dtype} {spec.group_size} {spec.replicate_size} {spec.reshard} {spec.sync}"

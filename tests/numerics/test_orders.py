@@ -1,0 +1,348 @@
+"""Every order of sharding and compiling gives the same graphs, every unit its own, and the numbers of eager mode."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import mean_over_ranks, mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+
+from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
+from compiled_fsdp.state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pool import Pool
+
+NUM_BLOCKS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, tag: str = "") -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * (1 + len(tag))
+
+
+class Model(nn.Module):
+    """breaks: whether the graph breaks between two blocks."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(6, 2)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, tag: str = "") -> Tensor:
+        for layer in self.layers:
+            x = layer(x, tag)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def build(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def shard(model: Model) -> Any:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+class Counted:
+    """A backend, with the number of graphs that Dynamo gave it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        self.count += 1
+        return torch._dynamo.lookup_backend("compiled_fsdp_eager")(gm, inputs)
+
+
+def train(model: nn.Module, call: Callable[..., Tensor], dtype: torch.dtype = torch.float32, steps: int = 2) -> list[float]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = call(torch.randn(4, 6, generator=generator).to(dtype)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad * 0.1)
+                p.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Dynamo's own words about its limit."""
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+# -- orders
+
+
+def each(modules: Any, options: dict[str, Any]) -> None:
+    for module in modules:
+        module.compile(**options)
+
+
+def arrange(order: str, model: Model, options: dict[str, Any]) -> Callable[..., Tensor]:
+    """Shard and compile in this order; what to call."""
+    before, _, after = order.partition("shard")
+    if "function" in order:
+        shard(model)
+        return torch.compile(lambda x: model(x), **options)
+    call: Any = model
+    for step in (before, "shard", after):
+        if step == "shard":
+            call = shard(model) if call is model else fully_shard_compiled(model, call)
+        if "blocks" in step:
+            each(model.layers, options)
+        if "model.compile" in step:
+            model.compile(**options)
+        if "torch.compile" in step:
+            call = torch.compile(call, **options)
+    return call
+
+
+def fully_shard_compiled(model: Model, call: Any) -> Any:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(call)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(
+    ("order", "num_graphs"),
+    [
+        ("shard torch.compile", 1),
+        ("torch.compile shard", 1),
+        ("shard model.compile", 1),
+        ("model.compile shard", 1),
+        ("shard blocks model.compile", 1),
+        ("shard blocks", NUM_BLOCKS),
+        ("blocks shard", NUM_BLOCKS),
+        ("function", 1),
+    ],
+)
+def test_orders(two: Pool, order: str, num_graphs: int, fullgraph: bool) -> None:
+    assert two.run(graphs_of, order, fullgraph) == [num_graphs] * 2
+
+
+def graphs_of(order: str, fullgraph: bool) -> int:
+    eager = shard(build())
+    expected = train(eager, eager)
+    model, backend = build(), Counted()
+    assert train(model, arrange(order, model, {"backend": backend, "fullgraph": fullgraph})) == expected
+    compiled = list(model.layers) if "blocks" in order and "model" not in order else [*model.layers, model]
+    assert not any(s.unit.num_eager_forwards for module in compiled for s in states_below(module, recurse=False))
+    return backend.count
+
+
+# -- parameters that were moved
+
+
+@pytest.mark.parametrize("how", ["to_empty", "assign", "double"])
+def test_larger_functions_after_a_move(two: Pool, how: str) -> None:
+    two.run(move_and_compile, how)
+
+
+def move_and_compile(how: str) -> None:
+    plain = build()
+    values = plain.state_dict()
+    dtype = torch.float64 if how == "double" else torch.float32
+
+    def moved() -> Any:
+        with torch.device("cpu" if how == "double" else "meta"):
+            model = shard(build())
+        if how == "double":
+            return model.double()
+        if how == "to_empty":
+            model.to_empty(device="cpu")
+        placed = {n: distribute_tensor(values[n], p.device_mesh, p.placements) for n, p in model.named_parameters()}
+        model.load_state_dict(placed, assign=how == "assign")
+        return model
+
+    eager, model = moved(), moved()
+    loss = torch.compile(lambda x: model(x).sin(), backend="compiled_fsdp_eager", fullgraph=True)
+    assert train(model, loss, dtype) == train(eager, lambda x: eager(x).sin(), dtype)
+
+
+# -- units of their own
+
+
+def test_more_units_than_the_recompile_limit(two: Pool) -> None:
+    assert two.run(many_units, 10) == [0, 0]
+
+
+def many_units(num_blocks: int) -> int:
+    """Forwards of blocks outside graphs."""
+    assert num_blocks > torch._dynamo.config.recompile_limit
+    eager, model = shard(build(num_blocks=num_blocks)), shard(build(num_blocks=num_blocks, breaks=True))
+    with quiet():
+        assert train(model, torch.compile(model, backend="compiled_fsdp_eager")) == train(eager, eager)
+    return sum(s.unit.num_eager_forwards for layer in model.layers for s in states_below(layer))
+
+
+def other_limits() -> tuple[int, list[str]]:
+    """Rank 1 sees more kinds of inputs than Dynamo compiles for, rank 0 two: both stay in graphs."""
+    eager, model = shard(build()), shard(build(breaks=True))
+    compiled = torch.compile(model, backend="compiled_fsdp_eager")
+    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=3):
+        warnings.simplefilter("always")
+        for number in range(5):
+            tag = "x" * (number if dist.get_rank() else number % 2)
+            assert train(model, lambda x, tag=tag: compiled(x, tag)) == train(eager, lambda x, tag=tag: eager(x, tag))
+    texts = [str(w.message) for w in said if "recompile_limit" in str(w.message)]
+    return sum(s.unit.num_eager_forwards for layer in model.layers for s in states_below(layer)), texts
+
+
+def test_a_rank_that_reaches_the_limit(two: Pool) -> None:
+    (eager_0, said_0), (eager_1, said_1) = two.run(other_limits)
+    assert (eager_0, said_0, eager_1) == (0, [], 0)
+    assert [text.split("'")[1] for text in said_1] == ["layers.0", "layers.1", "layers.2"]
+    assert "'layers.0' was compiled 3 times, which is torch._dynamo.config.recompile_limit" in said_1[0]
+
+
+def refused() -> None:
+    model = shard(build(breaks=True))
+    compiled = torch.compile(model.layers[0], backend="compiled_fsdp_eager")
+    set_fallback("error")
+    try:
+        with quiet(), torch._dynamo.config.patch(recompile_limit=2):
+            for number in range(2):
+                compiled(torch.ones(4, 6), "x" * number)
+            with pytest.raises(FallbackError, match=r"unit 'layers.0' was compiled 2 times"):
+                compiled(torch.ones(4, 6), "x" * 2)
+    finally:
+        set_fallback("warn")
+
+
+def test_the_limit_as_an_error(two: Pool) -> None:
+    two.run(refused)
+
+
+class Experts(nn.Module):
+    """Each expert is a unit, which gets the rows that are routed to it: none, one or many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        for number, expert in enumerate(self.experts):
+            rows = (route == number).nonzero().flatten()
+            x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+ROUTES = ([0, 0, 1, 2], [0, 1, 1, 1], [2, 2, 2, 2], [1, 1, 2, 2], [0, 0, 0, 2], [1, 1, 1, 1])
+
+
+def route_differently() -> None:
+    torch.manual_seed(0)
+    reference, model = Experts(), Experts()
+    model.load_state_dict(reference.state_dict())
+    for expert in model.experts:
+        fully_shard(expert)
+    fully_shard(model)
+    compiled = torch.compile(model, backend="compiled_fsdp_eager")
+    for number in range(len(ROUTES)):
+        route = torch.tensor(ROUTES[(number + 3 * dist.get_rank()) % len(ROUTES)])
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        with quiet():
+            compiled(x, route).square().sum().backward()
+        reference(x, route).square().sum().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p.grad.full_tensor(), mean_over_ranks(q.grad, mesh_of("1d")))
+            p.grad = q.grad = None
+
+
+def test_experts_with_other_numbers_of_rows(two: Pool) -> None:
+    two.run(route_differently)
+
+
+# -- a backward inside the compiled function
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward")
+def test_backward_inside_the_compiled_function(two: Pool) -> None:
+    two.run(backward_inside)
+
+
+def backward_inside() -> None:
+    eager, model = shard(build()), shard(build())
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.ones(4, 6)
+    eager(x).square().mean().backward()
+    with torch._dynamo.config.patch(trace_autograd_ops=True), quiet():
+        with pytest.raises(Exception, match=r"computes the gradient of .* itself, by loss.backward"):
+            torch.compile(step, backend="compiled_fsdp_eager", fullgraph=True)(x)
+        torch.compile(step, backend="compiled_fsdp_eager")(x)  # breaks the graph there
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+# -- other shapes on other ranks
+
+
+FROM_COSTS = {"prefetch": None, "backward_prefetch": None, "reduces_in_flight": None, "split_bytes": None}
+
+
+@pytest.mark.parametrize("plan", [{"memory_budget": 0.5}, FROM_COSTS, {**FROM_COSTS, "memory_budget": 0.5}], ids=str)
+def test_decisions_with_other_batches(two: Pool, plan: dict[str, Any]) -> None:
+    kept = two.run(decide, {**plan, "bucket_bytes": 0})
+    assert kept[0] == kept[1]
+
+
+def decide(plan: dict[str, Any]) -> list[float]:
+    """The losses of both ranks, which agree with those of eager mode; the batches differ by far."""
+    rows = 512 if dist.get_rank() else 2
+    x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))
+    eager, model = shard(build(num_blocks=5)), shard(build(num_blocks=5))
+    with planned(**plan), quiet():
+        compiled = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+        for call in (eager, compiled):
+            call(x).square().mean().backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    for ours, theirs in zip(grads, eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad.full_tensor())
+    return [g.sum().item() for g in grads]
+
+
+def test_plan_default_asks_nobody() -> None:
+    from compiled_fsdp.consensus import depends_on_shapes
+
+    assert not depends_on_shapes(Plan())
+    assert not depends_on_shapes(Plan(memory_budget=1.0))
+    assert depends_on_shapes(Plan(memory_budget=0.5))
+    assert depends_on_shapes(Plan(split_bytes=None))
