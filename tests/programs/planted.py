@@ -90,17 +90,6 @@ def writes_in_a_trace_are_not_settled() -> Iterator[None]:
 
 
 @plant
-def stale_gathers_are_not_noticed() -> Iterator[None]:
-    """Full parameters that were gathered before the sharded ones changed are used in eager mode."""
-    full_params = _ours("full_params").FullParams
-    with (
-        mock.patch.object(full_params, "drop_stale", return_value=None),
-        mock.patch.object(full_params, "versions_now", return_value=[]),
-    ):
-        yield
-
-
-@plant
 def unused_heads_get_zeros() -> Iterator[None]:
     """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then moves."""
     with mock.patch.object(_ours("flat").FlatParam, "leave_out", return_value=None):
@@ -118,4 +107,11 @@ def collectives_of_the_user_are_judged() -> Iterator[None]:
 def freezing_is_not_followed() -> Iterator[None]:
     """A parameter that is frozen or unfrozen between steps stays as it was in its unit."""
     with mock.patch.object(_ours("unit").Unit, "follow_requires_grad", return_value=None):
+        yield
+
+
+@plant
+def compiling_in_place_begins_in_torch() -> Iterator[None]:
+    """`module.compile()` starts at a frame of torch's own, where no graph begins."""
+    with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
         yield
