@@ -1,0 +1,237 @@
+"""One script run in many ways: what `fully_shard`, `compiled`, `record`, ... mean for each kind.
+
+unsharded    the model as it is; what a backward adds to gradients is averaged over the ranks
+plain        the same, compiled: what Dynamo itself refuses is no fault of ours
+stock        torch.distributed.fsdp.fully_shard, eager
+eager        ours, eager
+compiled     ours with the backend "compiled_fsdp_eager"; also "aot_eager" and "inductor"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import tempfile
+import traceback
+import types
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from harness import local, mean_over_ranks, mesh_of
+from programs.planted import planted
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import compiled_fsdp
+from compiled_fsdp.state import get_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BACKENDS = {"plain": "aot_eager", "compiled": "compiled_fsdp_eager", "aot_eager": "aot_eager", "inductor": "inductor"}
+UNSHARDED = ("unsharded", "plain")
+Entry = tuple[str, "Tensor | None"]
+
+
+@dataclass
+class Outcome:
+    """What a kind did on one rank.
+
+    entries: losses, gradients, parameters and buffers in the order in which they were recorded; this rank's shards.
+    error: type and text of what ended it, with the innermost file of ours, or of torch, that raised.
+    num_eager: forwards of units that ran on the eager runtime.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    error: str = ""
+    text: str = ""
+    is_ours: bool = False
+    warnings: list[str] = field(default_factory=list)
+    num_eager: int = 0
+
+
+class Run:
+    """The names that a script uses, for one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.outcome = kind, Outcome()
+        self.roots: list[nn.Module] = []
+        self.sharded: dict[str, nn.Parameter] = {}  # also while full parameters are registered
+
+    def names(self) -> dict[str, Any]:
+        """Everything that a script does not define."""
+        return {
+            "torch": torch, "nn": nn, "F": F, "dist": dist, "funcol": funcol, "copy": copy, "checkpoint": checkpoint,
+            "MixedPrecisionPolicy": MixedPrecisionPolicy, "world": dist.get_world_size(), "rank": dist.get_rank(),
+            "group_name": dist.group.WORLD.group_name,
+            "fully_shard": self.fully_shard, "compiled": self.compiled, "compile_in_place": self.compile_in_place,
+            "overlap_optimizer": self.overlap_optimizer, "batch": batch, "record": self.record, "note": self.note,
+            "disabled": disabled, "raise_error": raise_error,
+        }  # fmt: skip
+
+    # -- what scripts call
+
+    def fully_shard(self, module: nn.Module, **options: Any) -> nn.Module:
+        self.roots.append(module)
+        if self.kind not in UNSHARDED:
+            apply: Callable[..., Any] = stock_fully_shard if self.kind == "stock" else compiled_fsdp.fully_shard
+            apply(module, mesh=mesh_of("1d"), **options)
+            self.sharded = dict(getattr(module, "_orig_mod", module).named_parameters())
+            return module
+        for name in vars(compiled_fsdp.FSDPModule):
+            if name.startswith(("set_", "unshard", "reshard")):
+                module.__dict__[name] = _nothing
+        return module
+
+    def compiled(self, fn: Any, **options: Any) -> Any:
+        return torch.compile(fn, backend=BACKENDS[self.kind], **options) if self.kind in BACKENDS else fn
+
+    def compile_in_place(self, module: nn.Module, **options: Any) -> None:
+        if self.kind in BACKENDS:
+            module.compile(backend=BACKENDS[self.kind], **options)
+
+    def overlap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        if self.kind not in (*UNSHARDED, "stock"):
+            compiled_fsdp.overlap_optimizer(model, optimizer, **options)
+
+    def record(self, model: nn.Module, loss: Tensor | None = None) -> None:
+        """Loss, gradients, parameters and buffers of this moment."""
+        if loss is not None:
+            self.note(loss)
+        model = getattr(model, "_orig_mod", model)
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) or self.kind in UNSHARDED:
+                self.sharded[name] = p
+            held = self.sharded[name]
+            self.outcome.entries.append((f"param {name}", self._shard(held)))
+            grad = held.grad
+            if loss is not None:
+                self.outcome.entries.append((f"grad {name}", None if grad is None else self._shard(grad)))
+        self.outcome.entries.extend((f"buffer {name}", local(b)) for name, b in model.named_buffers())
+
+    def note(self, *tensors: Tensor | None) -> None:
+        """Whole tensors."""
+        for t in tensors:
+            whole = t.full_tensor() if isinstance(t, DTensor) else t
+            self.outcome.entries.append(("value", None if whole is None else whole.detach().clone()))
+
+    def _shard(self, tensor: Tensor) -> Tensor:
+        mine = local(tensor)
+        assert mine is not None
+        if isinstance(tensor, DTensor):
+            return mine
+        rows = math.ceil(mine.shape[0] / dist.get_world_size())
+        return mine[dist.get_rank() * rows : (dist.get_rank() + 1) * rows].clone()
+
+    # -- averaging, for the unsharded model
+
+    def params(self) -> list[nn.Parameter]:
+        return [p for root in self.roots[-1:] for p in root.parameters()]
+
+    def averaging(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """`torch.autograd.backward` that averages what it adds to gradients."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            before = [(p, p.grad) for p in self.params()]
+            for p, _ in before:
+                p.grad = None
+            try:
+                backward(*args, **kwargs)
+            finally:
+                found = [p.grad for p, _ in before]
+                for p, grad in before:
+                    p.grad = grad
+            for (p, grad), new in zip(before, found, strict=True):
+                if new is not None:
+                    mean = mean_over_ranks(new, mesh_of("1d"))
+                    p.grad = mean if grad is None else grad + mean
+
+        return wrapped
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Different on every rank, the same for every kind."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(4, Settings.dim, generator=generator).to(dtype).requires_grad_()
+    return x, torch.randint(0, 8, (4,), generator=generator)
+
+
+class Settings:
+    dim = 4
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def disabled(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def raise_error(grad: Tensor) -> Tensor:
+    raise ValueError("as asked, in backward")
+
+
+def _nothing(*_: object, **__: object) -> Any:
+    return types.SimpleNamespace(wait=_nothing)
+
+
+def run(kind: str, source: str, dim: int, bucket: int, budget: float | None = None, plant: str = "") -> Outcome:
+    """Worker function: a script as one kind."""
+    this = Run(kind)
+    Settings.dim = dim
+    torch.manual_seed(1)
+    before = torch._dynamo.config.get_config_copy()
+    with (
+        _script(source) as path,
+        warnings.catch_warnings(record=True) as caught,
+        compiled_fsdp.planned(bucket_bytes=bucket, memory_budget=budget),
+    ):
+        warnings.simplefilter("always")
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(planted(plant))
+                if kind in UNSHARDED:
+                    averaging = this.averaging(torch.autograd.backward)
+                    stack.enter_context(mock.patch.object(torch.autograd, "backward", averaging))
+                exec(compile(source, path, "exec"), this.names())
+        except Exception as error:  # noqa: BLE001
+            _fill(this.outcome, error)
+        torch._dynamo.config.load_config(before)
+    this.outcome.warnings = [str(w.message) for w in caught if "compiled_fsdp" in str(w.message)]
+    this.outcome.num_eager = sum(
+        state.unit.num_eager_forwards
+        for root in this.roots[-1:]
+        for m in root.modules()
+        if (state := get_state(m)) is not None
+    )
+    return this.outcome
+
+
+def _fill(outcome: Outcome, error: Exception) -> None:
+    root: BaseException = error
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "compiled_fsdp/" in f.filename or "/passes/" in f.filename]
+    outcome.error = type(root).__name__
+    outcome.text = str(root)
+    outcome.is_ours = bool(ours) and frames[-1].filename == ours[-1].filename
+    last = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"
+    outcome.text += f"\n(raised at {last}; last of ours: {ours[-1].name if ours else None})"
+
+
+@contextlib.contextmanager
+def _script(source: str) -> Iterator[str]:
+    """A file: Dynamo and warnings want lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(source)
+        yield str(path)

@@ -1,0 +1,117 @@
+"""Faults that were mended once, planted again: the generator must find each of them.
+
+Each is the smallest change of today's code that brings the old behaviour back, made in the worker that runs a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Plant = Callable[[], contextlib.AbstractContextManager[object]]
+
+PLANTS: dict[str, Plant] = {}
+
+
+def plant(make: Callable[[], Iterator[None]]) -> Plant:
+    """A fault, by the name of the function that plants it."""
+    PLANTS[make.__name__] = contextlib.contextmanager(make)
+    return PLANTS[make.__name__]
+
+
+def planted(name: str) -> contextlib.AbstractContextManager[object]:
+    """Ours with that fault; nothing for ""."""
+    return PLANTS[name]() if name else contextlib.nullcontext()
+
+
+def _ours(name: str) -> Any:
+    return import_module(f"compiled_fsdp.{name}")
+
+
+@plant
+def substitutions_are_ignored() -> Iterator[None]:
+    """What `functional_call` puts in a parameter's place is not read in a graph."""
+    registered = _ours("registered").Registered
+    assign = registered.__setitem__
+
+    def forget(self: Any, name: str, value: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            dict.__setitem__(self, name, value)
+        else:
+            assign(self, name, value)
+
+    with mock.patch.object(registered, "__setitem__", forget):
+        yield
+
+
+@plant
+def iterating_yields_sharded_parameters() -> Iterator[None]:
+    """`self.parameters()` in a graph gives what is registered at rest."""
+    registered = _ours("registered").Registered
+
+    def items(self: Any) -> Any:
+        return dict.items(self)
+
+    def values(self: Any) -> Any:
+        return dict.values(self)
+
+    with mock.patch.object(registered, "items", items), mock.patch.object(registered, "values", values):
+        yield
+
+
+@plant
+def ties_after_sharding_are_forgotten() -> Iterator[None]:
+    """A parameter of another unit, assigned, counts as a new value of the one in its place."""
+    with mock.patch.object(_ours("registered"), "sharded_behind", return_value=None):
+        yield
+
+
+@plant
+def every_backward_counts_as_whole() -> Iterator[None]:
+    """`autograd.grad(loss, x)` marks, keeps and steps what a full backward would."""
+    with contextlib.ExitStack() as stack:
+        for name in ("flat", "runtime"):
+            stack.enter_context(mock.patch.object(_ours(name), "accumulates", return_value=True))
+        yield
+
+
+@plant
+def writes_in_a_trace_are_not_settled() -> Iterator[None]:
+    """After `clamp_` in a graph the second read of a parameter is of the old value."""
+    with mock.patch.object(_ours("writes"), "_written_storages", return_value=set()):
+        yield
+
+
+@plant
+def unused_heads_get_zeros() -> Iterator[None]:
+    """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then moves."""
+    with mock.patch.object(_ours("flat").FlatParam, "leave_out", return_value=None):
+        yield
+
+
+@plant
+def collectives_of_the_user_are_judged() -> Iterator[None]:
+    """The verifier refuses a collective of the user's that is awaited twice."""
+    with mock.patch.object(_ours("passes.verify"), "_ours", side_effect=list):
+        yield
+
+
+@plant
+def freezing_is_not_followed() -> Iterator[None]:
+    """A parameter that is frozen or unfrozen between steps stays as it was in its unit."""
+    with mock.patch.object(_ours("unit").Unit, "follow_requires_grad", return_value=None):
+        yield
+
+
+@plant
+def compiling_in_place_begins_in_torch() -> Iterator[None]:
+    """`module.compile()` starts at a frame of torch's own, where no graph begins."""
+    with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
+        yield

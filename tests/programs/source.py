@@ -1,0 +1,217 @@
+"""The script of a program: what a user would write, with `fully_shard`, `compiled`, ... as `kinds.py` defines them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from programs.program import LAYERS, Program
+from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP, Statement, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+# {layers}, {full}: the layers to compile one by one; ", fullgraph=True" or nothing. {loss}: the loss of a batch.
+WAYS = parse(
+    """
+-- model
+model = compiled(model{full})
+-- in_place
+compile_in_place(model{full})
+-- layers
+for layer in ({layers}):
+    compile_in_place(layer{full})
+-- layers_before at=before
+for layer in ({layers}):
+    compile_in_place(layer{full})
+-- in_place_before at=before
+compile_in_place(model{full})
+-- model_before at=before
+model = compiled(model{full})
+-- both
+for layer in ({layers}):
+    compile_in_place(layer{full})
+model = compiled(model{full})
+-- loss
+loss_of = compiled(lambda x, ids: {loss}{full})
+-- train
+def train(x, ids):
+    loss = {loss}
+    loss.backward()
+    return loss
+train = compiled(train)
+-- train_traced
+torch._dynamo.config.trace_autograd_ops = True
+def train(x, ids):
+    loss = {loss}
+    loss.backward()
+    return loss
+train = compiled(train{full})
+-- functional
+generated = torch.full((8, {d}), 0.1, requires_grad=True)
+def loss_of(x, ids):
+    return torch.func.functional_call(model, {'head.weight': generated}, (x, ids)).square().mean()
+loss_of = compiled(loss_of{full})
+"""
+)
+WHOLE = ("model", "in_place", "model_before", "in_place_before", "both", "loss", "train")
+RUNS_EAGERLY = {"checkpoint_reentrant", "disabled_call", "unshard", "unshard_async", "wait_late", "wait_after_forward"}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run: a source, and under what. is_whole: everything that it calls is compiled, so eager units are announced."""
+
+    source: str
+    world: int = 2
+    dim: int = 4
+    bucket: int = 0
+    budget: float | None = None
+    low_precision: bool = False
+    is_whole: bool = False
+    kinds: tuple[str, ...] = ("eager", "compiled")
+
+    def header(self) -> str:
+        """One line that `read` understands."""
+        return (
+            f"# run: world={self.world} dim={self.dim} bucket={self.bucket} budget={self.budget} "
+            f"low_precision={self.low_precision} is_whole={self.is_whole} kinds={','.join(self.kinds)}\n"
+        )
+
+
+def read(text: str) -> Script:
+    """A script from the text of a file: its header, comments, and source."""
+    header, *lines = text.splitlines(keepends=True)
+    said = dict(word.split("=") for word in header.removeprefix("# run: ").split())
+    return Script(
+        source="".join(line for line in lines if not line.startswith("#")),
+        world=int(said["world"]),
+        dim=int(said["dim"]),
+        bucket=int(said["bucket"]),
+        budget=None if said["budget"] == "None" else float(said["budget"]),
+        low_precision=said["low_precision"] == "True",
+        is_whole=said["is_whole"] == "True",
+        kinds=tuple(said["kinds"].split(",")),
+    )
+
+
+def script(program: Program) -> Script:
+    """What is run for a program."""
+    is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY
+    numbers = (program.world, program.dim, program.bucket, program.budget)
+    return Script(render(program), *numbers, program.low_precision, is_whole, program.kinds)
+
+
+def render(program: Program) -> str:
+    """The source."""
+    build = ["with torch.device('meta'):", "    model = Model()"] if "to_empty" in program.setup else ["model = Model()"]
+    way = {program.way: WAYS[program.way]}
+    words = _words(program)
+
+    def at(place: str, statements: Mapping[str, Statement], names: Iterable[str]) -> list[str]:
+        return [fill(line, words) for n in names if statements[n].at == place for line in statements[n].lines]
+
+    lines = [
+        *(_block(program) if program.blocks else []),
+        *_model(program),
+        *build,
+        *at("before", SETUP, program.setup),
+        *at("before", way, way),
+        *_shard(program),
+        *at("sharded", SETUP, program.setup),
+        *at("forward", way, way),
+        words["optimizer"],
+        *at("ready", SETUP, program.setup),
+        f"for step in range({program.steps}):",
+    ]
+    forward, backward = _call(program, words["loss"])
+    loop = [
+        f"x, ids = batch(step{', torch.float64' if 'to_float64' in program.setup else ''})",
+        *at("start", LOOP, program.loop),
+        *(at("forward", LOOP, program.loop) or [forward]),
+        *at("loss", LOOP, program.loop),
+        *backward,
+        *at("grads", LOOP, program.loop),
+        "record(model, loss)",
+        *(at("step", LOOP, program.loop) or ["optimizer.step()"]),
+        *at("end", LOOP, program.loop),
+        *(at("zero", LOOP, program.loop) or ["optimizer.zero_grad()"]),
+    ]
+    return "\n".join([*lines, *(f"    {line}" for line in loop), "record(model)"]) + "\n"
+
+
+def fill(line: str, words: Mapping[str, str]) -> str:
+    """A line with its `{words}` replaced."""
+    for word, text in words.items():
+        line = line.replace(f"{{{word}}}", text)
+    return line
+
+
+def init(names: Iterable[str], dim: int) -> list[str]:
+    """What statements need in `__init__`; of two that make the same member the last."""
+    lines = (fill(line, {"d": str(dim)}) for n in names for line in FORWARD[n.partition("@")[0]].init)
+    return list({line.partition(" =")[0]: line for line in lines}.values())
+
+
+def _words(program: Program) -> dict[str, str]:
+    names = LAYERS[: len(program.layers)]
+    return {
+        "layers": ", ".join(f"model.{n}" for n in names) + ("," if len(names) == 1 else ""),
+        "full": ", fullgraph=True" if program.fullgraph else "",
+        "loss": f"model(x, ids){'[0]' if program.heads else ''}.square().mean()",
+        "d": str(program.dim),
+        "optimizer": f"optimizer = {OPTIMIZERS[program.optimizer]}",
+    }
+
+
+def _call(program: Program, loss: str) -> tuple[str, list[str]]:
+    if program.way in ("train", "train_traced"):
+        return "loss = train(x, ids)", []
+    if program.way == "functional":
+        return "loss = loss_of(x, ids)", ["loss.backward()", "note(generated.grad)"]
+    return f"loss = {'loss_of(x, ids)' if program.way == 'loss' else loss}", ["loss.backward()"]
+
+
+def _forward(names: Sequence[str], dim: int, blocks: set[str]) -> list[str]:
+    if len(names) > 3 and all(n.startswith("call@") and n[5:] in blocks for n in names):
+        return [f"for layer in ({', '.join(f'self.{n[5:]}' for n in names)}):", "    x = layer(x)"]
+    lines: list[str] = []
+    for name, _, layer in (entry.partition("@") for entry in names):
+        words = {"m": f"self.{layer}", "d": str(dim)}
+        is_block = name == "call" and layer in blocks
+        lines += [fill(line, words) for line in (["x = {m}(x)"] if is_block else FORWARD[name].lines)]
+    return lines
+
+
+def _class(name: str, members: list[str], arguments: str, forward: list[str]) -> list[str]:
+    head = [f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    body = [f"        {line}" for line in forward]
+    return [*head, *(f"        {line}" for line in members), f"    def forward(self, {arguments}):", *body]
+
+
+def _block(program: Program) -> list[str]:
+    d = program.dim
+    members = [f"self.up, self.down = nn.Linear({d}, {d}), nn.Linear({d}, {d})", *init(program.block, d)]
+    return _class("Block", members, "x", [*_forward(program.block, d, set()), "return x + self.down(x)"])
+
+
+def _model(program: Program) -> list[str]:
+    d = program.dim
+    made = {"linear": f"nn.Linear({d}, {d})", "block": "Block()"}
+    members = {n: made[kind] for n, kind in zip(LAYERS, program.layers, strict=False)}
+    members["head"] = f"nn.Linear({d}, 8, bias=False)"
+    if program.heads:
+        members["other"] = f"nn.Linear({d}, 2)"
+    first = f"{', '.join(f'self.{n}' for n in members)} = {', '.join(members.values())}"
+    end = "return self.head(x), self.other(x)" if program.heads else "return self.head(x)"
+    forward = [*_forward(program.forward, d, program.blocks), end]
+    return _class("Model", [first, *init(program.forward, d)], "x, ids", forward)
+
+
+def _shard(program: Program) -> list[str]:
+    more = ", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" if program.low_precision else ""
+    more += f", reshard_after_forward={program.reshard}" if program.reshard is not None else ""
+    units = [f"model.{n}" for n in program.units]
+    if not units:
+        return [f"fully_shard(model{more})"]
+    return [f"for unit in ({', '.join(units)}, model):", f"    fully_shard(unit{more})"]

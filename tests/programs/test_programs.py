@@ -1,0 +1,88 @@
+"""Random programs: every kind equals the unsharded model or stock, or says by name why not; planted faults are found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from programs.draw import make
+from programs.hunt import Hunter
+from programs.legal import is_legal
+from programs.program import LAYERS, Program
+from programs.shrink import smaller, smallest
+from programs.source import read, render, script
+from programs.verdict import Verdict
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+NUM_PROGRAMS, CHUNK = int(os.environ.get("RANDOM_PROGRAMS", "20")), 10  # more: benchmarks/results/random_programs.md
+# Faults that are known and open, by the statements that show them: copy.deepcopy(model.state_dict()) raises.
+OPEN = {"deepcopy_state", "rollback"}
+# Seeds of programs in which a planted fault was found, and without it none.
+FOUND = {
+    "substitutions_are_ignored": 217,
+    "iterating_yields_sharded_parameters": 53,
+    "ties_after_sharding_are_forgotten": 63,
+    "every_backward_counts_as_whole": 82,
+    "writes_in_a_trace_are_not_settled": 12,
+    "unused_heads_get_zeros": 85,
+    "collectives_of_the_user_are_judged": 51,
+    "freezing_is_not_followed": 155,
+    "compiling_in_place_begins_in_torch": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def pools(request: pytest.FixtureRequest) -> dict[int, Pool]:
+    return {2: request.getfixturevalue("two"), 4: request.getfixturevalue("four")}
+
+
+@pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, CHUNK))
+def test_random_programs(pools: dict[int, Pool], first: int) -> None:
+    hunter = Hunter(pools)
+    for seed in range(first, first + CHUNK):
+        program = make(seed)
+        if program.names() & OPEN:
+            continue
+        for fault in hunter.check(script(program)).faults[:1]:
+            small, verdict = hunter.shrink(program, fault.kind)
+            raise AssertionError(f"seed {seed}: {fault.kind} {verdict.detail}\n{script(small).header()}{render(small)}")
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
+    this = script(make(FOUND[name]))
+    assert not Hunter(pools).check(this).faults
+    assert Hunter(pools, name).check(this).faults
+
+
+def test_every_program_is_legal_and_can_be_read_back() -> None:
+    for seed in range(300):
+        program = make(seed)
+        assert is_legal(program)
+        this = script(program)
+        compile(this.source, f"<seed {seed}>", "exec")
+        assert read(this.header() + this.source) == this
+
+
+def test_a_failure_shrinks_to_the_statement_that_is_to_blame() -> None:
+    program = next(p for p in map(make, range(10_000)) if "substitute" in p.names() and len(p.names()) > 4)
+
+    def fails(candidate: Program) -> Verdict | None:
+        return Verdict("compiled", "fault", "differs") if "functional_call" in render(candidate) else None
+
+    small, _ = smallest(program, Verdict("compiled", "fault", "differs"), fails, 1000)
+    assert small.names() <= {"substitute", "call"}
+    assert len(render(small).splitlines()) <= 20
+    assert all(render(p) != render(small) for p in smaller(small) if p != small)
+
+
+def test_programs_differ_in_everything() -> None:
+    programs = [make(seed) for seed in range(300)]
+    assert {p.world for p in programs} == {2, 4}
+    assert len({p.way for p in programs}) > 8
+    assert {len(p.layers) for p in programs} <= set(range(1, len(LAYERS) + 1))
+    assert len({render(replace(p, seed=0)) for p in programs}) > 290
