@@ -76,6 +76,22 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
         warn_once(text)
 
 
+def note_skipped(unit: Unit) -> None:
+    """A unit whose call is compiled runs outside a graph, and Dynamo has broken none: it skips the frame from now on.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    text = (
+        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo has broken no graph: it has given up "
+        "the call for good, as after an exception while that was traced. torch._dynamo.reset() lets it begin anew. Results are the same"
+    )
+    unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text)
+
+
 def note_overrun(unit: Unit, module: Any) -> None:
     """A unit's hook runs outside a graph: if Dynamo will not compile the unit again, say so, and let its call begin anew.
 

@@ -341,7 +341,10 @@ class Runtime(FullParams):
             self.reshard()
 
     def reset(self) -> None:
-        """Back to rest after an exception."""
+        """Back to rest after an exception; gradients that a failed backward has not reduced are nobody's."""
+        for param in self.unit.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
         self.is_in_forward = False
         self.drop_pending()
         self._close()

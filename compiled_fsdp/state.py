@@ -13,7 +13,7 @@ from . import optimizer_steps
 from .calibrate import calibrate_plan
 from .errors import warn_once
 from .extension import WHY_EAGER
-from .fallback import note_eager_unit, note_overrun
+from .fallback import note_eager_unit, note_overrun, note_skipped
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .options import of_unit
 from .reads import begin_forward, end_forward
@@ -37,7 +37,7 @@ class State:
         self.pre_forward = PreForward(self)
         self.post_forward = PostForward(self)
         self.stock = StockState(self.runtime)
-        self.is_checked = self.is_use_checked = False
+        self.is_checked = self.is_use_checked = self.is_call_compiled = False
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
@@ -71,9 +71,12 @@ class State:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
         note_overrun(self.unit, module)
         note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+        if self.is_call_compiled and not self.unit.why_eager:
+            note_skipped(self.unit)
 
     def before_call(self, *, is_compiled: bool) -> None:
         """Outside any graph, before a module of this unit is called: notice what the user changed since."""
+        self.is_call_compiled = is_compiled
         tree = self.runtime.tree
         tree.recover()
         optimizer_steps.catch_up()

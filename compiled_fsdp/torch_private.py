@@ -202,6 +202,19 @@ def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
+def at_offset_zero(tensor: DTensor) -> DTensor:
+    """The same DTensor, on the same local tensor, that `copy.deepcopy` can copy.
+
+    A DTensor takes over the storage offset of its local tensor without having a storage; deepcopy then takes it for a plain tensor
+    and fails, in any torch up to 2.15.
+    """
+    made: DTensor = torch.Tensor._make_wrapper_subclass(
+        DTensor, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device, layout=tensor.layout
+    )
+    made._local_tensor, made._spec = tensor._local_tensor, tensor._spec
+    return made
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still to deliver it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
