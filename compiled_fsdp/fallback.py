@@ -83,8 +83,9 @@ def note_skipped(unit: Unit) -> None:
         FallbackError: `set_fallback("error")` was called.
     """
     text = (
-        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo has broken no graph: it has given up "
-        "the call for good, as after an exception while that was traced. torch._dynamo.reset() lets it begin anew. Results are the same"
+        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo has broken no graph: "
+        "it has given up the call for good, as after an exception while that was traced. torch._dynamo.reset() lets it "
+        "begin anew. Results are the same"
     )
     unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
     if _policy == "error":

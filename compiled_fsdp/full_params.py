@@ -64,7 +64,7 @@ class FullParams:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_unsharded = False
-        self.full_versions: list[tuple[ShardedParam, Tensor, int]] = []
+        self.full_versions: list[tuple[ShardedParam, tuple[int, int]]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
@@ -163,7 +163,7 @@ class FullParams:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
-        self.full_versions = [(p, p.unsharded, p.unsharded._version) for p in self.unit.params if p.unsharded is not None]
+        self.full_versions = [(p, _version(p)) for p in self.unit.params]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
@@ -173,8 +173,8 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
-        for param, full, version in self.full_versions:
-            if not (param.is_borrowed or param in self.extensions) and full._version != version:
+        for param, version in self.full_versions:
+            if not (param.is_borrowed or param in self.extensions) and _version(param) != version:
                 say_it_is_lost(param.fqn)
         for param in self.unit.params:
             param.register(param.sharded)
@@ -275,6 +275,12 @@ class FullParams:
 def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
     for flat, checksum in checksums:
         flat.check_unwritten(checksum, why)
+
+
+def _version(param: ShardedParam) -> tuple[int, int]:
+    """Of a full parameter: changes when a user writes to it, or puts other memory in its place (`.data = x`)."""
+    assert param.unsharded is not None
+    return param.unsharded._version, param.gathered.untyped_storage()._cdata
 
 
 def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:

@@ -27,7 +27,7 @@ from .in_flight import Spent, is_spent
 from .planner import MAX_AHEAD_BYTES
 from .spec import IN_BACKWARD
 from .state import states_below
-from .torch_private import backward_number, make_dtensor, uncompiled
+from .torch_private import backward_number, make_dtensor, uncompiled, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -189,6 +189,7 @@ class Overlap:
             if (start, end) not in reads:
                 reads.append((start, end))
 
+    @untraced
     def step(self, optimizer: optim.Optimizer) -> None:
         """Step unit by unit, and start gathers as soon as their units are stepped."""
         for runtime in self.runtimes:
