@@ -212,3 +212,27 @@ def changed_between(api: Api) -> Any:
     with torch.no_grad():
         whole._flat_param.mul_(2.0)  # as an optimizer's step does, to what autograd has saved
     return found, outcome(loss.backward)
+
+
+@rows("9.16", status="improved")
+def test_second_backward_in_low_precision(two: Pool) -> None:
+    """Each gradient is reduced once, and added in full precision; stock reduces what it has added up once more, rounded."""
+    two.run(second_backward)
+
+
+def second_backward() -> None:
+    for kind in ("stock", *ALL_KINDS):
+        torch._dynamo.reset()
+        once, twice = (reduced_gradient(Api(kind), steps) for steps in ((0,), (0, 1)))
+        exact = [a + b for a, b in zip(once, reduced_gradient(Api(kind), (1,)), strict=True)]
+        is_exact = all(torch.equal(a, b) for a, b in zip(twice, exact, strict=True))
+        assert is_exact is (kind != "stock"), kind
+
+
+def reduced_gradient(api: Api, steps: tuple[int, ...]) -> list[torch.Tensor]:
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
+    model = api.blocks(mixed_precision=MixedPrecision(reduce_dtype=BF16), **options)
+    call = api.compile(model)
+    for step in steps:
+        loss_of(call, step).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
