@@ -344,3 +344,40 @@ def lightning_fabric() -> None:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
+
+
+@needs("transformers")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+def test_tied_after_sharding(two: Pool, backend: str | None) -> None:
+    """A tied model that is sharded before its weights are tied, as transformers does when it loads one sharded."""
+    two.run(tied_after_sharding, backend)
+
+
+def tied_after_sharding(backend: str | None) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
+
+    reference, model = build(), build()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    shard_layers(model, "model.layers")
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    for step in range(3):
+        for kind, one in ((call, model), (reference, reference)):
+            loss_of(kind, step).backward()
+            if one is reference:
+                check_grads(model, reference)
+                for p in reference.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+            else:
+                assert model.dtype == torch.float32
+        for one in (model, reference):
+            for p in one.parameters():
+                with torch.no_grad():
+                    p.sub_(p.grad, alpha=0.1)
+                p.grad = None
