@@ -20,7 +20,7 @@ from .reads import begin_forward, end_forward
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
-from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name, untraced
+from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name, traces_autograd, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,6 +93,12 @@ class State:
                 runtime.unit.adopt_assigned()
             runtime.unit.follow_requires_grad()
         if is_compiled:
+            if self.unit.is_outermost and traces_autograd():
+                warn_once(
+                    "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph break separates the call of "
+                    "a model from loss.backward() in the same compiled function, torch traces a backward that trains "
+                    "nothing, sharded or not, and does not say so. Call loss.backward() outside, or set it to False"
+                )
             prepare(called)
 
     def explain(self, error: RuntimeError) -> None:

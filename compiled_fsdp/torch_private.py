@@ -143,6 +143,11 @@ def trace_number() -> object:
     return CompileContext.current_trace_id()
 
 
+def traces_autograd() -> bool:
+    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch has since 2.13."""
+    return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
 def before_backend(fn: Callable[[GraphModule], None]) -> None:
     """Call `fn` with the graph that Dynamo is tracing, once it is whole and before its backend gets it; nothing outside of a
     trace. Tried on 2.13 and 2.15.
