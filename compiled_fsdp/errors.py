@@ -33,8 +33,9 @@ def named(thing: object) -> str:
 _said: set[str] = set()
 
 
-def warn_once(text: str) -> None:
-    """Warn, the first time this text comes up in this process."""
-    if text not in _said:
-        _said.add(text)
+def warn_once(text: str, about: str = "") -> None:
+    """Warn, the first time this text, or any text about the same, comes up in this process."""
+    key = about or text
+    if key not in _said:
+        _said.add(key)
         warnings.warn(text, stacklevel=3)

@@ -23,7 +23,7 @@ from .resident import drop as drop_resident
 from .resident import num_steps
 from .torch_private import allocate, preserve_version
 from .tree import in_backward
-from .writes import say_it_is_lost
+from .writes import say_they_are_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,9 +173,8 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
-        for param, version in self.full_versions:
-            if not (param.is_borrowed or param in self.extensions) and _version(param) != version:
-                say_it_is_lost(param.fqn)
+        written = [param for param, version in self.full_versions if _version(param) != version]
+        say_they_are_lost([p.fqn for p in written if not (p.is_borrowed or p in self.extensions)])
         for param in self.unit.params:
             param.register(param.sharded)
         self.is_unsharded = False

@@ -24,7 +24,7 @@ from .errors import warn_once
 from .fsdp_module import FSDPModule
 from .reads import traced
 from .state import State, get_state, set_state
-from .torch_private import at_offset_zero, never_traced_alone, rebind_compiled, uncompiled, untraced
+from .torch_private import never_traced_alone, rebind_compiled, starting_at_zero, uncompiled, untraced
 from .unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         swap_class(module, tuple(owned), is_root=isinstance(module, FSDPModule))
         module.__dict__["_fsdp_owner"] = state
         module.register_state_dict_pre_hook(_reshard_first(state))
-        module.register_state_dict_post_hook(_copyable)
+        module.register_state_dict_post_hook(_start_at_zero)
         module.register_load_state_dict_pre_hook(_reshard_first(state))
         module.register_load_state_dict_post_hook(_adopt_loaded(state))
     for root in roots:
@@ -130,12 +130,12 @@ def _reshard_first(state: State) -> Callable[..., None]:
     return hook
 
 
-def _copyable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """A hook after `state_dict`: let `copy.deepcopy` copy what it holds."""
+def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
+    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same."""
     for name in module._parameters:
-        value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
-            state_dict[prefix + name] = at_offset_zero(value)
+        entry = entries.get(prefix + name)
+        if type(entry) is DTensor and entry.storage_offset() and not entry.requires_grad:
+            entries[prefix + name] = starting_at_zero(entry)
 
 
 def _adopt_loaded(state: State) -> Callable[..., None]:

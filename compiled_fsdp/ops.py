@@ -123,7 +123,8 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
     warn_once(
         "compiled_fsdp: a graph reached its backend without our passes, so every parameter is gathered by a collective of its "
         f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
-        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass"
+        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass",
+        about="a graph without our passes",
     )
     left_out.announce()
     _consume(spec, comm.gather_options(spec))

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .reads import is_in_forward, is_seen_elsewhere, traced
+from .torch_private import never_traced_alone, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +88,7 @@ class Registered(dict[str, Any]):
         else:
             self._assign(name, value)
 
+    @untraced
     def _assign(self, name: str, value: Any) -> None:
         """A user assigns: what is the unit's own again, another sharded parameter (tied from now on), or something else."""
         unit, param = self.owners[name]
@@ -143,6 +146,12 @@ class Registered(dict[str, Any]):
     def __reduce__(self) -> Any:
         """A copy is a plain dict: it is nobody's registry."""
         return dict, (dict(self),)
+
+
+# After a graph break Dynamo meets these as frames of their own: one code object for all modules, and what they answer in a trace
+# is for the trace of a forward.
+for _method in (method for method in vars(Registered).values() if isinstance(method, FunctionType)):
+    never_traced_alone(getattr(_method, "__wrapped__", _method))
 
 
 def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:

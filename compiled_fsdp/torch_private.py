@@ -193,6 +193,18 @@ def make_dtensor(
     return DTensor(local, spec, requires_grad=False)
 
 
+def starting_at_zero(tensor: DTensor) -> DTensor:
+    """Another DTensor around the same local tensor, one that `copy.deepcopy` and `torch.save` take.
+
+    A DTensor says the offset of its local tensor in its storage as its own, and has no storage: where it is not 0, torch takes what
+    follows from it for an address. Tried on 2.13 and 2.15.
+    """
+    local = tensor._local_tensor
+    copied = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)
+    copied._local_tensor = local
+    return copied
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Mesh, placements and global metadata."""
     return tensor._spec
@@ -205,19 +217,6 @@ def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     if local.dtype != meta.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
     return DTensor(local, spec, requires_grad=local.requires_grad)
-
-
-def at_offset_zero(tensor: DTensor) -> DTensor:
-    """The same DTensor, on the same local tensor, that `copy.deepcopy` can copy.
-
-    A DTensor takes over the storage offset of its local tensor without having a storage; deepcopy then takes it for a plain tensor
-    and fails, in any torch up to 2.15.
-    """
-    made: DTensor = torch.Tensor._make_wrapper_subclass(
-        DTensor, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device, layout=tensor.layout
-    )
-    made._local_tensor, made._spec = tensor._local_tensor, tensor._spec
-    return made
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -265,13 +265,13 @@ class Unit:
                     f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it were assigned another "
                     f"sharded parameter ({kept} were not). Untie weights before fully_shard, or assign to all of them"
                 )
-        for param, new in assigned:
-            if isinstance(new, nn.Parameter) and not isinstance(new, DTensor):
-                warn_once(
-                    f"compiled_fsdp: in the place of {param.fqn} of unit {self.name!r} stands a plain nn.Parameter: it is read "
-                    "as it is, neither gathered nor reduced over the ranks, and what was sharded is not trained meanwhile. To "
-                    "change its values, copy into the sharded parameter, or load a state dict"
-                )
+        plain = [p.fqn for p, new in assigned if isinstance(new, nn.Parameter) and not isinstance(new, DTensor)]
+        if plain:
+            warn_once(
+                f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a plain nn.Parameter: it is read "
+                "as it is, neither gathered nor reduced over the ranks, and what was sharded is not trained meanwhile. To "
+                "change its values, copy into the sharded parameter, or load a state dict"
+            )
         self._adopt(fitting)
 
     def _assigned(self) -> list[tuple[ShardedParam, Any]]:

@@ -40,7 +40,7 @@ from .spec import ParamSpec
 from .torch_private import GET_DATA, SET_GRAD_ENABLED, give_up_graph, local_tensor, spec_of, with_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -128,6 +128,7 @@ def _is_written(node: Node, written: set[int]) -> bool:
 def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
     """Let all reads of a full parameter that is written to be one."""
     reads: dict[tuple[object, ...], list[Node]] = {}
+    lost = []
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         reads.setdefault(_key(node), []).append(node)
     for key, nodes in reads.items():
@@ -142,14 +143,18 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
                 "graph cannot show the write to both. Write outside the forward, or leave this unit out of the graph "
                 "with torch.compiler.disable"
             )
-        say_it_is_lost(spec.fqn)
+        lost.append(spec.fqn)
         _merge(graph, nodes)
+    say_they_are_lost(lost)
 
 
-def say_it_is_lost(fqn: str) -> None:
-    """Announce a write to a full parameter, which lasts no longer than that does."""
+def say_they_are_lost(fqns: Sequence[str]) -> None:
+    """Announce writes to full parameters, which last no longer than those do."""
+    if not fqns:
+        return
+    others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
     warn_once(
-        f"compiled_fsdp: parameter {fqn} is written to in place while it is gathered. What follows in the same forward "
+        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. What follows in the same forward "
         "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
         "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,6 +95,33 @@ def plain_state_dict(kind: str) -> None:
     canonical = get_model_state_dict(call)
     assert list(canonical) == names
     assert equal(dict(canonical), dict(state))
+
+
+def copied_and_saved() -> None:
+    """Parameters lie at offsets of a flat buffer, which torch must not take for addresses."""
+    model, call, optimizer = fresh("eager")
+    steps(model, call, optimizer, range(1))
+    state = model.state_dict()
+    assert any(v.to_local().storage_offset() for v in state.values())
+    copied = copy.deepcopy(state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    assert equal(dict(state), dict(copied))
+    assert equal(dict(state), dict(saved))
+    before = {name: v.to_local().clone() for name, v in copied.items()}
+    steps(model, call, optimizer, range(1))
+    assert all(torch.equal(v.to_local(), before[name]) for name, v in copied.items())
+    for other in (copied, saved):
+        model.load_state_dict(other)
+        assert equal(dict(model.state_dict()), dict(copied))
+    model.load_state_dict(copy.deepcopy(copied), assign=True)
+    assert all(math.isfinite(loss) for loss in steps(model, call, optimizer, range(1)))
+
+
+def test_state_dict_is_copied_and_saved(two: Pool) -> None:
+    two.run(copied_and_saved)
 
 
 def test_state_dict_while_unsharded(two: Pool) -> None:

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import errors, fully_shard
+from compiled_fsdp.registered import Registered
+from compiled_fsdp.torch_private import num_compiled
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -349,6 +351,42 @@ def announced() -> None:
 
 def test_a_write_that_will_be_lost_is_announced(two: Pool) -> None:
     two.run(announced)
+
+
+class BrokenLoop(nn.Module):
+    """A graph break, and then a loop over the parameters of many modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            for p in self.layers.parameters():
+                p.mul_(0.5)
+                torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def said_once() -> None:
+    errors._said.clear()
+    model = fully_shard(BrokenLoop())
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call(torch.ones(2, 6)).sum().backward()
+        torch.compile(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))), backend="aot_eager")(torch.ones(2, 6))
+    texts = [str(w.message) for w in said]
+    assert sum("written to in place" in text for text in texts) == 1, texts
+    assert sum("without our passes, so every parameter" in text for text in texts) == 1, texts
+    assert not any(num_compiled(method.__code__) for method in (Registered.items, Registered.seen, Registered.__setitem__))
+
+
+def test_a_warning_is_not_said_for_every_parameter_nor_a_registry_compiled_alone(two: Pool) -> None:
+    two.run(said_once)
 
 
 def refused(case: str, words: str) -> None:
