@@ -13,7 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import Tensor
+
 from .agreement import everyones
+from .costs import SECONDS
 from .errors import warn_once
 from .graph import find
 from .plan import DISTANCES, Plan
@@ -52,13 +55,19 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
 
 
 def settle_costs(graph: Graph, plan: Plan) -> Plan:
-    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank."""
+    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank.
+
+    Where it costs the same, that is noted on the nodes: a rank that compiles the structure again, for another batch, goes on
+    to schedule by these times, since other ranks run what they have.
+    """
     if plan.costs is None or not plan.is_from_costs:
         return plan
-    costs = plan.costs
-    nanoseconds = [round(costs.compute(node) * 1e9) for node in graph.nodes]
+    nodes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    nanoseconds = [round(plan.costs.compute(node) * 1e9) for node in nodes]
     same = agreed(graph, plan, "costs", nanoseconds, lambda told: told[0] if all(t == told[0] for t in told) else [-1])
-    if same != [-1]:
+    if len(same) == len(nodes) and same != [-1]:
+        for node, settled in zip(nodes, same, strict=True):
+            node.meta[SECONDS] = settled / 1e9
         return plan
     warn_once(
         "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and collectives would start in "
