@@ -4,11 +4,14 @@ A batch may have another size on every rank, and with it what fits into a memory
 graph of a structure is compiled for the first time, ranks tell each other through the store what they would do, and do what suits
 all of them. Later graphs of the structure, for other shapes, keep to that and ask nobody: other ranks may not compile just then.
 
-A rank that found such a graph in a cache would not come to the exchange: under a plan that asks, none is cached (`inductor.py`).
+A rank that found such a graph in a cache would not come to the exchange. So what is compiled is cached only from where all is
+decided on: with a budget alone, the halves, of which the decision is a part; never the joint graph, nor halves that are
+scheduled by costs (`inductor.py`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +25,7 @@ from .graph import find
 from .plan import DISTANCES, Plan
 from .schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
+from .torch_private import tracing_context
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -30,11 +34,25 @@ Combine = Callable[[list[list[int]]], list[int]]
 T = TypeVar("T")
 
 _settled: dict[tuple[str, ...], list[int]] = {}
+_decided: weakref.WeakSet[object] = weakref.WeakSet()  # compilations whose joint passes have run
 
 
 def depends_on_shapes(plan: Plan) -> bool:
     """Whether something in the plan is decided for each graph from what it computes."""
     return plan.memory_budget not in (None, 1.0) or plan.is_from_costs
+
+
+def is_undecided(plan: Plan) -> bool:
+    """Whether ranks may still have to decide something about the graph that is being compiled."""
+    context = tracing_context()
+    return depends_on_shapes(plan) and (plan.is_from_costs or context is None or context not in _decided)
+
+
+def note_decided() -> None:
+    """The joint passes have run: nothing is left to decide for this graph but what depends on costs."""
+    context = tracing_context()
+    if context is not None:
+        _decided.add(context)
 
 
 def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:

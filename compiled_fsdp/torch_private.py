@@ -19,7 +19,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
@@ -141,6 +141,11 @@ def current_run() -> int:
 def trace_number() -> object:
     """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
     return CompileContext.current_trace_id()
+
+
+def tracing_context() -> object:
+    """One for each graph that is being compiled, until its halves are; None outside. Tried on 2.13."""
+    return TracingContext.try_get()
 
 
 def before_backend(fn: Callable[[GraphModule], None]) -> None:
