@@ -4,21 +4,28 @@ A batch may have another size on every rank, and with it what fits into a memory
 graph of a structure is compiled for the first time, ranks tell each other through the store what they would do, and do what suits
 all of them. Later graphs of the structure, for other shapes, keep to that and ask nobody: other ranks may not compile just then.
 
-A rank that found such a graph in a cache would not come to the exchange: under a plan that asks, none is cached (`inductor.py`).
+A rank that found such a graph in a cache would not come to the exchange. So what is compiled is cached only from where all is
+decided on: with a budget alone, the halves, of which the decision is a part; never the joint graph, nor halves that are
+scheduled by costs (`inductor.py`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import Tensor
+
 from .agreement import everyones
+from .costs import SECONDS
 from .errors import warn_once
 from .graph import find
 from .plan import DISTANCES, Plan
 from .schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
+from .torch_private import tracing_context
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -27,11 +34,25 @@ Combine = Callable[[list[list[int]]], list[int]]
 T = TypeVar("T")
 
 _settled: dict[tuple[str, ...], list[int]] = {}
+_decided: weakref.WeakSet[object] = weakref.WeakSet()  # compilations whose joint passes have run
 
 
 def depends_on_shapes(plan: Plan) -> bool:
     """Whether something in the plan is decided for each graph from what it computes."""
     return plan.memory_budget not in (None, 1.0) or plan.is_from_costs
+
+
+def is_undecided(plan: Plan) -> bool:
+    """Whether ranks may still have to decide something about the graph that is being compiled."""
+    context = tracing_context()
+    return depends_on_shapes(plan) and (plan.is_from_costs or context is None or context not in _decided)
+
+
+def note_decided() -> None:
+    """The joint passes have run: nothing is left to decide for this graph but what depends on costs."""
+    context = tracing_context()
+    if context is not None:
+        _decided.add(context)
 
 
 def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:
@@ -52,13 +73,19 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
 
 
 def settle_costs(graph: Graph, plan: Plan) -> Plan:
-    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank."""
+    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank.
+
+    Where it costs the same, that is noted on the nodes: a rank that compiles the structure again, for another batch, goes on
+    to schedule by these times, since other ranks run what they have.
+    """
     if plan.costs is None or not plan.is_from_costs:
         return plan
-    costs = plan.costs
-    nanoseconds = [round(costs.compute(node) * 1e9) for node in graph.nodes]
+    nodes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    nanoseconds = [round(plan.costs.compute(node) * 1e9) for node in nodes]
     same = agreed(graph, plan, "costs", nanoseconds, lambda told: told[0] if all(t == told[0] for t in told) else [-1])
-    if same != [-1]:
+    if len(same) == len(nodes) and same != [-1]:
+        for node, settled in zip(nodes, same, strict=True):
+            node.meta[SECONDS] = settled / 1e9
         return plan
     warn_once(
         "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and collectives would start in "

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
+SECONDS = "fsdp_seconds"  # in a node's meta: what all ranks take it to cost (`consensus.py`)
 FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
 
 
@@ -85,6 +86,8 @@ class Costs:
 
     def compute(self, node: Node) -> float:
         """Seconds that the training thread spends on a node; 0 for views and for what only orders."""
+        if SECONDS in node.meta:
+            return float(node.meta[SECONDS])
         if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
             return 0.0
         if node.target in comm.STARTS:

@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import collectives as comm
 from . import dump, gloo
-from .consensus import depends_on_shapes, settle_costs
+from .consensus import is_undecided, note_decided, settle_costs
 from .errors import warn_once
 from .graph import erase_all, find, value
 from .graph_record import GraphRecord
@@ -134,14 +134,11 @@ class JointPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Run the joint passes on the module that owns the graph."""
         run_joint(_module(graph), is_fused=True)
+        note_decided()
 
     def uuid(self) -> Any:
         """See `_cached_as`."""
-        return (
-            None
-            if dump.folder() or depends_on_shapes(current_plan())
-            else f"compiled_fsdp joint {source_hash()} {current_plan()}"
-        )
+        return _cached_as("joint")
 
 
 class HalfPass(CustomGraphPass):
@@ -164,11 +161,7 @@ class HalfPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """As for `JointPass`."""
-        return (
-            None
-            if dump.folder() or depends_on_shapes(current_plan())
-            else f"compiled_fsdp half {source_hash()} {current_plan()}"
-        )
+        return _cached_as("half")
 
 
 class PinPass(CustomSchedulerPass):  # type: ignore[misc]
@@ -207,11 +200,11 @@ class Chain(CustomGraphPass):
 
 
 def _cached_as(name: str) -> str | None:
-    """Version and plan; None, so that the cache is bypassed and every pass really runs: while dumping, and where ranks decide
-    together (`consensus.py`).
+    """Version and plan; None, so that the cache is bypassed and every pass really runs: while dumping, and where ranks are yet
+    to decide together (`consensus.py`).
     """
     plan = current_plan()
-    return None if dump.folder() or depends_on_shapes(plan) else f"compiled_fsdp {name} {source_hash()} {plan}"
+    return None if dump.folder() or is_undecided(plan) else f"compiled_fsdp {name} {source_hash()} {plan}"
 
 
 def _module(graph: Graph) -> GraphModule:

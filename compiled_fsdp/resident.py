@@ -61,7 +61,9 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
         unit = runtime.unit
         if unit.is_resident and (runtime.resident_versions != runtime.versions_now() or _is_left_over(runtime)):
             drop(runtime)
-        if unit.is_resident or unit.settings.reshard_after_backward or not torch.is_grad_enabled():
+        if unit.is_resident or not unit.settings.stays_full or not torch.is_grad_enabled():
+            continue
+        if unit.reshard is not False and unit.settings.reshard_after_backward:
             continue
         if unit.reshard is not False:
             warn_once(
@@ -77,7 +79,7 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
 
 def _is_left_over(runtime: FullParams) -> bool:
     """A frozen unit gets no gradient, after which it would have been dropped."""
-    return runtime.unit.settings.reshard_after_backward and not any(p.sharded.requires_grad for p in runtime.unit.params)
+    return not runtime.unit.settings.stays_full and not any(p.sharded.requires_grad for p in runtime.unit.params)
 
 
 def _finish(runtime: FullParams, gathers: Any) -> None:

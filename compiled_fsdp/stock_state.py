@@ -45,7 +45,10 @@ class StockState(FSDPState):
             runtime.post_backward()
 
     def _root_post_backward_final_callback(self) -> None:
-        self._alive().tree.end_of_backward()
+        tree = self._alive().tree
+        tree.end_of_backward()
+        for runtime in tree.in_order():
+            runtime.unit.note_schedule()
 
 
 def show_to_schedules(module: nn.Module, state: StockState) -> None:

@@ -19,7 +19,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
@@ -146,6 +146,11 @@ def trace_number() -> object:
 def traces_autograd() -> bool:
     """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch has since 2.13."""
     return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
+def tracing_context() -> object:
+    """One for each graph that is being compiled, until its halves are; None outside. Tried on 2.13."""
+    return TracingContext.try_get()
 
 
 def before_backend(fn: Callable[[GraphModule], None]) -> None:

@@ -82,6 +82,7 @@ class Settings:
     forward_prefetch: start the gather of the next unit when this one's forward begins.
     backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when it ends ("post"), or not ("").
     forward_ahead, backward_ahead: how many units ahead a gather may start in a graph; negative: as the plan says.
+    is_scheduled: a pipeline schedule says when the backwards of a step are over: graphs keep gradients until then.
     fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results mean nothing then.
     """
 
@@ -103,8 +104,14 @@ class Settings:
     backward_prefetch: str = "pre"
     forward_ahead: float = -1.0
     backward_ahead: float = -1.0
+    is_scheduled: bool = False
     fake_all_gather: bool = False
     fake_reduce: bool = False
+
+    @property
+    def stays_full(self) -> bool:
+        """Whether full parameters are to outlive a backward; those of a schedule do, from the first forward of a step on."""
+        return self.is_scheduled or not self.reshard_after_backward
 
     @property
     def sync(self) -> str:
@@ -316,6 +323,15 @@ class Unit:
         self.post_meshes.clear()
         self.publish()
 
+    def note_schedule(self) -> None:
+        """A pipeline schedule has ended a step, as it will end those to come: graphs made from now on leave reducing to it.
+
+        A backward outside any schedule, which ends with gradients to be reduced, reduces what its graph has kept.
+        """
+        if not self.settings.is_scheduled:
+            self.settings.is_scheduled = self.settings.is_accumulating = True
+            self.publish()
+
     def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
         """The op arguments of one parameter under the current settings."""
         info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
@@ -364,6 +380,11 @@ class Unit:
             backward_ahead=settings.backward_ahead,
         )
 
+    def _traced(self, spec: ParamSpec) -> ParamSpec:
+        """What a graph does: it is made in forward, where nobody knows yet which backward of a schedule is the last."""
+        is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
+        return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
+
     def _groups(self, info: MeshInfo) -> tuple[str, str]:
         """The names of the groups that gather and that reduce over the shard axis."""
         own = info.shard_group.group_name
@@ -398,7 +419,7 @@ class Unit:
                         spec,
                         Handle(
                             flat.data,
-                            spec.as_constants(),
+                            self._traced(spec).as_constants(),
                             is_frozen,
                             key_of(param.full),
                             self.is_resident,

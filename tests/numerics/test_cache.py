@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 
 import compiled_fsdp
+from compiled_fsdp import consensus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,3 +98,34 @@ def same_as_default() -> None:
     assert ours[1] == default[1]
     assert ours[1]["fsdp::all_gather"] == 3
     assert all(torch.equal(a, b) for a, b in zip(ours[0], default[0], strict=True))
+
+
+def test_a_budget_with_one_warm_cache(two: Pool, tmp_path: Path) -> None:
+    """Under a budget ranks decide together what they keep; then halves may come from a cache, on one rank and not on another."""
+    (cold, warm), (cold_1, still_cold) = two.run(with_budget, str(tmp_path))
+    assert cold == cold_1 == still_cold == 0
+    assert warm == 2, "forward and backward"
+
+
+def with_budget(folder: str) -> list[int]:
+    """How many halves came from the cache, cold and then warm; rank 1 loses its cache in between."""
+    from torch._dynamo.utils import counters
+
+    rank, hits, grads = dist.get_rank(), [], []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    for module in (*model, model):
+        compiled_fsdp.fully_shard(module)
+    for name in (f"{rank}", f"{rank} {rank}" if rank else "0"):
+        torch._dynamo.reset()
+        consensus._settled.clear()
+        counters.clear()
+        model.zero_grad()
+        environ = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}"}
+        with mock.patch.dict(os.environ, environ), compiled_fsdp.planned(memory_budget=0.5, bucket_bytes=0):
+            torch.compile(model, fullgraph=True)(torch.ones(2, 6)).square().sum().backward()
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+        assert not counters["aot_autograd"]["autograd_cache_hit"]
+        grads.append([p.grad.to_local() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    return hits

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
+from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.state import states_below
 
 if TYPE_CHECKING:
@@ -337,6 +338,24 @@ def decide(plan: dict[str, Any]) -> list[float]:
     for ours, theirs in zip(grads, eager.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.grad.full_tensor())
     return [g.sum().item() for g in grads]
+
+
+def test_a_rank_that_compiles_again_for_another_batch(two: Pool) -> None:
+    two.run(compile_again)
+
+
+def compile_again() -> None:
+    """Rank 1 alone gets another batch, for which its own costs would start collectives elsewhere."""
+    costs = Costs(1e8, 1e10, 1e-6, (("0", Link(1e-6, 1e8)),))
+    eager, model = shard(build(num_blocks=5)), shard(build(num_blocks=5))
+    with planned(**FROM_COSTS, bucket_bytes=0, costs=costs), quiet():
+        compiled = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False)
+        for number in range(3):
+            x = torch.randn(2 + number * 1000 * dist.get_rank(), 6, generator=torch.Generator().manual_seed(0))
+            for call in (eager, compiled):
+                call(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
 
 def test_plan_default_asks_nobody() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from compat.oracle import mesh_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -27,27 +27,57 @@ def test_gradients_as_stock_and_unsharded(four: Pool, schedule: str) -> None:
     four.run(compare, schedule)
 
 
-def run(schedule: str, shard: Any) -> dict[str, torch.Tensor]:
-    """Gradients of this rank's stage after one step, whole."""
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+class Counted:
+    """A backend, with the number of graphs that Dynamo gave it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        self.count += 1
+        return torch._dynamo.lookup_backend("compiled_fsdp_eager")(gm, inputs)
+
+
+def run(
+    schedule: str, shard: Any, backend: Counted | None = None, steps: int = 2, *, is_alone: bool = False
+) -> dict[str, torch.Tensor]:
+    """Gradients of this rank's stage after the last step, whole. is_alone: or after a step of the stage without a schedule."""
     mesh = mesh_of(2, 2, names=("pp", "dp"))
     torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    stages = [Stage(), Stage()]
     index = mesh.get_local_rank("pp")
-    stage_module: Any = copy.deepcopy(whole[2 * index : 2 * index + 2])
+    stage_module: Any = stages[index]
     if shard is not None:
-        for layer in stage_module:
+        for layer in stage_module.layers:
             shard(layer, mesh=mesh["dp"])
         shard(stage_module, mesh=mesh["dp"])
+    if backend is not None:
+        stage_module.compile(backend=backend)
     stage = PipelineStage(stage_module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     runner = SCHEDULES[schedule](stage, NUM_MICRO, loss_fn=lambda out, target: (out - target).square().mean())
     generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
-    for _ in range(2):
+    for _ in range(steps):
         x, target = (torch.randn(8, 6, generator=generator) for _ in range(2))
         stage_module.zero_grad()
         if index == 0:
             runner.step(x)
         else:
             runner.step(target=target)
+    if is_alone:
+        stage_module.zero_grad()
+        stage_module(torch.randn(4, 6, generator=generator)).square().mean().backward()
     found = {}
     for name, p in stage_module.named_parameters():
         grad = p.grad.full_tensor() if shard is not None else p.grad.clone()
@@ -63,3 +93,32 @@ def compare(schedule: str) -> None:
     for name, grad in ours.items():
         assert torch.equal(grad, stock[name]), f"{name}: {(grad - stock[name]).abs().max().item():.1e} from stock"
         assert torch.allclose(grad, unsharded[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_stages(four: Pool, schedule: str) -> None:
+    four.run(compare_compiled, schedule)
+
+
+def compare_compiled(schedule: str) -> None:
+    """One graph of the first microbatches, whose reductions nobody called off yet, and one that keeps gradients for the end of
+    the step: from the second step on that alone, so that a step reduces once, as stock does.
+    """
+    backend = Counted()
+    ours, eager = (run(schedule, fully_shard, entry, steps=3) for entry in (backend, None))
+    finalizes = hasattr(StockFSDPModule, "finalize_backward")  # since torch 2.15 nobody calls reductions off: one graph
+    assert backend.count == (1 if finalizes else 2)
+    for name, grad in ours.items():
+        gap = (grad - eager[name]).abs().max().item()
+        assert gap <= (1e-6 if finalizes else 0), f"{name}: {gap:.1e} from eager"
+
+
+def test_a_step_between_those_of_a_schedule(four: Pool) -> None:
+    """The graph was made for the schedule; gradients that it keeps are reduced at the end of a backward that is to reduce."""
+    four.run(compare_alone)
+
+
+def compare_alone() -> None:
+    ours, eager = (run("1F1B", fully_shard, entry, is_alone=True) for entry in (Counted(), None))
+    for name, grad in ours.items():
+        assert torch.equal(grad, eager[name]), name
