@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from .agreement import everyones
-from .costs import SECONDS
 from .errors import warn_once
 from .graph import find
+from .meta import set_seconds
 from .plan import DISTANCES, Plan
 from .schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from .spec import ParamSpec
@@ -85,7 +85,7 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
     same = agreed(graph, plan, "costs", nanoseconds, lambda told: told[0] if all(t == told[0] for t in told) else [-1])
     if len(same) == len(nodes) and same != [-1]:
         for node, settled in zip(nodes, same, strict=True):
-            node.meta[SECONDS] = settled / 1e9
+            set_seconds(node, settled / 1e9)
         return plan
     warn_once(
         "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and collectives would start in "

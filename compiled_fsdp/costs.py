@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from . import collectives as comm
 from . import schema
 from .graph import hint, is_matmul, is_view
+from .meta import get_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
-SECONDS = "fsdp_seconds"  # in a node's meta: what all ranks take it to cost (`consensus.py`)
 FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
 
 
@@ -86,8 +86,9 @@ class Costs:
 
     def compute(self, node: Node) -> float:
         """Seconds that the training thread spends on a node; 0 for views and for what only orders."""
-        if SECONDS in node.meta:
-            return float(node.meta[SECONDS])
+        settled = get_seconds(node)
+        if settled is not None:
+            return settled
         if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
             return 0.0
         if node.target in comm.STARTS:

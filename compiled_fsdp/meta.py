@@ -208,6 +208,17 @@ def take_over(node: Node, original: Node) -> None:
     node.meta = dict(original.meta)
 
 
+def set_seconds(node: Node, seconds: float) -> None:
+    """Note what all ranks take a node to cost, see `consensus.py`."""
+    node.meta["fsdp_seconds"] = seconds
+
+
+def get_seconds(node: Node) -> float | None:
+    """What `set_seconds` has noted, if anything."""
+    seconds: float | None = node.meta.get("fsdp_seconds")
+    return seconds
+
+
 # -- of Dynamo's graphs, before their backend
 
 

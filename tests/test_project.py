@@ -19,7 +19,7 @@ ORDER = """
     version options torch_private ranges log spec layout keys errors precision plan
     meeting ablation watcher agreement runs gloo schema views mesh tensor_parallel collectives extension handles
     optimizer_steps resident reads registered meta writes left_out ops
-    graph heads consensus regions meaning costs choices planner
+    graph heads regions meaning costs consensus choices planner
     fusion origins lifetimes halves memory
     records graph_json graph_record
     dump sequence
