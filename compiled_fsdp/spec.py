@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,11 @@ class Reduction:
         if self.retained_dtype is not None and (self.sync == "retain" or self.is_accumulating):
             return self.retained_dtype
         return self.dtype
+
+
+@cache  # asked for every parameter of a bucket, for each of them
+def _shard_numel(shape: tuple[int, ...], dim: int, group_size: int) -> int:
+    return -(-shape[dim] // group_size) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class ParamSpec:
     @property
     def shard_numel(self) -> int:
         """Elements in each rank's padded shard."""
-        return prod(self.shard_shape)
+        return _shard_numel(self.shape, self.dim, self.group_size)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
