@@ -1,9 +1,10 @@
 """Ranks that share a group agree, before they communicate: through the store, never through the group itself.
 
 Every graph begins with `fsdp::agree`, which carries the graph's collectives as text, structure and no symbol names; it is part of
-the compiled code, so that a warm cache brings it along. The first run of a text in a process compares it with the other
-ranks of each group; later runs look it up and count, and touch no store. An eager unit does the same before its first
-gather, and so does the list of parameters before the first step.
+the compiled code, so that a warm cache brings it along. The first run of a text in a process, and the first after another one
+than before, compares it with the other ranks of each group; later runs look it up and count, and touch no store. An eager unit
+does the same before its first gather, and before each if graphs read it too: Dynamo may have given it up on one rank alone. So
+does the list of parameters before the first step.
 
 [Note: run numbers]
 Ranks in step run the same sequence of graphs over a group, so the n-th run is the same graph everywhere. A rank whose n-th run is
@@ -85,7 +86,7 @@ class _Group:
     """What this process knows of one group.
 
     number, runs: how many runs there were, and the digests of the last.
-    agreed: digests that all ranks had at the same run.
+    agreed: pairs of digests, of a run and of the one before it, that all ranks had at the same run.
     settled: a run number up to which nobody has to be answered.
     failure: what the watcher found out while the main thread was busy.
     is_gone: its store does not answer any more.
@@ -99,7 +100,7 @@ class _Group:
     watched: Any
     number: int = 0
     runs: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
-    agreed: set[str] = field(default_factory=set)
+    agreed: set[tuple[str, str]] = field(default_factory=set)
     failure: str = ""
     settled: int = 0
     is_gone: bool = False
@@ -107,6 +108,10 @@ class _Group:
     def digest_of_run(self, number: int) -> str:
         at = number - (self.number - len(self.runs)) - 1
         return self.runs[at] if 0 <= at < len(self.runs) else ""
+
+    def step_to(self, number: int) -> tuple[str, str]:
+        """The digests of the run before and of this one."""
+        return self.digest_of_run(number - 1), self.digest_of_run(number)
 
 
 _groups: dict[str, _Group] = {}
@@ -127,15 +132,15 @@ def before_run(text: str, groups: Iterable[str]) -> None:
 
 
 def _run(group: _Group, text: str) -> None:
-    digest = _digest(text)
     group.number += 1
-    group.runs.append(digest)
-    if digest in group.agreed:
+    group.runs.append(_digest(text))
+    step = group.step_to(group.number)
+    if step in group.agreed:
         return
     texts = _exchange(group, str(group.number), text)
     if texts is not None:
         raise DivergenceError(describe(group.process_group, texts))
-    group.agreed.add(digest)
+    group.agreed.add(step)
 
 
 def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
@@ -279,7 +284,7 @@ def _answer(group: _Group, beat: int) -> None:
         return
     store.set(f"alive/{group.rank}", str(beat))
     mine = group.digest_of_run(number)
-    if not mine or mine not in group.agreed or group.failure:
+    if not mine or group.step_to(number) not in group.agreed or group.failure:
         return  # not there yet, or the main thread is just comparing
     if not store.check([f"{number}/{group.rank}"]):
         store.set(f"{number}/{group.rank}", mine)

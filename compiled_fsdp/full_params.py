@@ -18,6 +18,7 @@ from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
 from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
 from .handles import APART
+from .ops import TRACED
 from .precision import policy_of
 from .resident import drop as drop_resident
 from .resident import num_steps
@@ -216,7 +217,7 @@ class FullParams:
     def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         self.unit.was_read = True
-        if not self.is_agreed:
+        if not self.is_agreed or self.unit.key in TRACED:  # others may be in a graph
             self._agree()
         buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
@@ -256,7 +257,9 @@ class FullParams:
         return gathers
 
     def _agree(self) -> None:
-        """Before the first gather: the other ranks are about to gather the same, eagerly too."""
+        """Before the first gather, and before each of a unit that graphs read too: the other ranks are about to gather the same,
+        eagerly too.
+        """
         names = ", ".join(param.fqn for param in self.unit.params)
         groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
         agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)

@@ -94,6 +94,25 @@ def test_another_branch_at_the_first_step(broken: Pool) -> None:
     )
 
 
+def fall_back_alone() -> tuple[str, float]:
+    """Both ranks have run eagerly, and in graphs; then Dynamo gives a unit up on rank 1 alone."""
+    model: Any = sharded(compiled=False)
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    for each in (model, model, call, call):
+        step(each, "lr")
+    if dist.get_rank():
+        forward = model.right.forward
+        model.right.forward = lambda x: forward(x) if x.tolist() else x
+    return error_of(lambda: step(call, "lr"))
+
+
+def test_a_rank_that_falls_back_alone(broken: Pool) -> None:
+    try:
+        check_told(broken.run(fall_back_alone), "are about to communicate differently", "outside a graph")
+    finally:
+        broken.close()  # its connections are broken
+
+
 def known_branch() -> tuple[str, float]:
     """Rank 1 runs what all have run before; rank 0 something new."""
     call = sharded()
@@ -235,9 +254,9 @@ def accesses() -> list[int]:
     return counts[:-1]
 
 
-def test_nothing_after_the_first_step(two: Pool) -> None:
-    """The model, forward and backward; then nothing."""
-    assert two.run(accesses) == [[3, 0, 0, 0]] * 2
+def test_nothing_after_the_second_step(two: Pool) -> None:
+    """The model, forward and backward; then forward after backward, which is new; then nothing."""
+    assert two.run(accesses) == [[3, 1, 0, 0]] * 2
 
 
 # -- warmup
