@@ -290,10 +290,11 @@ def test_policies(two: Pool) -> None:
 
 def policies(api: Api) -> Any:
     policy = api.MixedPrecisionPolicy()
+    torchs = torch.distributed.fsdp.MixedPrecisionPolicy()  # ours has what torch 2.15 adds, on older torch too
     pinless, base = api.CPUOffloadPolicy(pin_memory=False), api.OffloadPolicy()
     models = [api.fully_shard(net(), offload_policy=p) for p in (pinless, base, None)]
     return (
-        policy,
+        {name: getattr(policy, name) for name in vars(torchs)},
         raised(lambda: setattr(policy, "param_dtype", torch.float16)),
         raised(lambda: api.MixedPrecisionPolicy(param_dtype="x")),
         raised(lambda: api.fully_shard(net(), mp_policy=api.MixedPrecisionPolicy(torch.int32, torch.bool))),
