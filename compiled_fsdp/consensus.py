@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import everyones
@@ -61,10 +62,12 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
     Raises:
         DivergenceError: a rank compiles another structure just now.
     """
+    if not dist.is_initialized():  # a graph planned by itself
+        return mine
     specs = specs_of(graph)
-    key = (what, str(replace(plan, kept=(), dropped=())), *map(_structure, specs))
+    groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
+    key = (what, str(replace(plan, kept=(), dropped=())), *groups, *map(_structure, specs))
     if key not in _settled:
-        groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
         for group in groups:
             told = everyones(group, f"a decision about {what} of {len(specs)} parameters", " ".join(map(str, mine)))
             mine = combine([[int(word) for word in text.split()] for text in told])
