@@ -32,7 +32,6 @@ def measured_once() -> str:
     before = current_plan()
     try:
         set_plan(Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=0))
-        keys = JointPass().uuid(), HalfPass().uuid()
         model = fully_shard(torch.nn.Linear(6, 5))
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
         call(torch.ones(2, 6)).sum().backward()
@@ -43,8 +42,8 @@ def measured_once() -> str:
         assert name == dist.group.WORLD.group_name
         assert link.latency > 0
         assert link.bandwidth > 0
-        assert keys[0] != JointPass().uuid()
-        assert keys[1] != HalfPass().uuid()
+        # Not cached: a rank with a warm cache would miss what the others agree on.
+        assert (JointPass().uuid(), HalfPass().uuid()) == (None, None)
         another = fully_shard(torch.nn.Linear(6, 5))
         torch.compile(another, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 6))
         assert current_plan() is plan
