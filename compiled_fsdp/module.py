@@ -153,7 +153,9 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
     def read(self: nn.Module) -> Any:
         owner: Any = self
         if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles and name not in owner._fsdp_replaced:
-            return traced(owner, name)
+            handle = owner._fsdp_handles[name]
+            if handle.key:
+                return traced(owner, name)
         if name in self._parameters:
             return self._parameters[name]
         if name in self.__dict__:

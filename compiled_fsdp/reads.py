@@ -17,12 +17,13 @@ from .views import view_of_flat
 
 
 def traced(module: Any, name: str) -> Any:
-    """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this function."""
+    """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this function.
+
+    Not while an eager forward has it registered.
+    """
     handle = module._fsdp_handles[name]
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
-        return module._parameters[name]
-    if not handle.key:
         return module._parameters[name]
     if handle.is_resident:
         function: Any = Resident
