@@ -43,7 +43,7 @@ class StepReport:
         trainer, page = self.trainer, self.trainer.options.out / PAGE
         with TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
-            record_step(lambda: trainer.step(trainer.horizon or WARMUP), path)
+            record_step(lambda: trainer.step(trainer.horizon or WARMUP - 1), path)
             add_profile(self.dump, path, trainer.rank)
         dist.barrier()
         if trainer.rank == 0:

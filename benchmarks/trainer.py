@@ -142,7 +142,7 @@ class Trainer:
 
     def measure(self) -> tuple[PeakMemory, CommReport]:
         """Profile a few further steps; afterwards the weights are no longer those of the run."""
-        index = self.horizon or WARMUP
+        index = self.horizon or WARMUP - 1  # stopped inside the warmup: its last step
         peak = peak_tensor_bytes(lambda: self.step(index))
         return peak, communication(lambda: self.step(index))
 
