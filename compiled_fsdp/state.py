@@ -71,7 +71,7 @@ class State:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
         note_overrun(self.unit, module)
         note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
-        if self.is_call_compiled and not self.unit.why_eager:
+        if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
 
     def before_call(self, *, is_compiled: bool) -> None:
