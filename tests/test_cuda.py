@@ -153,7 +153,7 @@ class Slow:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full(size, torch.nan, dtype=dtype, device=device)
 
-    def later(self, do: Callable[[], None], *tensors: Tensor) -> LateWork:
+    def later(self, do: Callable[[], object], *tensors: Tensor) -> LateWork:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(self.cycles)
@@ -170,7 +170,7 @@ class Slow:
 class SlowGather(Slow):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> LateWork:
         half = output_tensor.numel() // 2
-        return self.later(lambda: output_tensor[half:].copy_(output_tensor[:half]) and None, output_tensor, input_tensor)
+        return self.later(lambda: output_tensor[half:].copy_(output_tensor[:half]), output_tensor, input_tensor)
 
 
 class SlowReduce(Slow):
@@ -179,7 +179,7 @@ class SlowReduce(Slow):
     ) -> LateWork:
         half = input_tensor.numel() // 2
         return self.later(
-            lambda: torch.add(input_tensor[:half], input_tensor[half:], out=output_tensor) and None,
+            lambda: torch.add(input_tensor[:half], input_tensor[half:], out=output_tensor),
             output_tensor,
             input_tensor,
         )
@@ -207,6 +207,7 @@ def streams(compiled: bool) -> None:
     expected = mlp_losses(0, compiled)
     assert all(value == value for value in expected), expected
     for repeat in range(REPEATS if not compiled else REPEATS // 10):
+        torch._dynamo.reset()
         assert mlp_losses(200_000, compiled) == expected, f"repeat {repeat}"
 
 
