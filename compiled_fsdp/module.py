@@ -13,6 +13,7 @@ compiled parts read them as inputs, and the eager runtime reduces their gradient
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -90,7 +91,7 @@ def _make_class(original: type, *, is_root: bool) -> type:
         if original.__module__.startswith("torch.nn."):
             body["forward"] = _own_forward(original)
     else:
-        body["__call__"] = _checked_call(original)
+        body |= {"__call__": _checked_call(original), "__reduce_ex__": _as_original}
     made = type(name, bases, body)
     originals[made] = original
     return made
@@ -204,6 +205,17 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
         "entered by its forward, but from another method. Either call register_fsdp_forward_method(sharded_module, name) "
         "for that method, or sharded_module.unshard() before and .reshard() after it"
     )
+
+
+def _as_original(self: Any, _protocol: object) -> tuple[Any, ...]:
+    """To copy and to pickle: a module of the original class that holds what is registered, DTensors at rest, and is no part of a
+    unit, as with torch's `fully_shard`.
+    """
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if not name.startswith(("_fsdp_", "_is_fsdp_"))}
+        state["_parameters"] = dict(self._parameters)
+    return copyreg._reconstructor, (original_class(self), object, None), state  # type: ignore[attr-defined]
 
 
 def _no_deepcopy(*_: object) -> NoReturn:

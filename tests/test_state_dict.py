@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import Options, batch_of, build, make, shard
 from models import loss_of
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pool import Pool
-    from torch import nn
 
 FULL = StateDictOptions(full_state_dict=True)
 OPTIONS = Options("llama_tied_unit")
@@ -118,6 +119,50 @@ def copied_and_saved() -> None:
         assert equal(dict(model.state_dict()), dict(copied))
     model.load_state_dict(copy.deepcopy(copied), assign=True)
     assert all(math.isfinite(loss) for loss in steps(model, call, optimizer, range(1)))
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def parameters_copied_and_saved(apply: Any) -> None:
+    """Of a unit: its parameters, their gradients, and modules that are no unit; the same after a move.
+
+    Without gradients for stock, which lets them lie at offsets of one buffer, where `copy.deepcopy` raises; modules
+    are copied alone, since some hold hooks that pickle does not take.
+    """
+    model = shard(build("odd"), Options("odd"), apply)
+    for move in (lambda: model.float(), lambda: model.double().float()):
+        if apply is fully_shard:
+            loss_of(model(*batch_of("odd", 0))).backward()
+        move()
+        for copied in (copy.deepcopy, saved_and_loaded):
+            for name, param in model.named_parameters():
+                other, grad = copied([param, param.grad])
+                assert isinstance(other, nn.Parameter), name
+                assert isinstance(other, DTensor), name
+                assert torch.equal(other.to_local(), param.to_local()), name
+                assert (grad is None) == (param.grad is None), name
+                assert grad is None or torch.equal(grad.to_local(), param.grad.to_local()), name
+            plain = [m for m in model.modules() if m._parameters and not isinstance(m, StockFSDPModule)]
+            assert plain
+            for module in plain if copied is copy.deepcopy else []:
+                before = {name: value.to_local().clone() for name, value in module.state_dict().items()}
+                other = copied(module)
+                assert type(other).__mro__[0] in type(module).__mro__
+                assert equal(dict(other.state_dict()), dict(module.state_dict()))
+                with torch.no_grad():
+                    other.weight.add_(1.0)
+                assert all(torch.equal(value.to_local(), before[name]) for name, value in module.state_dict().items())
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("apply", [stock_fully_shard, fully_shard])
+def test_parameters_are_copied_and_saved(two: Pool, apply: Any) -> None:
+    two.run(parameters_copied_and_saved, apply)
 
 
 def test_state_dict_is_copied_and_saved(two: Pool) -> None:
