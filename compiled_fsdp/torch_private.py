@@ -145,8 +145,13 @@ def trace_number() -> object:
 
 
 def traces_autograd() -> bool:
-    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch has since 2.13."""
+    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch 2.11 has and older ones lack."""
     return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
+# Whether Dynamo can trace a backward to a DTensor. In torch 2.11 that ends in an AssertionError without a text. Tried on 2.11, 2.13
+# and 2.15.
+TRACES_TO_DTENSORS = hasattr(torch._dynamo.variables.torch, "_collect_placeholder_nodes")
 
 
 def tracing_context() -> object:
