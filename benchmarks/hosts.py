@@ -143,13 +143,13 @@ def gloo_rate(num_in_flight: int, megabytes: int = 6, repeats: int = 10) -> floa
     shard = torch.zeros(megabytes * 2**20, dtype=torch.uint8)
     outputs = torch.empty(num_in_flight, WORLD_SIZE * shard.numel(), dtype=torch.uint8)
     works: list[Any] = []
-    dist.all_gather_single(outputs[0], shard)
+    dist.all_gather_into_tensor(outputs[0], shard)
     dist.barrier()
     start = time.perf_counter()
     for index in range(repeats):
         if len(works) == num_in_flight:
             works.pop(0).wait()
-        works.append(dist.all_gather_single(outputs[index % num_in_flight], shard, async_op=True))
+        works.append(dist.all_gather_into_tensor(outputs[index % num_in_flight], shard, async_op=True))
     for work in works:
         work.wait()
     return 8e-9 * repeats * shard.numel() / (time.perf_counter() - start)

@@ -222,7 +222,7 @@ def build_raw_collectives(job: Job) -> Step:
     received = [torch.zeros(numel * world) for numel in units]
 
     def gather(unit: int) -> Any:
-        work: Any = dist.all_gather_single(full[unit], shards[unit], async_op=True)
+        work: Any = dist.all_gather_into_tensor(full[unit], shards[unit], async_op=True)
         return work
 
     def exchange(unit: int) -> Any:

@@ -25,7 +25,15 @@ from .errors import warn_once
 from .fsdp_module import FSDPModule
 from .reads import traced
 from .state import State, get_state, set_state
-from .torch_private import never_traced_alone, rebind_compiled, starting_at_zero, uncompiled, untraced
+from .torch_private import (
+    READS_DICTS,
+    never_traced_alone,
+    rebind_compiled,
+    register_first,
+    starting_at_zero,
+    uncompiled,
+    untraced,
+)
 from .unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -54,7 +62,7 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         for module in dict.fromkeys((inner, root)):
             set_state(module, state)
             swap_class(module, tuple(names.get(module, ())), is_root=True)
-        inner.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
+        register_first(inner, state.pre_forward)
         inner.register_forward_hook(state.post_forward)
         if inner is not root:
             rebind_compiled(root)
@@ -77,7 +85,22 @@ def swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> N
             setattr(made, name, property(*_accessors(name)))
     module.__dict__.setdefault("_fsdp_handles", {})
     module.__dict__.setdefault("_fsdp_replaced", {})
+    module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
     object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
+
+
+class Attributes:
+    """What a module holds in its `__dict__`, as attributes that no property hides: for traces where Dynamo sees the property even
+    when the dict is asked.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        if module is not None:
+            self.__dict__ = module.__dict__
+
+    def __reduce__(self) -> Any:
+        """A copy is empty: it would not be of the copied module."""
+        return Attributes, ()
 
 
 def _make_class(original: type, *, is_root: bool) -> type:
@@ -160,6 +183,8 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
         if name in self._parameters:
             return self._parameters[name]
         if name in self.__dict__:
+            if torch.compiler.is_dynamo_compiling() and not READS_DICTS:
+                return getattr(owner._fsdp_attributes, name)
             return self.__dict__[name]
         return nn.Module.__getattr__(self, name)
 

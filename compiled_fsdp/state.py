@@ -20,7 +20,15 @@ from .reads import begin_forward, end_forward
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
-from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name, traces_autograd, untraced
+from .torch_private import (
+    TRACES_TO_DTENSORS,
+    cast_floating,
+    never_trace_hooks_alone,
+    never_traced_alone,
+    plain_name,
+    traces_autograd,
+    untraced,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,6 +116,12 @@ class State:
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
         self.before_call(is_compiled=False)
+        if traces_autograd() and not TRACES_TO_DTENSORS:
+            warn_once(
+                "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded module is called in a compiled "
+                "function. If loss.backward() is called there too, Dynamo of this torch ends in an AssertionError without a text, "
+                "as for any DTensor. Call loss.backward() outside, or set it to False"
+            )
         called = self.runtime.tree.in_order() if self.unit.is_outermost else []
         for runtime in called:
             if not runtime.unit.settings.reshard_after_backward:

@@ -3,9 +3,10 @@
 After a stage's last backward they call `post_backward()` on every parameter group of every state below it and
 `_root_post_backward_final_callback()`. Here these reach our eager runtime.
 
-Private torch used here (tried on 2.13): `torch.distributed._composable.contract`'s keys and `RegistryItem`,
+Private torch used here (tried on 2.11, 2.13 and 2.15): `torch.distributed._composable.contract`'s keys and `RegistryItem`,
 `torch.distributed._composable_state._module_state_mapping`, and `FSDPState`, of which
-`_state_ctx.all_states`, `_fsdp_param_groups` and `_root_post_backward_final_callback` are what the schedules read.
+`_state_ctx.all_states`, `_fsdp_param_groups`, in 2.11 one `_fsdp_param_group`, and `_root_post_backward_final_callback` are what
+the schedules read.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class StockState(FSDPState):
         self._runtime = weakref.ref(runtime)
         self._state_ctx: Any = SimpleNamespace(all_states=[self], is_last_backward=True)
         self._fsdp_param_groups = [self]  # type: ignore[list-item]
+        if "_fsdp_param_group" in self.__dict__:
+            self.__dict__["_fsdp_param_group"] = self
 
     def _alive(self) -> Runtime:
         runtime = self._runtime()

@@ -18,6 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import CompileContext, TracingContext
 from torch._prims_common import make_contiguous_strides_for
@@ -144,8 +145,13 @@ def trace_number() -> object:
 
 
 def traces_autograd() -> bool:
-    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch has since 2.13."""
+    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch 2.11 has and older ones lack."""
     return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
+# Whether Dynamo can trace a backward to a DTensor. In torch 2.11 that ends in an AssertionError without a text. Tried on 2.11, 2.13
+# and 2.15.
+TRACES_TO_DTENSORS = hasattr(torch._dynamo.variables.torch, "_collect_placeholder_nodes")
 
 
 def tracing_context() -> object:
@@ -408,6 +414,23 @@ def plain_name(path: str) -> str:
     """A name without what wrappers add to it."""
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     return ".".join(parts)
+
+
+# Whether `self.__dict__[name]` in a trace is what the dict holds. Up to torch 2.12 Dynamo answers with the attribute of that name,
+# and comes back to the property that asks. Tried on 2.11, 2.13 and 2.15.
+READS_DICTS = hasattr(UserDefinedObjectVariable, "get_dict_vt")
+
+
+def register_first(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a pre-forward hook that runs before those that are there.
+
+    The guards of Dynamo 2.11 count a module's hooks in the order in which they were put into the dict, its traces in the order of
+    the `OrderedDict`, which `prepend` changes. Hence the dict is filled again.
+    """
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    hooks = list(module._forward_pre_hooks.items())
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks.update(hooks)
 
 
 def rebind_compiled(module: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import OddMLP, loss_of
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -110,6 +111,13 @@ def backward(model: nn.Module, call: nn.Module | None = None) -> None:
     loss_of((model if call is None else call)(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))).backward()
 
 
+def fake_group_reduces() -> bool:
+    """Whether the fake group writes anything at all for a reduce-scatter."""
+    written = torch.zeros(1)
+    dist.reduce_scatter_tensor(written, torch.ones(2))
+    return bool(written.item())
+
+
 @pytest.fixture(params=["eager", "compiled"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """A model of two units, and what to call."""
@@ -171,9 +179,11 @@ def test_a_gradient_the_user_replaced_is_added_to(pair: tuple[nn.Module, nn.Modu
         weight.grad = weight.grad * 2
     model.last.weight.grad = None
     backward(model, call)
+    assert storage(model.last.weight.grad) != storage(weight.grad)
+    if not fake_group_reduces():
+        pytest.skip("the fake group of this torch leaves what a reduce-scatter is to write as it was: numbers mean nothing")
     torch.testing.assert_close(weight.grad._local_tensor, first * 3)
     bias = model.layers[0].bias.grad._local_tensor
-    assert storage(model.last.weight.grad) != storage(weight.grad)
     assert bias.isfinite().all()
 
 
@@ -200,7 +210,7 @@ def test_detach_keeps_the_old_gradient(pair: tuple[nn.Module, nn.Module]) -> Non
         for p in model.parameters():
             p.mul_(0.5)
     backward(model, call)
-    assert torch.equal(kept._local_tensor, copy)
+    assert torch.equal(kept._local_tensor.view(torch.uint8), copy.view(torch.uint8))  # bytes: it may hold nan
 
 
 def test_frozen_gets_no_gradient() -> None:

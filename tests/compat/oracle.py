@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +35,8 @@ from compiled_fsdp import errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pool import Pool
 
 KINDS = ("eager", "compiled")
 BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
@@ -110,6 +113,66 @@ def eager_same(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
     same(observe, *args, kinds=("eager",), **options)
 
 
+def ours_alike(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: for what the installed stock lacks; ours compiled observes what ours eager does."""
+    found = []
+    for kind in KINDS:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        found.append(plain(observe(Api(kind), *args)))
+    check_equal(found[1], found[0], "compiled against eager")
+
+
+def ours_eager(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: for what the installed stock lacks; ours eager can be observed."""
+    each(observe, *args, kinds=("eager",))
+
+
+def stock_has(*methods: str) -> bool:
+    """Whether the `FSDPModule` of the installed torch has all of these methods."""
+    return not lacking(*methods)
+
+
+def lacking(*methods: str) -> list[str]:
+    """Which of these methods the `FSDPModule` of the installed torch lacks."""
+    return [method for method in methods if not hasattr(stock.FSDPModule, method)]
+
+
+def skip_without(*methods: str) -> None:
+    """End a test where its comparison with stock begins, if the installed stock lacks one of these methods."""
+    missing = lacking(*methods)
+    if missing:
+        pytest.skip(f"stock of this torch has no {', '.join(missing)}; ours have run without it")
+
+
+def against_stock(pool: Pool, worker: Callable[..., None], observe: Callable[..., Any], *needs: str) -> None:
+    """Run `same` or `eager_same`; where stock lacks what the observation needs, ours among themselves, and skip the rest."""
+    alone = {same: ours_alike, eager_same: ours_eager}[worker]
+    pool.run(worker if stock_has(*needs) else alone, observe)
+    skip_without(*needs)
+
+
+def same_or_reason(observe: Callable[..., Any], expected: str, *args: Any) -> str | None:
+    """Worker function: `same`; if the installed stock raises what is expected of it, ours among themselves, and what it said."""
+    try:
+        torch.manual_seed(0)
+        observe(Api("stock"), *args)
+    except (RuntimeError, ValueError) as error:
+        if expected not in str(error):
+            raise
+        ours_alike(observe, *args)
+        return str(error).splitlines()[0]
+    same(observe, *args)
+    return None
+
+
+def unless_stock_raises(pool: Pool, observe: Callable[..., Any], expected: str, *args: Any) -> None:
+    """Run `same`; where the installed stock raises this, ours among themselves, and skip the rest."""
+    reasons = pool.run(same_or_reason, observe, expected, *args)
+    if reasons[0] is not None:
+        pytest.skip(f"stock of this torch raises here: {reasons[0]}; ours have run, and were compared")
+
+
 def close(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
     same(observe, *args, rtol=1e-5, atol=1e-7, **options)
@@ -165,6 +228,21 @@ def _differences(a: Any, b: Any, path: str, rtol: float, atol: float) -> Any:  #
             yield from _differences(x, y, f"{path}[{i}]", rtol, atol)
     elif type(a) is not type(b) or a != b:
         yield f"{path}: {a!r} and {b!r}"
+
+
+@cache
+def traces_alpha() -> bool:
+    """Whether Dynamo takes `add_(x, alpha=a)` into its graphs as it is. In torch 2.11 it takes `add_(x * a)`, which is rounded
+    twice: with whichever backend, of whichever parameters.
+    """
+    found = []
+
+    def look(gm: Any, inputs: Any) -> Any:
+        found.extend(node.kwargs for node in gm.graph.nodes)
+        return gm.forward
+
+    torch.compile(lambda a, b: a.add_(b, alpha=0.1), backend=look, fullgraph=True)(torch.ones(1), torch.ones(1))
+    return any("alpha" in kwargs for kwargs in found)
 
 
 def raised(run: Callable[[], Any]) -> str | None:

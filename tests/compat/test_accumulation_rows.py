@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from compat.oracle import (
     Api,
+    against_stock,
     batch,
     close,
     communications,
@@ -184,7 +185,9 @@ def is_last_backward(api: Api) -> Any:
 @rows("10.8")
 def test_recurse(two: Pool) -> None:
     two.run(same, recurse_in_values)
-    two.run(same, recurse_is_a_keyword)
+    against_stock(
+        two, same, recurse_is_a_keyword, "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers"
+    )
 
 
 def recurse_in_values(api: Api) -> Any:
@@ -324,7 +327,7 @@ def unused_and_tied(api: Api) -> Any:
 
 @rows("11.6", status="eager")
 def test_zeros_for_unused(two: Pool) -> None:
-    two.run(eager_same, zeros_for_unused)
+    against_stock(two, eager_same, zeros_for_unused, "set_reduce_scatter_unused_params")
 
 
 def zeros_for_unused(api: Api) -> Any:
@@ -350,7 +353,7 @@ def zeros_for_unused_breaks_the_graph() -> None:
 
 @rows("11.6", status="eager")
 def test_ranks_use_different_parameters(two: Pool) -> None:
-    two.run(eager_same, ranks_use_different_parameters)
+    against_stock(two, eager_same, ranks_use_different_parameters, "set_reduce_scatter_unused_params")
 
 
 def ranks_use_different_parameters(api: Api) -> Any:
@@ -362,7 +365,7 @@ def ranks_use_different_parameters(api: Api) -> Any:
 
 @rows("11.6", status="eager")
 def test_zeros_only_for_what_was_gathered(two: Pool) -> None:
-    two.run(eager_same, zeros_only_for_what_was_gathered)
+    against_stock(two, eager_same, zeros_only_for_what_was_gathered, "set_reduce_scatter_unused_params")
 
 
 def zeros_only_for_what_was_gathered(api: Api) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from compat.oracle import (
     Api,
+    ShardPlacementResult,
     batch,
     close,
     communications,
@@ -32,6 +33,7 @@ from compat.oracle import (
     rows,
     same,
     train_step,
+    unless_stock_raises,
 )
 from torch import nn
 from torch.distributed._composable import contract
@@ -92,7 +94,8 @@ def test_signature_and_result(two: Pool) -> None:
 
 
 def signature_and_result(api: Api) -> Any:
-    found = inspect.signature(api.fully_shard).parameters.values()
+    of_stock = inspect.signature(Api("stock").fully_shard).parameters  # torch 2.11 has no `dp_mesh_dims`
+    found = [p for name, p in inspect.signature(api.fully_shard).parameters.items() if name in of_stock]
     model, pair, tuple_ = net(), [net(), net()], (net(), net())
     same_object = [api.fully_shard(model) is model, api.fully_shard(pair) is pair, api.fully_shard(tuple_) is tuple_]
     return [(p.name, str(p.kind), repr(p.default)) for p in found], same_object, raised(lambda: api.fully_shard(net(), None))
@@ -101,16 +104,20 @@ def signature_and_result(api: Api) -> Any:
 @rows("1.2", "1.4", "1.5")
 def test_modules_that_are_refused(two: Pool) -> None:
     two.run(same, modules_that_are_refused)
+    unless_stock_raises(two, container_with_forward, "containers that do not implement forward")
+
+
+def container_with_forward(api: Api) -> Any:
+    return api.compile(api.fully_shard(Chain([net()])))(batch())
 
 
 def modules_that_are_refused(api: Api) -> Any:
-    once, listed, chain = net(), net(), Chain([net()])
+    once, listed = net(), net()
     api.fully_shard(once)
     return (
         raised(lambda: api.fully_shard(nn.ModuleList([net()]))),
         raised(lambda: api.fully_shard(nn.ModuleDict({"a": net()}))),
         [type(m).__name__ for m in api.fully_shard([nn.ModuleList([net()])])],
-        api.compile(api.fully_shard(chain))(batch()),
         raised(lambda: api.fully_shard([])),
         raised(lambda: api.fully_shard(once)),
         raised(lambda: api.fully_shard([listed, listed])),
@@ -264,17 +271,19 @@ def test_placement_result_that_is_refused(two: Pool) -> None:
 
 def placement_results(api: Api) -> Any:
     results = ("x", 0, Replicate(), (Shard(0),), None, Shard(0))
-    return [raised(lambda r=r: api.fully_shard(net(), shard_placement_fn=lambda p: r)) for r in results]
+    found = [raised(lambda r=r: api.fully_shard(net(), shard_placement_fn=lambda p: r)) for r in results]
+    assert api.is_stock or set(found) == {None, "ValueError"}
+    return [error is None for error in found]  # stock of torch 2.11 finds no attribute of what it was given
 
 
 @rows("1.21", status="improved")
 def test_placement_fn_calls(two: Pool) -> None:
-    """Called once for each parameter; stock calls it twice, so that it must be deterministic."""
+    """Called once for each parameter; stock calls it twice since torch 2.13, so that it must be deterministic."""
     two.run(each, placement_fn_calls)
 
 
 def placement_fn_calls(api: Api) -> None:
-    for one, times in ((api, 1), (Api("stock"), 2)):
+    for one, times in ((api, 1), (Api("stock"), 1 if ShardPlacementResult is None else 2)):
         model = net()
         ignored, seen = model[0].weight, []
         given = [p for p in model.parameters() if p is not ignored]

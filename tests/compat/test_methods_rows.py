@@ -13,6 +13,7 @@ import torch.distributed as dist
 from compat.oracle import (
     Api,
     ShardPlacementResult,
+    against_stock,
     batch,
     close,
     communications,
@@ -25,11 +26,14 @@ from compat.oracle import (
     message,
     needs_meshes_of_their_own,
     net,
+    ours_eager,
     params,
     plain,
     raised,
     rows,
     same,
+    skip_without,
+    stock_has,
     train_step,
 )
 from pool import Pool
@@ -390,7 +394,7 @@ def unshard_in_backward_gathers(api: Api) -> Any:
 
 @rows("12.18")
 def test_max_input_buffers(two: Pool) -> None:
-    two.run(same, max_input_buffers)
+    against_stock(two, same, max_input_buffers, "set_reduce_scatter_max_input_buffers")
 
 
 def max_input_buffers(api: Api) -> Any:
@@ -404,7 +408,7 @@ def max_input_buffers(api: Api) -> Any:
 
 @rows("12.19")
 def test_separate_reduce_scatter_group(two: Pool) -> None:
-    two.run(same, separate_reduce_scatter_group)
+    against_stock(two, same, separate_reduce_scatter_group, "set_separate_reduce_scatter_group")
 
 
 def separate_reduce_scatter_group(api: Api) -> Any:
@@ -443,7 +447,7 @@ def allocate_from_process_group(api: Api) -> Any:
 
 @rows("12.22")
 def test_reset_iter_state_needs_the_root(two: Pool) -> None:
-    two.run(same, reset_iter_state_needs_the_root)
+    against_stock(two, same, reset_iter_state_needs_the_root, "reset_iter_state")
 
 
 def reset_iter_state_needs_the_root(api: Api) -> Any:
@@ -471,8 +475,8 @@ def boom(*args: Any) -> None:
 
 @rows("12.23", "15.11")
 def test_reset_after_exception(two: Pool) -> None:
-    two.run(same, exception_in_backward)
-    two.run(eager_same, exceptions_inside)
+    two.run(eager_same if stock_has("reset_iter_state") else ours_eager, exceptions_inside)
+    against_stock(two, same, exception_in_backward, "reset_iter_state")
 
 
 def exception_in_backward(api: Api) -> Any:
@@ -503,6 +507,7 @@ def exceptions_inside(api: Api) -> Any:
 def test_reset_drops_unreduced_gradients(two: Pool) -> None:
     """As stock's documentation says; before torch 2.15 stock keeps what is on the unsharded parameters."""
     two.run(each, reset_drops_unreduced_gradients)
+    skip_without("reset_iter_state")
     two.run(what_stock_drops)
 
 
@@ -543,7 +548,13 @@ def unshard_async_op(api: Api) -> Any:
 
 @rows("12.26")
 def test_setters_before_the_first_forward(two: Pool) -> None:
-    two.run(same, setters_before_the_first_forward)
+    against_stock(
+        two,
+        same,
+        setters_before_the_first_forward,
+        "set_reduce_scatter_unused_params",
+        "set_reduce_scatter_max_input_buffers",
+    )
 
 
 def setters_before_the_first_forward(api: Api) -> Any:

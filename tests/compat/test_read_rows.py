@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compat.oracle import rows
+from compat.oracle import rows, traces_alpha
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
@@ -275,6 +275,8 @@ def check(case: str, oracle: str, kinds: tuple[str, ...]) -> None:
         found, _ = train(case, kind)
         # Ops that no pass lowered reduce the gradient of each read by itself, and add what was rounded.
         rtol = 0.0 if kind != "aot_eager" else 2e-3 if case == "Dtypes" else 1e-6
+        if kind == "compiled_fsdp_eager" and "Momentum" in case and not traces_alpha():
+            rtol = 1e-6
         torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0, msg=f"{kind}: {found}, {oracle}: {expected}")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from compat.oracle import (
-    KINDS,
     Api,
+    against_stock,
     batch,
     check_equal,
     each,
@@ -19,6 +19,7 @@ from compat.oracle import (
     mesh_of,
     message,
     net,
+    ours_alike,
     params,
     plain,
     raised,
@@ -39,15 +40,7 @@ HAS_STOCK = hasattr(StockFSDPModule, "finalize_backward")
 
 def alike(observe: Callable[..., Any], *args: Any) -> None:
     """Worker function: as `same`; where stock has nothing of the kind, ours compiled against ours eager."""
-    if HAS_STOCK:
-        same(observe, *args)
-        return
-    found = []
-    for kind in KINDS:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        found.append(plain(observe(Api(kind), *args)))
-    check_equal(found[1], found[0], "compiled against eager")
+    (same if HAS_STOCK else ours_alike)(observe, *args)
 
 
 def eager_alike(observe: Callable[..., Any]) -> None:
@@ -408,7 +401,7 @@ def not_all_reduced(api: Api) -> Any:
 
 @rows("17.13")
 def test_reset_forgets_gradients(two: Pool) -> None:
-    two.run(same, reset_forgets_gradients)
+    against_stock(two, same, reset_forgets_gradients, "reset_iter_state")
 
 
 def reset_forgets_gradients(api: Api) -> Any:

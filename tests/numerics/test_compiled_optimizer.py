@@ -60,6 +60,7 @@ def test_other_peoples_optimizers_are_traced_as_without_us(kind: type[torch.opti
 
 def trained(kind: str, optimizer_name: str, compile_step: Callable[[Any], Any]) -> tuple[list[float], list[Any]]:
     """Losses and shards of five steps."""
+    torch._dynamo.reset()
     model, call, _ = make(kind, Options("odd"))
     optimizer = optimizer_of(optimizer_name, model.parameters())
     step = compile_step(optimizer)
@@ -119,7 +120,8 @@ def resident(is_step_compiled: bool) -> list[float]:
 
 
 def same_with_residents() -> None:
-    assert resident(True) == resident(False)
+    """Up to rounding: Dynamo 2.11 traces `add_(x, alpha=a)` as `add_(x * a)`, with whichever backend."""
+    assert resident(True) == pytest.approx(resident(False), rel=1e-5)
 
 
 def test_full_parameters_that_stay_are_dropped(two: Pool) -> None:
@@ -152,7 +154,7 @@ def explained() -> int:
     step = by_itself(optimizer)
     model(torch.ones(2, 4)).sum().backward()
     step()
-    compiled_fsdp.explain(model)
+    compiled_fsdp.explain(model, allow_unused=True)  # the plan is for graphs
     return model._get_fsdp_state().runtime.tree.clock.count
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
 from compiled_fsdp.costs import Costs, Link
 from compiled_fsdp.state import states_below
+from compiled_fsdp.torch_private import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -305,6 +306,13 @@ def backward_inside() -> None:
 
     x = torch.ones(4, 6)
     eager(x).square().mean().backward()
+    if (
+        not TRACES_TO_DTENSORS
+    ):  # torch 2.11: Dynamo ends in an AssertionError without a text, of which a warning tells before
+        patch = torch._dynamo.config.patch(trace_autograd_ops=True)
+        with patch, pytest.warns(UserWarning, match="Call loss.backward"), pytest.raises(AssertionError):
+            torch.compile(step, backend="compiled_fsdp_eager")(x)
+        return
     with torch._dynamo.config.patch(trace_autograd_ops=True), quiet():
         with pytest.raises(Exception, match=r"computes the gradient of .* itself, by loss.backward"):
             torch.compile(step, backend="compiled_fsdp_eager", fullgraph=True)(x)

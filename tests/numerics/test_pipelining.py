@@ -102,12 +102,15 @@ def test_compiled_stages(four: Pool, schedule: str) -> None:
 
 def compare_compiled(schedule: str) -> None:
     """One graph of the first microbatches, whose reductions nobody called off yet, and one that keeps gradients for the end of
-    the step: from the second step on that alone, so that a step reduces once, as stock does.
+    the step: from the second step on that alone, so that a step reduces once, as stock does. On torch 2.11 a schedule learns shapes
+    under no_grad, which is a graph more, of unsharded stages too.
     """
     backend = Counted()
     ours, eager = (run(schedule, fully_shard, entry, steps=3) for entry in (backend, None))
+    unsharded = Counted()
+    run(schedule, None, unsharded)
     finalizes = hasattr(StockFSDPModule, "finalize_backward")  # since torch 2.15 nobody calls reductions off: one graph
-    assert backend.count == (1 if finalizes else 2)
+    assert backend.count == unsharded.count + (0 if finalizes else 1)
     for name, grad in ours.items():
         gap = (grad - eager[name]).abs().max().item()
         assert gap <= (1e-6 if finalizes else 0), f"{name}: {gap:.1e} from eager"

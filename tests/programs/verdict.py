@@ -23,6 +23,7 @@ RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
 SET_DATA = "Failed to mutate tensor data attribute"
 MIXED = "got mixed torch.Tensor and DTensor"
+NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"  # 2.11, of a backward in a compiled function
 HARMLESS = ("esults are the same", "The results are right")
 
 Outcomes = dict[str, "list[Outcome] | str"]
@@ -107,6 +108,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes) -> Verdict:
         return Verdict(kind, "refused", text)
     if MIXED in first.text:  # what DTensor says of another unit's parameter; in eager mode we say which
         return Verdict(kind, "as stock", text)
+    if any(NO_DTENSORS in w for o in mine for w in o.warnings):
+        return Verdict(kind, "announced", text)
     others = {"torch": "plain" if kind not in ("eager", "stock") else "", "as stock": "stock"}
     for word, other in others.items():
         theirs = outcomes.get(other)
