@@ -17,7 +17,7 @@ from .torch_private import last_recompile
 from .unit import original_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from traceback import FrameSummary
     from types import CodeType
 
@@ -95,39 +95,41 @@ def note_skipped(unit: Unit) -> None:
     warn_once(text)
 
 
-def note_overrun(unit: Unit, times: str, why: str, *, goes_on: bool) -> None:
+def note_overrun(unit: Unit, times: int, why: str, *, goes_on: bool) -> None:
     """Dynamo will not compile a unit's call again; or, with `goes_on`, would not if other ranks were not to stop at the same time.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
     then = "It is compiled on until all ranks run it eagerly, from the same call on" if goes_on else "It runs eagerly"
-    if unit.number not in _overrun or _policy == "error":
-        _tell_overrun(unit, f"was {times}, which is {LIMIT}\n  last because {why}\n{then}", times)
+    unit.why_eager[f"compiled {times} times ({LIMIT})"] = None
+    _tell_overrun(unit, f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because {why}\n{then}")
 
 
-def run_eagerly(unit: Unit, why: str) -> None:
-    """All ranks run a unit eagerly from now on.
+def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
+    """All ranks run a unit eagerly from now on, and all units inside it.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
-    unit.runs_eagerly = True
-    unit.why_eager[f"{why} ({LIMIT})"] = None
-    if unit.number not in _overrun:
-        _tell_overrun(unit, f"runs eagerly from now on, on all ranks: it was {why}\nThat is {LIMIT}", why)
+    for below in units:
+        below.runs_eagerly = True
+        below.why_eager[f"{why} ({LIMIT})"] = None
+    names = _listed([below.name for below in units])
+    _tell_overrun(unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}")
 
 
-def _tell_overrun(unit: Unit, what: str, why: str) -> None:
-    _overrun.add(unit.number)
-    unit.why_eager[f"{why} ({LIMIT})"] = None
+def _tell_overrun(unit: Unit, what: str) -> None:
+    """Once for each unit."""
     text = (
-        f"compiled_fsdp: unit {unit.name!r} {what}. Results are the same. Mark sizes that change from call to call with "
+        f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call with "
         "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
     )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    warn_once(text)
+    if unit.number not in _overrun:
+        _overrun.add(unit.number)
+        warn_once(text)
 
 
 def note_larger(unit: Unit, code: CodeType, why: str) -> None:

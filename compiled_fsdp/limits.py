@@ -19,7 +19,7 @@ import torch
 
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part
-from .state import get_state, states_below, traced_into
+from .state import get_state, traced_into
 from .torch_private import before_compiling, last_recompile
 
 if TYPE_CHECKING:
@@ -40,26 +40,27 @@ def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
     if state is None:
         return is_over and _goes_on_for_good(code)
     times = _count(code, state.unit.number, is_first)
-    if not is_over or times < torch._dynamo.config.recompile_limit:
+    if not is_over or times < min(torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit):
         return True
-    below = states_below(module)
-    own = [] if is_entry(code, module) else [state]
-    if all(s.unit.runs_eagerly or s in own for s in below):
-        if not state.unit.runs_eagerly:
-            note_part(state.unit, code, times)
-        return False
-    return _give_up(state, below, f"compiled {times} times", last_recompile(code))
+    gathering = [s for s in state.below() if not s.unit.runs_eagerly]
+    if not is_entry(code, module):  # then the unit's own parameters are there, by hooks that ran before
+        gathering = [s for s in gathering if s is not state]
+    if gathering:
+        return _give_up(state, times, last_recompile(code))
+    if not state.unit.runs_eagerly:
+        note_part(state.unit, code, times)
+    return False
 
 
-def _give_up(state: State, below: list[State], times: str, why: str) -> bool:
-    """Run the units of a call eagerly; whether they are compiled on, since other ranks are to do so at the same time."""
+def _give_up(state: State, times: int, why: str) -> bool:
+    """Have a unit run eagerly; whether it is compiled on, since other ranks are to do so at the same time."""
     root = state.root
     together = root.together
     goes_on = together is None or not together.is_alone
     note_overrun(state.unit, times, why, goes_on=goes_on)
     if together is not None and goes_on:
-        order = root.below()
-        together.wish([order.index(s) for s in below], f"{times} on rank {together.rank}, last because {why}")
+        where = f"unit {state.unit.name!r} was compiled {times} times on rank {together.rank}"
+        together.wish(root.below().index(state), f"{where}, last because {why}")
     return goes_on
 
 

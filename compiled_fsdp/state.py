@@ -102,7 +102,8 @@ class State:
         if together is None or not (together.is_sharding or torch.is_grad_enabled()) or in_backward():
             return
         for number, why in together.begin():
-            run_eagerly(self.below()[number].unit, why)
+            state = self.below()[number]
+            run_eagerly(state.unit, [s.unit for s in state.below()], why)
 
     def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """Before a module of this unit is called: notice what the user changed since.

@@ -55,7 +55,7 @@ PATIENCE_S = 30.0  # for a verdict
 
 NEVER, REFUSED = 0, -1  # instead of a number: this time, and for good
 
-# What is to run eagerly: the number of a unit in its model, and why.
+# What is to run eagerly, with all units inside it: a unit's number in its model; and why.
 Wish = tuple[int, str]
 
 
@@ -84,10 +84,10 @@ class Together:
         """Whether no other rank communicates with this one."""
         return len(self.ranks) == 1
 
-    def wish(self, units: Sequence[int], why: str) -> None:
-        """Ask the other ranks to run these units eagerly, from a call on that is still to come; in vain if they cannot be asked."""
+    def wish(self, unit: int, why: str) -> None:
+        """Ask the other ranks to run a unit eagerly, from a call on that is still to come; in vain if they cannot be asked."""
         if self.store is not None:
-            self.wishes.extend((number, why) for number in units)
+            self.wishes.append((unit, why))
 
     def begin(self) -> list[Wish]:
         """A call of the model begins; what runs eagerly from it on."""

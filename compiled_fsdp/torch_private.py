@@ -386,7 +386,8 @@ def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
 
     With `fullgraph=True`, and under `fail_on_recompile_limit_hit`, Dynamo raises as ever. Tried on 2.13 and 2.15.
     """
-    exceeds = convert_frame.exceeds_recompile_limit
+    module: Any = convert_frame
+    exceeds = module.exceeds_recompile_limit
 
     def asked(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
         exceeded, limit = exceeds(cache_size, compile_id)
@@ -397,13 +398,13 @@ def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
         goes_on = may_go_on(compiling["code"], cache_size.num_cache_entries == 0, exceeded)
         return (False, "") if goes_on else (exceeded, limit)
 
-    convert_frame.exceeds_recompile_limit = asked
+    module.exceeds_recompile_limit = asked
 
 
 def last_recompile(code: Any) -> str:
     """The last guard that failed and made Dynamo compile this code object again."""
     reasons = guard_failures.get(code) or ["unknown"]
-    return str(reasons[-1]).splitlines()[0]
+    return " ".join(str(reasons[-1]).splitlines()[0].split())
 
 
 def is_dynamo_faking(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ def train(compiled: bool) -> None:
     assert state is not None
     assert state.together is not None
     if compiled and dist.get_rank():
-        state.together.wish([0], "as asked")
+        state.together.wish(0, "as asked")
 
 
 def job(rank: int, number: int, ending: str, folder: str, period: float | None) -> int:

@@ -43,7 +43,7 @@ def run(ranks: Sequence[Together], seed: int, *, in_step: bool) -> list[dict[int
         for call in range(1, CALLS + 1):
             changes[number].update(dict.fromkeys((unit for unit, _ in ranks[number].begin()), call))
             if draw.random() < 0.1:
-                ranks[number].wish([draw.randrange(5)], "a reason")
+                ranks[number].wish(draw.randrange(5), "a reason")
             time.sleep(draw.random() * 0.002)
             if in_step:
                 together.wait(20.0)
@@ -87,7 +87,7 @@ def test_from_the_largest_call_that_nobody_has_begun() -> None:
     for _ in range(5):
         ahead.begin()
     behind.begin()
-    behind.wish([3], "why")
+    behind.wish(3, "why")
     settle([behind, ahead, behind])
     assert [behind.begin() for _ in range(5)] == [[], [], [], [], [(3, "why")]]
     assert ahead.begin() == [(3, "why")]
@@ -95,7 +95,7 @@ def test_from_the_largest_call_that_nobody_has_begun() -> None:
 
 def test_a_rank_that_is_gone_changes_nothing() -> None:
     here, _ = circle(2, patience=0.05)
-    here.wish([0], "why")
+    here.wish(0, "why")
     here.look()
     assert here.holds
     time.sleep(0.1)
@@ -106,12 +106,12 @@ def test_a_rank_that_is_gone_changes_nothing() -> None:
 
 def test_a_rank_that_answers_too_late_does_as_the_others() -> None:
     early, late = circle(2, patience=0.05)
-    early.wish([0], "why")
+    early.wish(0, "why")
     early.look()
     time.sleep(0.1)
     settle([early, late])
     assert [early.begin(), late.begin()] == [[], []]
-    late.wish([1], "again")
+    late.wish(1, "again")
     settle([early, late])
     assert [early.begin(), late.begin()] == [[(1, "again")]] * 2
 
@@ -119,11 +119,11 @@ def test_a_rank_that_answers_too_late_does_as_the_others() -> None:
 def test_a_rank_whose_calls_nobody_counts() -> None:
     one, other = circle(2)
     other.is_inlined = True
-    one.wish([0], "why")
+    one.wish(0, "why")
     settle([one, other])
     assert [one.begin(), other.begin()] == [[], []]
     assert one.store is other.store is None
-    one.wish([0], "why")
+    one.wish(0, "why")
     assert not one.wishes
     assert REFUSED < 0
 
@@ -137,7 +137,7 @@ class GoneStore:
 
 def test_a_store_that_is_gone_holds_nobody() -> None:
     (rank, _) = circle(2)
-    rank.wish([0], "why")
+    rank.wish(0, "why")
     rank.look()
     assert rank.holds
     rank.store = GoneStore()

@@ -180,7 +180,8 @@ def test_what_is_said(two: Pool) -> None:
     assert [text.split("'")[1] for text in sorted(told)] == [text.split("'")[1] for text in sorted(here)]
     for number in range(NUM_EXPERTS):
         (text,) = (t for t in told if f"'experts.{number}'" in t)
-        assert "runs eagerly from now on, on all ranks: it was compiled 2 times on rank 1, last because" in text
+        why = f"since unit 'experts.{number}' was compiled 2 times on rank 1, last because"
+        assert f"unit 'experts.{number}' runs eagerly from now on, on all ranks, {why}" in text
         (text,) = (t for t in here if f"'experts.{number}'" in t)
         assert "was compiled 2 times, which is torch._dynamo.config.recompile_limit" in text
         assert "compiled on until all ranks run it eagerly" in text
@@ -200,7 +201,7 @@ class Broken(Routed):
         return self.head(x)
 
 
-def resumed() -> list[int]:
+def resumed() -> tuple[list[int], list[str]]:
     """Rank 1 cannot go on to compile the rest of the root's forward."""
     look_often()
     torch.manual_seed(0)
@@ -211,19 +212,23 @@ def resumed() -> list[int]:
             fully_shard(expert)
         fully_shard(each)
     compiled = torch.compile(model, backend="compiled_fsdp_eager")
-    with quiet(), torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+        warnings.simplefilter("always")
         for number in range(12):
             given = torch.ones(2, 6), torch.zeros(2), "x" * number if dist.get_rank() else ""
             found = step_of(model, compiled, given), step_of(eager, eager, given)
             assert found[0] == found[1], (number, found)
             time.sleep(0.05)
     assert all(s.unit.runs_eagerly for s in states_below(model))
-    return [s.unit.num_eager_forwards for s in states_below(model)]
+    texts = [str(w.message) for w in said if "recompile_limit" in str(w.message)]
+    return [s.unit.num_eager_forwards for s in states_below(model)], texts
 
 
 def test_a_frame_below_the_entry(two: Pool) -> None:
-    first, second = two.run(resumed)
+    (first, (told,)), (second, (here,)) = two.run(resumed)
     assert first == second
+    assert "and 1 more runs eagerly from now on, on all ranks, since unit " in told
+    assert "was compiled 2 times" in here
 
 
 def larger(num_kinds: int) -> list[str]:
@@ -321,6 +326,27 @@ def test_a_part_of_a_unit(two: Pool) -> None:
     assert nothing == []
     assert "forward (" in said
     assert "was compiled 2 times inside unit 'Named'" in said
+
+
+# -- nobody to settle with
+
+
+def test_one_rank_falls_back_at_once(fake_world: None) -> None:
+    """A fake group answers nothing; what ranks there would be is not known."""
+    model = Named("x")
+    fully_shard(model)
+    model.forward = lambda x: model.up(x).sin() * len(model.name)
+    compiled = torch.compile(model, backend="compiled_fsdp_eager")
+    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+        warnings.simplefilter("always")
+        for number in range(LIMIT + 2):
+            model.name = "x" * (number + 1)
+            compiled(torch.ones(2, 6))
+    (text,) = (str(w.message) for w in said if "recompile_limit" in str(w.message))
+    assert "unit 'Named' was compiled 2 times, which is torch._dynamo.config.recompile_limit" in text
+    assert "\nIt runs eagerly. Results are the same." in text
+    (state,) = states_below(model)
+    assert state.unit.num_eager_forwards == 2
 
 
 # -- what stays an error
