@@ -1,37 +1,27 @@
 """The frames with which compiling a unit begins: every sharded module has code objects of its own.
 
-Dynamo keeps what it has compiled with the code object of a frame, and compiles at most so many times for one
-(`torch._dynamo.config.recompile_limit`). Units differ in the constants of their gathers, so after a graph break every unit is a
-graph of its own: with one code object for all, the ninth would run eagerly.
+Dynamo keeps what it has compiled with the code object of a frame, and looks through all of that at each call. Units differ in the
+constants of their gathers, so after a graph break every unit is a graph of its own: with one code object for all, each call would
+look through the graphs of all units, and the ninth unit would be over Dynamo's limit (`limits.py`).
 
-A unit that reaches the limit all by itself goes on with new code objects, `RENEWALS` times: on other ranks, which see other
-inputs, it may be in a graph still, and what ranks communicate must not differ. That is said once.
-
-`module.compile()` begins at such a frame too: torch's
-own begins at `nn.Module._call_impl`, inside torch's files, where Dynamo starts no graph.
+`module.compile()` begins at such a frame too: torch's own begins at `nn.Module._call_impl`, inside torch's files, where Dynamo
+starts no graph.
 """
 
 from __future__ import annotations
 
-import sys
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .torch_private import compiled_again, num_compiled, untraced
+from .torch_private import compiled_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType, FrameType
+    from types import CodeType
 
     from torch import nn
-
-RENEWALS = 3
-
-
-class OverrunError(Exception):
-    """A unit is about to run eagerly because Dynamo has reached its limit; nothing has happened yet, so it can begin again."""
 
 
 def own_copy(function: Any, module: nn.Module) -> Any:
@@ -51,29 +41,10 @@ def call_of(module: Any) -> Callable[..., Any]:
     return found
 
 
-@untraced
-def renewed(module: Any) -> Callable[..., Any]:
-    """The same with new code objects, for which nothing is compiled yet."""
-    del module.__dict__["_fsdp_entry"]
-    if module._compiled_call_impl is not None:
-        _begin_anew(module)
-    return call_of(module)
-
-
-def overrun(module: Any) -> CodeType | None:
-    """The code object with which this module's call began, if Dynamo has reached its limit there and runs it as it is."""
+def is_entry(code: CodeType, module: Any) -> bool:
+    """Whether compiling this module's call begins with a frame of this code object."""
     begin = getattr(module._compiled_call_impl, "_torchdynamo_orig_callable", None)
-    codes = [f.__code__ for f in (module.__dict__.get("_fsdp_entry"), begin) if f is not None]
-    full = [code for code in codes if num_compiled(code) >= torch._dynamo.config.recompile_limit]
-    return next((code for code in full if _is_running(code)), None)
-
-
-def _is_running(code: CodeType) -> bool:
-    """Whether a frame of this very code is under way: what Dynamo made of it has another."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return any(f is not None and f.__code__ is code for f in (module.__dict__.get("_fsdp_entry"), begin))
 
 
 def _begin_anew(module: Any) -> None:

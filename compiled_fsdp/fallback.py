@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch._dynamo.utils as dynamo
 
-from .entry import RENEWALS, OverrunError, overrun
 from .errors import warn_once
 from .torch_private import last_recompile
 from .unit import original_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from traceback import FrameSummary
+    from types import CodeType
 
     from .unit import Unit
 
+LIMIT = "torch._dynamo.config.recompile_limit"
+AGREED = "compiled_fsdp: all ranks run this unit eagerly"  # in the reason of graph breaks that were told of already
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 _policy: Literal["warn", "error"] = "warn"
-_overrun: set[str] = set()  # units that were told of
+_overrun: set[int] = set()  # numbers of units that were told of
 _last_seen: object = None  # the newest entry of Dynamo's list that was looked at
 
 
@@ -55,7 +57,7 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
     known = [i for i, entry in enumerate(reasons) if entry is _last_seen]
     fresh = reasons[known[0] + 1 :] if known else list(reasons)
     _last_seen = reasons[-1]
-    for entry in fresh:
+    for entry in [e for e in fresh if AGREED not in e.reason]:
         frames = [frame for frame in reversed(entry.user_stack) if not frame.filename.startswith(NOT_THE_USERS)]
         where, found = "a call", [unit]
         if frames:
@@ -93,32 +95,70 @@ def note_skipped(unit: Unit) -> None:
     warn_once(text)
 
 
-def note_overrun(unit: Unit, module: Any) -> None:
-    """A unit's hook runs outside a graph: if Dynamo will not compile the unit again, say so, and let its call begin anew.
+def note_overrun(unit: Unit, times: int, why: str, *, goes_on: bool) -> None:
+    """Dynamo will not compile a unit's call again; or, with `goes_on`, would not if other ranks were not to stop at the same time.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
-        OverrunError: for `FSDPModule.__call__`.
     """
-    code = overrun(module)
-    if code is None:
-        return
-    times, why = torch._dynamo.config.recompile_limit, last_recompile(code)
-    unit.why_eager[f"compiled {times} times (torch._dynamo.config.recompile_limit)"] = None
+    then = "It is compiled on until all ranks run it eagerly, from the same call on" if goes_on else "It runs eagerly"
+    unit.why_eager[f"compiled {times} times ({LIMIT})"] = None
+    _tell_overrun(unit, f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because {why}\n{then}")
+
+
+def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
+    """All ranks run a unit eagerly from now on, and all units inside it.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    for below in units:
+        below.runs_eagerly = True
+        below.why_eager[f"{why} ({LIMIT})"] = None
+    names = _listed([below.name for below in units])
+    _tell_overrun(unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}")
+
+
+def _tell_overrun(unit: Unit, what: str) -> None:
+    """Once for each unit."""
     text = (
-        f"compiled_fsdp: unit {unit.name!r} was compiled {times} times, which is torch._dynamo.config.recompile_limit\n"
-        f"  last because {why}\n"
-        f"It is compiled up to {RENEWALS * times} times more, and then runs eagerly. Mark sizes that change from call to call with "
+        f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call with "
         "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
     )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-    if unit.name not in _overrun:
-        _overrun.add(unit.name)
+    if unit.number not in _overrun:
+        _overrun.add(unit.number)
         warn_once(text)
-    if module.__dict__.setdefault("_fsdp_renewals", 0) < RENEWALS:
-        module.__dict__["_fsdp_renewals"] += 1
-        raise OverrunError
+
+
+def note_larger(unit: Unit, code: CodeType, why: str) -> None:
+    """A function that calls a sharded module was compiled as often as Dynamo would, and is compiled on.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    text = (
+        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n  last because {why}\n"
+        "It is compiled on for every new kind of input, since other ranks may be in a graph. Mark sizes that change from call to "
+        "call with torch._dynamo.mark_dynamic, or pass numbers that change as tensors"
+    )
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text, about=f"{_place(code)} and unit {unit.number}")
+
+
+def note_part(unit: Unit, code: CodeType, times: int) -> None:
+    """A frame inside the forward of a unit that runs eagerly anyway runs as it is from now on."""
+    warn_once(
+        f"compiled_fsdp: {_place(code)} was compiled {times} times inside unit "
+        f"{unit.name!r}, which is {LIMIT}\n  last because {last_recompile(code)}\nIt is run as it is. Results are the same",
+        about=f"{_place(code)} in unit {unit.number}",
+    )
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _contains(unit: Unit, frame: FrameSummary) -> bool:

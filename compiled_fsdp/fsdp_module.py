@@ -16,8 +16,9 @@ from typing_extensions import deprecated
 
 from .arguments import check_bool, check_callable, check_factor
 from .collectives import CUSTOM
-from .entry import OverrunError, call_of, renewed
+from .entry import call_of
 from .finalization import GradientReductionHandle
+from .limits import CALLS
 from .registered import named_in_trace
 from .spec import register
 from .state import State, get_state, module_by_key, states_below
@@ -86,8 +87,6 @@ class FSDPModule(StockFSDPModule):
         call = _before_call(self, is_call_compiled(self))
         try:
             return call(self, args, kwargs)
-        except OverrunError:
-            return renewed(self)(self, args, kwargs)
         except RuntimeError as error:
             _explain(self, error)
             raise
@@ -453,6 +452,7 @@ class FSDPModule(StockFSDPModule):
             raise NotImplementedError(f"FSDPModule.{method}: not supported on NCCL yet; nothing was changed. Leave it out")
 
 
+CALLS.add(FSDPModule.__call__.__code__)
 never_traced_alone(FSDPModule.__call__)
 
 

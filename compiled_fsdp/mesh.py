@@ -87,6 +87,11 @@ class MeshInfo:
         """The group that all-reduces gradients, or None without HSDP."""
         return self.mesh.get_group(0) if self.is_replicating else None
 
+    @property
+    def axes(self) -> list[dist.ProcessGroup]:
+        """The group of every axis."""
+        return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+
     def placements(self, dim: int = 0) -> tuple[Placement, ...]:
         """Of a DTensor on `mesh` for a parameter that is cut on `dim`."""
         return (Replicate(), Shard(dim)) if self.mesh.ndim == 2 else (Shard(dim),)

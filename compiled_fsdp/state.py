@@ -13,26 +13,31 @@ from . import optimizer_steps
 from .calibrate import calibrate_plan
 from .errors import warn_once
 from .extension import WHY_EAGER
-from .fallback import note_eager_unit, note_overrun, note_skipped
+from .fallback import AGREED, note_eager_unit, note_skipped, run_eagerly
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .options import of_unit
 from .reads import begin_forward, end_forward
 from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
+from .together import meet
 from .torch_private import (
     TRACES_TO_DTENSORS,
     cast_floating,
+    code_in_trace,
     never_trace_hooks_alone,
     never_traced_alone,
     plain_name,
     traces_autograd,
     untraced,
 )
+from .tree import in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import CodeType
 
+    from .together import Together
     from .unit import Unit
 
 
@@ -46,6 +51,7 @@ class State:
         self.post_forward = PostForward(self)
         self.stock = StockState(self.runtime)
         self.is_checked = self.is_use_checked = self.is_call_compiled = False
+        self.together: Together | None = None
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
@@ -69,21 +75,42 @@ class State:
             return  # gathering will say so
         check_devices(units)
         check_same_model(units)
+        self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
         calibrate_plan(list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)))
         self.is_checked = True
 
     @untraced
-    def note_eager(self, module: nn.Module) -> None:
+    def note_eager(self) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
-        note_overrun(self.unit, module)
         note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
         if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
 
-    def before_call(self, *, is_compiled: bool) -> None:
-        """Outside any graph, before a module of this unit is called: notice what the user changed since."""
+    @property
+    def root(self) -> State:
+        """That of the outermost sharded module around this one's, or itself."""
+        return get_state(self.runtime.root.unit.modules[0]) or self
+
+    def below(self) -> list[State]:
+        """The states of this unit's modules and of all inside them, in the same order on every rank."""
+        return distinct(state for module in self.unit.modules for state in states_below(module))
+
+    def _count_call(self) -> None:
+        """A call of the outermost module begins, one that communicates: from here on, units may run eagerly on all ranks."""
+        together = self.together
+        if together is None or not (together.is_sharding or torch.is_grad_enabled()) or in_backward():
+            return
+        for number, why in together.begin():
+            state = self.below()[number]
+            run_eagerly(state.unit, [s.unit for s in state.below()], why)
+
+    def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
+        """Before a module of this unit is called: notice what the user changed since.
+
+        is_traced: into a larger graph, which is not called yet; otherwise the call begins outside any graph.
+        """
         self.is_call_compiled = is_compiled
         tree = self.runtime.tree
         tree.recover()
@@ -95,6 +122,10 @@ class State:
             self.is_use_checked = any(unit.has_gradients for unit in units)
             if self.is_use_checked:
                 warn_unread(units)
+        if self.unit.is_outermost and is_traced and self.together is not None:
+            self.together.is_inlined = True
+        elif self.unit.is_outermost:
+            self._count_call()
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         for runtime in called:
             if runtime.unit.was_assigned:
@@ -115,7 +146,8 @@ class State:
 
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
-        self.before_call(is_compiled=False)
+        self.before_call(is_compiled=False, is_traced=True)
+        _traced_into.setdefault(code_in_trace(), weakref.WeakSet()).add(self)
         if traces_autograd() and not TRACES_TO_DTENSORS:
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded module is called in a compiled "
@@ -131,6 +163,15 @@ class State:
                 )
             drop(runtime)
         module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
+
+
+# The states of modules whose calls were traced into larger functions, by these.
+_traced_into: weakref.WeakKeyDictionary[Any, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
+
+
+def traced_into(code: CodeType) -> list[State]:
+    """The states of modules whose calls are part of a graph of this code object."""
+    return list(_traced_into.get(code, ()))
 
 
 _keys = itertools.count()
@@ -212,9 +253,11 @@ class PreForward:
                 torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
             if self.state.unit.has_extensions:
                 torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
+            if self.state.unit.runs_eagerly:
+                torch._dynamo.graph_break(msg=AGREED)
             begin_forward(self.unit_key)
             return args, kwargs
-        self.state.note_eager(module)
+        self.state.note_eager()
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))
         return result
 

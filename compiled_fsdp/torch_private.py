@@ -14,6 +14,7 @@ from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, _register_work
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._profiler import _ExtraFields_Allocation
+from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
+    from types import CodeType
 
     from torch import Tensor
     from torch.distributed.tensor import Placement
@@ -287,6 +289,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def default_group() -> dist.ProcessGroup:
+    """That of all ranks."""
+    group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
 def new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
     """A process group that its own ranks make together; torch's annotation since 2.15 knows also who is not among them."""
     made: Any = dist.new_group(ranks, use_local_synchronization=True, backend=backend)
@@ -380,10 +388,39 @@ def num_compiled(code: Any) -> int:
     return len(_debug_get_cache_entry_list(code))
 
 
+_compiling: list[CodeType] = []
+
+
+def code_in_trace() -> CodeType | None:
+    """The code object of the frame that Dynamo compiles, or has compiled last."""
+    return _compiling[-1] if _compiling else None
+
+
+def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
+    """From now on, ask before each compilation of a frame: with its code object, whether it is the first of what Dynamo keeps for
+    that, and whether it is beyond one of Dynamo's limits. Such a one goes on where the answer is True, and is given up otherwise.
+
+    With `fullgraph=True`, and under `fail_on_recompile_limit_hit`, Dynamo raises as ever. Tried on 2.13 and 2.15.
+    """
+    module: Any = convert_frame
+    exceeds = module.exceeds_recompile_limit
+
+    def asked(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        exceeded, limit = exceeds(cache_size, compile_id)
+        compiling = sys._getframe(1).f_locals
+        _compiling[:] = [compiling["code"]]
+        if compiling["one_graph"] or torch._dynamo.config.fail_on_recompile_limit_hit:
+            return exceeded, limit
+        goes_on = may_go_on(compiling["code"], cache_size.num_cache_entries == 0, exceeded)
+        return (False, "") if goes_on else (exceeded, limit)
+
+    module.exceeds_recompile_limit = asked
+
+
 def last_recompile(code: Any) -> str:
     """The last guard that failed and made Dynamo compile this code object again."""
     reasons = guard_failures.get(code) or ["unknown"]
-    return str(reasons[-1]).splitlines()[0]
+    return " ".join(str(reasons[-1]).splitlines()[0].split())
 
 
 def is_dynamo_faking(tensor: Tensor) -> bool:

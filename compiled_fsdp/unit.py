@@ -177,6 +177,8 @@ class Unit:
                     self.post_meshes[info] = info.post_forward_mesh(size)
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
+        # All ranks run it eagerly, since one cannot go on to compile it.
+        self.runs_eagerly = False
         self.is_resident = self.was_read = self.has_gradients = False
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False

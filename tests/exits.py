@@ -4,7 +4,8 @@
     PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 20 --period 0   # the watcher is always inside the store
 
 Every process is forked from this one, which has imported torch, and ends as any interpreter does. They train a few steps and go
-on for up to a second, so that the exit falls anywhere between two looks of the watcher.
+on for up to a second, so that the exit falls anywhere between two looks of the watcher. Of those that compile, one rank wishes at
+the end that units were run eagerly.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch.distributed as dist
 from pool import IMPORTS
 from torch import nn
 
-from compiled_fsdp import agreement, fully_shard
+from compiled_fsdp import agreement, fully_shard, together
+from compiled_fsdp.state import get_state
 
 EXPECTED = {"end": 0, "sys.exit": 3, "exception": 1, "destroy_process_group": 0, "fork": 0}
 TIMEOUT_S = 120.0
@@ -42,6 +44,11 @@ def train(compiled: bool) -> None:
         call(torch.randn(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    state = get_state(model)
+    assert state is not None
+    assert state.together is not None
+    if compiled and dist.get_rank():
+        state.together.wish(0, "as asked")
 
 
 def job(rank: int, number: int, ending: str, folder: str, period: float | None) -> int:
@@ -50,7 +57,7 @@ def job(rank: int, number: int, ending: str, folder: str, period: float | None) 
     for stream in (1, 2):
         os.dup2(output, stream)
     if period is not None:
-        agreement._watcher.period = period
+        agreement._watcher.period = together._watcher.period = period
     store = dist.FileStore(f"{folder}/store{number}", 2) if number % 4 == 3 else None
     port = os.environ["MASTER_PORT"]
     place = {"store": store} if store else {"init_method": f"tcp://127.0.0.1:{port}"}

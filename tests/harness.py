@@ -13,7 +13,10 @@ aot_eager       ours, the ops run as they are, unlowered
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -29,13 +32,27 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp import fully_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
 BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor", "aot_eager": "aot_eager"}
 
 Tensors = dict[str, "Tensor | None"]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Dynamo's own words about its limit."""
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ ORDER = """
     passes
     partition trial splitting budget pin_order inductor backend
     arguments calibrate deferred in_flight gathers flat unit clock finalization tree
-    full_params runtime stock_state entry fallback first_call
-    state fsdp_module module api warmup kernel_times overlap
+    full_params runtime stock_state entry fallback together first_call
+    state limits fsdp_module module api warmup kernel_times overlap
     measured explanation explain dump_folder cli __main__
     fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler
 """.split()

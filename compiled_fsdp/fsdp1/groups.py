@@ -51,6 +51,11 @@ class Groups(MeshInfo):
         return group
 
     @property
+    def axes(self) -> list[dist.ProcessGroup]:
+        """See `MeshInfo`."""
+        return [group for group in (self.replicate, self.shard) if group is not None]
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         """Only all-gather extensions ask for it, which flat parameters cannot have."""
         raise NotImplementedError("FullyShardedDataParallel: a flat parameter has process groups, no mesh")

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.entry import OverrunError, call_of, renewed
+from compiled_fsdp.entry import call_of
+from compiled_fsdp.fallback import AGREED
 from compiled_fsdp.first_call import check_optimizers
 from compiled_fsdp.inductor import install_passes
+from compiled_fsdp.limits import CALLS
 from compiled_fsdp.module import swap_class
 from compiled_fsdp.state import State, adopt_nested, enter_state, module_by_key
 from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
@@ -108,11 +110,7 @@ class FullyShardedDataParallel(AtRest):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
-        call = _before_call(self, is_call_compiled(self))
-        try:
-            return call(self, args, kwargs)
-        except OverrunError:
-            return renewed(self)(self, args, kwargs)
+        return _before_call(self, is_call_compiled(self))(self, args, kwargs)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -124,6 +122,8 @@ class FullyShardedDataParallel(AtRest):
         if self._fsdp_casts_to is not None:
             args, kwargs = cast_floating((args, kwargs), self._fsdp_casts_to)
         if torch.compiler.is_dynamo_compiling():
+            if self._fsdp_state.unit.runs_eagerly:
+                torch._dynamo.graph_break(msg=AGREED)
             return self._fsdp_wrapped_module(*args, **kwargs)
         args, kwargs = self._fsdp_enter(args, kwargs)
         return self._fsdp_leave(self._fsdp_wrapped_module(*args, **kwargs))
@@ -134,7 +134,7 @@ class FullyShardedDataParallel(AtRest):
         if not in_backward():
             self.training_state = TrainingState.FORWARD_BACKWARD
             self._exec_order_data.record_pre_forward(self._handle, self.training)
-        state.note_eager(self)
+        state.note_eager()
         return state.runtime.pre_forward(self, (args, kwargs))
 
     @untraced
@@ -168,6 +168,7 @@ class FullyShardedDataParallel(AtRest):
             instance._fsdp_state.unit.publish()
 
 
+CALLS.add(FullyShardedDataParallel.__call__.__code__)
 never_traced_alone(FullyShardedDataParallel.__call__)
 never_traced_alone(FullyShardedDataParallel.forward)
 
@@ -213,7 +214,7 @@ def _rest_first(module: Any, *_: object) -> None:
 
 
 @untraced
-def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> Callable[..., Any]:
+def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool, is_traced: bool = False) -> Callable[..., Any]:
     """Outside any graph, before an instance is called: what stock does before forward, and what the core does."""
     stock.lazy_init(wrapper, wrapper)
     state: State = wrapper._fsdp_state
@@ -226,7 +227,7 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool) -> Callab
                 instance._fsdp_state.runtime.reshard()
             _settle_inputs(instance)
         _settle_buffers(wrapper)
-    state.before_call(is_compiled=is_compiled)
+    state.before_call(is_compiled=is_compiled, is_traced=is_traced)
     return call_of(wrapper)
 
 
@@ -259,7 +260,7 @@ def _settle_buffers(root: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _before_trace(key: str) -> None:
     module: Any = module_by_key(key)
-    _before_call(module, False)
+    _before_call(module, is_compiled=False, is_traced=True)
     instances = module.fsdp_modules(module) if module._is_root else []
     keepers = [instance._handle for instance in instances if instance._handle is not None]
     watched = [p for keeper in keepers for p in (keeper.flat_param._params or [keeper.flat_param])]

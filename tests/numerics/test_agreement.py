@@ -255,8 +255,8 @@ def accesses() -> list[int]:
 
 
 def test_nothing_after_the_second_step(two: Pool) -> None:
-    """The model, forward and backward; then forward after backward, which is new; then nothing."""
-    assert two.run(accesses) == [[3, 1, 0, 0]] * 2
+    """The model, its ranks, forward and backward; then forward after backward, which is new; then nothing."""
+    assert two.run(accesses) == [[4, 1, 0, 0]] * 2
 
 
 # -- warmup

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mean_over_ranks, mesh_of
+from harness import mean_over_ranks, mesh_of, quiet
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
@@ -20,7 +17,7 @@ from compiled_fsdp.state import states_below
 from compiled_fsdp.torch_private import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pool import Pool
 
@@ -88,20 +85,6 @@ def train(model: nn.Module, call: Callable[..., Tensor], dtype: torch.dtype = to
                 p.grad = None
         losses.append(loss.item())
     return losses
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without Dynamo's own words about its limit."""
-    log = logging.getLogger("torch._dynamo")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 # -- orders
@@ -208,26 +191,6 @@ def many_units(num_blocks: int) -> int:
     with quiet():
         assert train(model, torch.compile(model, backend="compiled_fsdp_eager")) == train(eager, eager)
     return sum(s.unit.num_eager_forwards for layer in model.layers for s in states_below(layer))
-
-
-def other_limits() -> tuple[int, list[str]]:
-    """Rank 1 sees more kinds of inputs than Dynamo compiles for, rank 0 two: both stay in graphs."""
-    eager, model = shard(build()), shard(build(breaks=True))
-    compiled = torch.compile(model, backend="compiled_fsdp_eager")
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=3):
-        warnings.simplefilter("always")
-        for number in range(5):
-            tag = "x" * (number if dist.get_rank() else number % 2)
-            assert train(model, lambda x, tag=tag: compiled(x, tag)) == train(eager, lambda x, tag=tag: eager(x, tag))
-    texts = [str(w.message) for w in said if "recompile_limit" in str(w.message)]
-    return sum(s.unit.num_eager_forwards for layer in model.layers for s in states_below(layer)), texts
-
-
-def test_a_rank_that_reaches_the_limit(two: Pool) -> None:
-    (eager_0, said_0), (eager_1, said_1) = two.run(other_limits)
-    assert (eager_0, said_0, eager_1) == (0, [], 0)
-    assert [text.split("'")[1] for text in said_1] == ["layers.0", "layers.1", "layers.2"]
-    assert "'layers.0' was compiled 3 times, which is torch._dynamo.config.recompile_limit" in said_1[0]
 
 
 def refused() -> None:
