@@ -23,11 +23,12 @@ LIMIT = 60.0  # seconds for a kind of a script
 
 @dataclass
 class Result:
-    """The verdict of each kind, or why the unsharded model does not run it; and what stock does."""
+    """The verdict of each kind, or why the unsharded model does not run it; what stock does; what ours announced."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     invalid: str = ""
     stock: Verdict | None = None
+    said: set[str] = field(default_factory=set)
 
     @property
     def faults(self) -> list[Verdict]:
@@ -76,7 +77,8 @@ class Hunter:
         if any(v.is_fault and v.kind != "eager" for v in verdicts):
             outcomes |= self.outcomes(script, ("plain",))
             verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
-        return Result(verdicts, stock=self._judge(script, "stock", outcomes))
+        said = {text for found in outcomes.values() if isinstance(found, list) for o in found for text in o.warnings}
+        return Result(verdicts, stock=self._judge(script, "stock", outcomes), said=said)
 
     def _judge(self, script: Script, kind: str, outcomes: Outcomes) -> Verdict:
         return judge(kind, outcomes, low_precision=script.low_precision, is_whole=script.is_whole)

@@ -23,6 +23,7 @@ def line_of(program: Program, result: Result, seconds: float) -> Line:
     line: Line = {"seed": program.seed, "world": program.world, "way": program.way, "statements": sorted(program.names())}
     line |= {"seconds": round(seconds, 2), "invalid": result.invalid[:1000]}
     line["verdicts"] = {v.kind: {"word": v.word, "exact": v.is_exact, "detail": v.detail[:1000]} for v in result.verdicts}
+    line["said"] = sorted(result.said)
     if result.stock:
         line["stock"] = {"word": result.stock.word, "detail": result.stock.detail[:300]}
     if result.faults or result.invalid:
