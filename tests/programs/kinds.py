@@ -117,10 +117,11 @@ class Run:
         if loss is not None:
             self.note(loss)
         model = getattr(model, "_orig_mod", model)
+        behind = {} if self.kind in (*UNSHARDED, "stock") else _behind_full(model)
         for name, p in model.named_parameters():
             if isinstance(p, DTensor) or self.kind in UNSHARDED:
                 self.sharded[name] = p
-            held = self.sharded[name]
+            held = behind.get(id(p), self.sharded[name])
             self.outcome.entries.append((f"param {name}", self._shard(held)))
             grad = held.grad
             if loss is not None:
@@ -165,6 +166,13 @@ class Run:
                     p.grad = mean if grad is None else grad + mean
 
         return wrapped
+
+
+def _behind_full(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The sharded parameter behind each full one that is registered in its place; names may have changed since sharding."""
+    units = {id(state.unit): state.unit for m in model.modules() if (state := get_state(m)) is not None}
+    params = [param for unit in units.values() for param in unit.params]
+    return {id(module._parameters[name]): param.sharded for param in params for module, name in param.owners}
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

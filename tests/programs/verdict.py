@@ -17,12 +17,14 @@ NAMED = (
     "ValueError",
     "TypeError",
     "AssertionError",
+    "InternalTorchDynamoError",  # what Dynamo makes of an error of ours that is raised while it traces; it keeps the text
 )
 # fp32: sums over ranks, and of several backwards, in another order. Units that compute in bf16 are compared with stock's.
 RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
 SET_DATA = "Failed to mutate tensor data attribute"
-MIXED = "got mixed torch.Tensor and DTensor"
+# What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
+SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 HARMLESS = ("esults are the same", "The results are right")
 
 Outcomes = dict[str, "list[Outcome] | str"]
@@ -105,7 +107,7 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes) -> Verdict:
         return Verdict(kind, "refused", text)
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
-    if MIXED in first.text:  # what DTensor says of another unit's parameter; in eager mode we say which
+    if any(words in first.text for words in SHARDED):
         return Verdict(kind, "as stock", text)
     others = {"torch": "plain" if kind not in ("eager", "stock") else "", "as stock": "stock"}
     for word, other in others.items():
