@@ -21,6 +21,7 @@ from .resident import drop, prepare
 from .runtime import Runtime
 from .stock_state import StockState, show_to_schedules
 from .torch_private import cast_floating, never_trace_hooks_alone, never_traced_alone, plain_name, traces_autograd, untraced
+from .writes import watch_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -199,6 +200,7 @@ class PreForward:
             if self.state.unit.has_extensions:
                 torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
             begin_forward(self.unit_key)
+            watch_writes()
             return args, kwargs
         self.state.note_eager(module)
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))

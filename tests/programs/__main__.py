@@ -142,7 +142,7 @@ def _keep(line: Line, out: TextIO) -> None:
 
 def _show(this: Script, result: Result) -> None:
     verdicts = "".join(f"{v.kind}: {v.word} {v.detail}\n" for v in result.verdicts)
-    print(f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\n", end="", flush=True)
+    print(f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: {result.said}\n", end="", flush=True)
 
 
 def _tell(hunter: Hunter, program: Program, result: Result, found: str, *, is_shrunk: bool) -> None:
