@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
+# What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
+OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+
+
 def check_same_model(units: Sequence[Unit]) -> None:
     """All ranks of a shard group must have cut the same parameters.
 
@@ -92,13 +96,18 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     Raises:
         RuntimeError: it was that.
     """
-    if "got mixed torch.Tensor and DTensor" not in str(error):
+    if not any(words in str(error) for words in OF_DTENSOR):
         return
     others = [u.name for u in units if u is not unit]
+    told = f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor"
+    if not others:
+        raise RuntimeError(
+            f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept from before the call. Read the "
+            "module's attributes inside forward, or call full_tensor() on it"
+        ) from error
     raise RuntimeError(
-        f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor: one of another unit "
-        f"({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not running. Give both modules to "
-        "one call, fully_shard([a, b]), or call unshard() on the other before and reshard() after it"
+        f"{told}: one of another unit ({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not "
+        "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the other before and reshard() after it"
     ) from error
 
 

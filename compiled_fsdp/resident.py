@@ -95,6 +95,12 @@ def _finish(runtime: FullParams, gathers: Any) -> None:
     runtime.unit.publish()
 
 
+def shown() -> dict[int, str]:
+    """The names of the parameters whose full ones are there, by the identity of these."""
+    owned = [(param, owner) for runtime in _there for param in runtime.unit.params for owner in param.owners]
+    return {id(module.__dict__["_fsdp_full"][name]): param.fqn for param, (module, name) in owned}
+
+
 def drop(runtime: FullParams) -> None:
     """Forget the full parameters; graphs gather for themselves again."""
     if not runtime.unit.is_resident:

@@ -32,6 +32,7 @@ from .torch_private import (
     untraced,
 )
 from .tree import in_backward
+from .writes import watch_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -256,6 +257,7 @@ class PreForward:
             if self.state.unit.runs_eagerly:
                 torch._dynamo.graph_break(msg=AGREED)
             begin_forward(self.unit_key)
+            watch_writes()
             return args, kwargs
         self.state.note_eager()
         result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))

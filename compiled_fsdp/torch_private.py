@@ -178,8 +178,10 @@ def give_up_graph(text: str) -> NoReturn:
     raise Unsupported(text)
 
 
-# What Dynamo's graphs call to switch autograd on and off, and for `.data`.
+# What Dynamo's graphs call to switch autograd on and off, for inference mode, and for `.data`.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+ENTER_INFERENCE: Any = torch.autograd.grad_mode._enter_inference_mode
+EXIT_INFERENCE: Any = torch.autograd.grad_mode._exit_inference_mode
 GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 

@@ -35,9 +35,20 @@ from .errors import warn_once
 from .keys import Keys
 from .meta import real_input, traced_as, traced_value
 from .registered import sharded_behind
+from .resident import shown
 from .schema import UNSHARD
 from .spec import ParamSpec
-from .torch_private import GET_DATA, SET_GRAD_ENABLED, give_up_graph, local_tensor, spec_of, with_spec
+from .torch_private import (
+    ENTER_INFERENCE,
+    EXIT_INFERENCE,
+    GET_DATA,
+    SET_GRAD_ENABLED,
+    before_backend,
+    give_up_graph,
+    local_tensor,
+    spec_of,
+    with_spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -67,6 +78,12 @@ def shard_of(flat: Tensor, key: str) -> DTensor:
     return with_spec(place.layout.view(flat.detach(), place.rank), place.spec)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def watch_writes() -> None:
+    """While a unit's forward is traced: look for writes in graphs that gather nothing, too (`resident.py`)."""
+    before_backend(settle_writes)
+
+
 def settle_writes(gm: GraphModule) -> None:
     """See the note above.
 
@@ -80,6 +97,14 @@ def settle_writes(gm: GraphModule) -> None:
     for graph in graphs:
         _share_reads(graph, graphs, written)
     _write_to_flats(gm.graph, graphs, written)
+    say_they_are_lost(_written_residents(gm.graph, written))
+
+
+def _written_residents(graph: Graph, written: set[int]) -> list[str]:
+    """Full parameters that are inputs of the graph and are dropped before the next step, by name."""
+    names = shown()
+    inputs = [node for node in graph.find_nodes(op="placeholder") if id(real_input(node)) in names]
+    return [names[id(real_input(node))] for node in inputs if _is_written(node, written)]
 
 
 def _storages(value: object) -> Iterator[int]:
@@ -165,8 +190,9 @@ def _key(node: Node) -> tuple[object, ...]:
 
 
 def _merge(graph: Graph, nodes: list[Node]) -> None:
-    """Use the first read in the place of all; it must record autograd if any of them does."""
+    """Use the first read in the place of all; it must record autograd if any of them does, and be no inference tensor."""
     first = nodes[0]
+    _leave_inference(graph, first)
     modes = _grad_modes(graph)
     if not modes[first] and any(modes[node] for node in nodes):
         with graph.inserting_before(first):
@@ -176,6 +202,20 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
     for node in nodes[1:]:
         node.replace_all_uses_with(first)
         graph.erase_node(node)
+
+
+def _leave_inference(graph: Graph, node: Node) -> None:
+    """Move a read to before the inference mode that it is in."""
+    entered: dict[Node, None] = {}
+    for earlier in graph.nodes:
+        if earlier is node:
+            break
+        if earlier.target is ENTER_INFERENCE:
+            entered[earlier] = None
+        elif earlier.target is EXIT_INFERENCE:
+            entered.pop(earlier.args[0])
+    for outermost in [*entered][:1]:
+        outermost.prepend(node)
 
 
 def _grad_modes(graph: Graph) -> dict[Node, bool]:

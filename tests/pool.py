@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 GRACE = 5.0  # seconds that the other ranks get once one has failed
+_numbers = itertools.count()  # of what a worker has run
 START = 120.0  # seconds for a pool to import torch and meet
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # What a worker has imported once it has compiled a model; what is not there, it imports by itself.
@@ -154,7 +155,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         import torch.distributed as dist
 
         import compiled_fsdp
-        from compiled_fsdp import agreement, errors, gloo
 
         torch.set_num_threads(1)
         _share_device()
@@ -163,22 +163,36 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=0))  # models of tests are so small that all units would share
         gc.freeze()  # or every test pays for looking through all of torch again
         pipe.send(("ok", None))
-        for number in itertools.count():
+        while True:
             try:
                 module, path, name, payload = pipe.recv()
             except EOFError:
                 return
-            # A test in which only some ranks fail leaves them at different numbers of messages, and of runs.
-            gloo._tags.update((group, itertools.count(number << 16)) for group in list(gloo._tags))
-            for group in agreement._groups.values():
-                group.number = number << 16
-                group.runs.clear()
-            errors._said.clear()  # what another test was told once must not be missing from this one
+            begin()
             answer = _answer(module, path, name, payload)
-            torch._dynamo.reset()
-            gc.collect()
-            gc.freeze()
+            forget()
             pipe.send(answer)
+
+
+def begin() -> None:
+    """Count messages and runs from a new number: a test in which only some ranks fail leaves them at different ones."""
+    from compiled_fsdp import agreement, errors, gloo
+
+    number = next(_numbers) << 16
+    gloo._tags.update((group, itertools.count(number)) for group in list(gloo._tags))
+    for group in agreement._groups.values():
+        group.number = number
+        group.runs.clear()
+    errors._said.clear()  # what another test was told once must not be missing from this one
+
+
+def forget() -> None:
+    """Drop what a test has compiled and left behind."""
+    import torch
+
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 def _share_device() -> None:

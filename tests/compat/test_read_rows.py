@@ -77,6 +77,17 @@ class ClampedData(Base):
         return self.b(self.a(first)) + self.c(x)
 
 
+class WrittenAfterInference(Base):
+    """Its first read is in inference mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            first = self.c(x)
+        with torch.no_grad():
+            self.c.weight.clamp_(-0.1, 0.1)
+        return self.b(self.a(first.clone())) + self.c(x)
+
+
 class ReadFirstWithoutGrad(Base):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -244,10 +255,13 @@ def build(case: str, kind: str) -> nn.Module:
     return model
 
 
-def train(case: str, kind: str, fullgraph: bool = True) -> tuple[list[float], list[str]]:
+def train(case: str, kind: str, fullgraph: bool = True, stays_full: bool = False) -> tuple[list[float], list[str]]:
     """Losses of four steps, and what was announced."""
     errors._said.clear()
     model = build(case, kind)
+    if stays_full:
+        model.set_reshard_after_backward(False)
+        model.set_reshard_after_forward(False)
     call: Any = model
     if kind not in ("unsharded", "stock", "eager"):
         call = torch.compile(model, backend=kind, fullgraph=fullgraph)
@@ -295,7 +309,7 @@ def test_substituted_unit(two: Pool) -> None:
 
 
 @rows("18.3")
-@pytest.mark.parametrize("case", ["Clamped", "ClampedData", "MaxNorm", "ReadFirstWithoutGrad"])
+@pytest.mark.parametrize("case", ["Clamped", "ClampedData", "MaxNorm", "ReadFirstWithoutGrad", "WrittenAfterInference"])
 def test_written(case: str, two: Pool) -> None:
     two.run(check, case, "stock", EVERY)
 
@@ -349,6 +363,9 @@ def announced() -> None:
         )
         _, said = train("Substituted", kind)
         assert not [text for text in said if "is written to" in text], (kind, said)
+    for case in ("Clamped", "ClampedData"):
+        _, said = train(case, "compiled_fsdp_eager", stays_full=True)
+        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (case, said)
 
 
 def test_a_write_that_will_be_lost_is_announced(two: Pool) -> None:

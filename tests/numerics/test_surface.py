@@ -674,6 +674,28 @@ def of_another_unit() -> None:
     assert torch.allclose(out, reference(batch()), atol=1e-6), "in a graph what is read is gathered"
 
 
+class ReadsItsState(nn.Linear):
+    """A state dict holds sharded parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.state_dict()["weight"].sum()
+
+
+def test_a_parameter_of_a_state_dict(two: Pool) -> None:
+    two.run(of_a_state_dict)
+
+
+def of_a_state_dict() -> None:
+    model = fully_shard(ReadsItsState(6, 6))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 6))
+    assert str(caught.value) == (
+        "ReadsItsState: its forward used a parameter that is sharded at that moment, with a plain tensor: no other unit has any, "
+        "so it is one that state_dict() gave, or that was kept from before the call. Read the module's attributes inside "
+        "forward, or call full_tensor() on it"
+    )
+
+
 def test_parameters_on_another_device() -> None:
     param = SimpleNamespace(fqn="0.weight", sharded=torch.ones(2))
     unit: Any = SimpleNamespace(name="0", params=[param], mesh_info=SimpleNamespace(device=torch.device("cuda")))

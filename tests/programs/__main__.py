@@ -1,96 +1,164 @@
 """Random programs from the command line.
 
-python tests/programs --count 1000          # prints faults, shrunk, and a table
+python tests/programs --count 1000 --jobs 6 --out results.jsonl     # a table, and a line of JSON for each program
+python tests/programs --count 1000 --jobs 6 --seconds 540           # as many as fit; it says how many
 python tests/programs --singles             # each statement by itself
-python tests/programs --seed 17 --show      # one program, every kind, without shrinking
+python tests/programs --seed 17 --count 1 --show    # one program, every kind, without shrinking
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+import tempfile
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from programs.hunt import Hunter, Result
+    from programs.program import Program
+    from programs.results import Line
     from programs.source import Script
 
 os.environ.setdefault("COMPILED_FSDP_VERIFY", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each rank of each job has as many processes as there are cores
 ROOT = Path(__file__).parents[2]
 GIVEN = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 sys.path[:0] = [*GIVEN, str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 
-def main() -> None:
-    from pool import Pool
-    from programs.draw import make
-    from programs.hunt import Hunter
-    from programs.program import Program
-    from programs.singles import singles
-    from programs.source import read, script
-
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--singles", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with two and four ranks; 1 for every 3 cores")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no program begins later")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a kind of a program, Inductor four times as many")
+    parser.add_argument("--out", default="", help="a file for the results, a line of JSON for each program")
+    parser.add_argument("--singles", action="store_true", help="each statement by itself")
     parser.add_argument("--only", default="", help="programs that say one of these statements, by comma")
     parser.add_argument("--skip", default="", help="but none of these")
+    parser.add_argument("--plant", default="", help="a fault of planted.py, in every program")
     parser.add_argument("--file", default="", help="run a script that --found wrote")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--found", default="", help="a folder for the scripts of faults")
     parser.add_argument("--no-shrink", action="store_true")
-    options = parser.parse_args()
-    only = set(filter(None, options.only.split(",")))
-    programs = list(singles()) if options.singles else [make(s) for s in range(options.seed, options.seed + options.count)]
-    if only:
-        programs = [p for p in programs if only & (p.names() | {p.way, p.optimizer})]
-    skip = set(filter(None, options.skip.split(",")))
-    programs = [p for p in programs if not skip & (p.names() | {p.way, p.optimizer})]
-    scripts: list[Program | Script] = [read(Path(options.file).read_text())] if options.file else [*programs]
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)  # of a job: when time is up
+    parser.add_argument("--job", default="", help=argparse.SUPPRESS)  # the folder in which jobs claim seeds
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    options = parse(arguments)
+    began = time.time()
+    until = min(options.until, began + options.seconds)
+    if options.jobs > 1 and not options.job:
+        from programs.jobs import run_jobs
+
+        with tempfile.TemporaryDirectory() as folder:
+            lines = run_jobs([*arguments, "--until", str(until)], options.jobs, until, folder)
+    else:
+        lines = list(_run(options, until))
+    if not options.job:
+        _report(options, lines, time.time() - began)
+
+
+def _report(options: argparse.Namespace, lines: list[Line], seconds: float) -> None:
+    from programs.results import table, write
+
+    if options.out:
+        write(options.out, lines)
+    print(table(lines))
+    faulty = sorted(line["seed"] for line in lines if any(v["word"] == "fault" for v in line["verdicts"].values()))
+    print(f"{len(lines)} programs in {seconds:.0f} s; faults in {len(faulty)}: {faulty}")
+    missing = sorted({*range(options.seed, options.seed + options.count)} - {line["seed"] for line in lines})
+    if missing and not (options.only or options.skip or options.singles or options.file):
+        print(f"not run, or not to the end: {len(missing)}, seeds {missing[:8]} to {missing[-1]}")
+
+
+def _run(options: argparse.Namespace, until: float) -> Iterator[Line]:
+    """Programs one by one, each written when it is done."""
+    from pool import Pool
+    from programs.hunt import Hunter
+    from programs.results import line_of
+    from programs.source import read
+
     pools = {2: Pool(2), 4: Pool(4)}
-    hunter = Hunter(pools)
-    words: Counter[tuple[str, str]] = Counter()
-    began = time.monotonic()
-    for i, entry in enumerate(scripts):
-        program = entry if isinstance(entry, Program) else None
-        this = script(entry) if isinstance(entry, Program) else entry
-        result = hunter.check(this)
-        if result.invalid:
-            words["unsharded", "invalid"] += 1
-            print(f"=== {i} INVALID {result.invalid[:300]}\n{this.source}", flush=True)
-            continue
-        words.update((v.kind, v.word + (" exactly" if v.is_exact else "")) for v in result.verdicts)
-        if options.show or options.file:
-            print(f"=== {i} of seed {program.seed if program else ''}\n{this.header()}{this.source}", end="")
-            print(
-                *(f"{v.kind}: {v.word} {v.detail}" for v in result.verdicts), f"stock: {result.stock}", sep="\n", flush=True
-            )
-        for fault in result.faults:
-            this, verdict = this, fault
-            if program and not (options.singles or options.no_shrink):
-                small, verdict = hunter.shrink(program, fault.kind)
-                this = script(small)
-                names = small.names()
-            else:
-                names = program.names() if program else set()
-            this = replace(this, kinds=(fault.kind,))
-            comment = [f"{fault.kind}: {verdict.detail}", f"stock: {result.stock}"]
-            text = (
-                this.header() + "".join(f"# {line[:160]}\n" for c in comment for line in c.splitlines()[:12]) + this.source
-            )
-            print(f"=== {i} FAULT of seed {program.seed if program else ''}\n{text}", flush=True)
-            if options.found:
-                name = "+".join(sorted(names - {"call", "read"}))[:60]
-                (Path(options.found) / f"{fault.kind}_{name}_{program.way if program else ''}_{i}.py").write_text(text)
-    for (kind, word), number in sorted(words.items()):
-        print(f"{kind:12}{word:18}{number:6}")
-    print(f"{len(scripts)} programs in {time.monotonic() - began:.0f} s")
-    for pool in pools.values():
-        pool.close()
+    hunter = Hunter(pools, options.plant, options.limit)
+    try:
+        with open(options.out or os.devnull, "w") as out:
+            if options.file:
+                this = read(Path(options.file).read_text())
+                _show(this, hunter.check(this))
+            for program in () if options.file else _programs(options):
+                if time.time() > until:
+                    break
+                began = time.monotonic()
+                result = hunter.check(_script(program))
+                line = line_of(program, result, time.monotonic() - began)
+                _keep(line, out)
+                if options.show:
+                    _show(_script(program), result)
+                is_shrunk = not (options.singles or options.no_shrink or time.time() > until)
+                _tell(hunter, program, result, options.found, is_shrunk=is_shrunk)
+                yield line
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def _programs(options: argparse.Namespace) -> Iterator[Program]:
+    from programs.draw import make
+    from programs.jobs import claimed
+    from programs.singles import singles
+
+    only, skip = ({*filter(None, text.split(","))} for text in (options.only, options.skip))
+    listed = [replace(p, seed=i) for i, p in enumerate(singles())] if options.singles else []
+    seeds = range(len(listed)) if listed else range(options.seed, options.seed + options.count)
+    for seed in claimed(seeds, options.job):
+        program = listed[seed] if listed else make(seed)
+        said = program.names() | {program.way, program.optimizer}
+        if (not only or only & said) and not skip & said:
+            yield program
+
+
+def _script(program: Program) -> Script:
+    from programs.source import script
+
+    return script(program)
+
+
+def _keep(line: Line, out: TextIO) -> None:
+    out.write(json.dumps(line) + "\n")
+    out.flush()
+
+
+def _show(this: Script, result: Result) -> None:
+    verdicts = "".join(f"{v.kind}: {v.word} {v.detail}\n" for v in result.verdicts)
+    print(f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: {result.said}\n", end="", flush=True)
+
+
+def _tell(hunter: Hunter, program: Program, result: Result, found: str, *, is_shrunk: bool) -> None:
+    """Print what is wrong with a program, each fault with the smallest script."""
+    if result.invalid:
+        print(f"=== seed {program.seed} INVALID {result.invalid[:300]}\n{_script(program).source}", end="", flush=True)
+    for fault in result.faults:
+        small, verdict = hunter.shrink(program, fault.kind) if is_shrunk else (program, fault)
+        this = replace(_script(small), kinds=(fault.kind,))
+        comment = [f"{fault.kind}: {verdict.detail}", f"stock: {result.stock}"]
+        said = "".join(f"# {line[:160]}\n" for text in comment for line in text.splitlines()[:12])
+        text = this.header() + said + this.source
+        print(f"=== seed {program.seed} FAULT\n{text}", end="", flush=True)
+        if found:
+            name = "+".join(sorted(small.names() - {"call", "read"}))[:60]
+            (Path(found) / f"{fault.kind}_{name}_{program.way}_{program.seed}.py").write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,69 +1,125 @@
-"""A random program for each seed."""
+"""A random program for each seed.
+
+Seeds in turn say each statement, each way to compile, four ranks, and each backend; everything else is random. So few programs
+cover all that there is, however many are run.
+"""
 
 from __future__ import annotations
 
 import random
+import re
+from typing import TYPE_CHECKING
 
 from programs.legal import is_legal
 from programs.program import LAYERS, Program
 from programs.source import WAYS
 from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 # Autograd refuses to go back over what was read and written since: a layer is written before it is called.
 WRITES = ("alias", "clamp_", "copy_", "mul_", "index_write", "normalize")
+WITH = {"caught": "raises", "caught_backward": "hook_raises", "tie_head": "embed"}  # what a statement is about
+# Every 8th program and so on; Inductor compiles C++ for seconds.
+FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
+# What a statement reads or writes directly belongs to the unit that runs, or a program is refused before it can show much.
+TOUCHES = re.compile(r"(\{m\}|self\.embed|self\.slow)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')")
+FOREIGN = 0.2  # of the programs all the same
+PATIENCE = 50  # draws, before the seed's turn in one of them is let go
 
 
 def make(seed: int) -> Program:
     """The program of a seed; of those that do not make sense another is drawn."""
     r = random.Random(seed)
+    turns = {
+        "forward": _turn(seed, list(FORWARD)),
+        "loop": _turn(seed, list(LOOP)),
+        "setup": _turn(seed, [*SETUP, ""]),
+        "way": _turn(seed, [*WAYS, "model", "model"]),
+    }
     while True:
-        program = _draw(r, seed)
-        if is_legal(program):
-            return program
+        for _ in range(PATIENCE):
+            program = _draw(r, seed, turns)
+            if is_legal(program):
+                return program
+        turns.pop(next(iter(reversed(turns))))
 
 
-def _draw(r: random.Random, seed: int) -> Program:
+def _turn(seed: int, names: list[str]) -> str:
+    """Each in turn, in another order each time around."""
+    times, place = divmod(seed, len(names))
+    return random.Random(times).sample(names, len(names))[place]
+
+
+def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
     layers = tuple(r.choice(("linear", "linear", "block")) for _ in range(r.choice((1, 2, 2, 3))))
-    if r.random() < 0.03:  # more than Dynamo compiles for one code object
+    if r.random() < 0.02:  # more than Dynamo compiles for one code object
         layers = ("block",) * len(LAYERS)
     names = LAYERS[: len(layers)]
     forward = [f"call@{n}" for n in names]
-    for _ in range(r.choice((0, 1, 1, 2, 3))):
-        _insert(r, forward, r.choice(list(FORWARD)), r.choice(names))
+    loop = _chosen(r, LOOP, turns.get("loop", ""))
+    setup = _chosen(r, SETUP, turns.get("setup", ""), *(["ema"] if "update_ema" in loop else []))
+    about = [name for word, name in WITH.items() if any(s == word or s.startswith(f"{word}_") for s in (*setup, *loop))]
+    others = [n for n in FORWARD if not _is_write(n) or r.random() < 0.4]
+    for name in (turns.get("forward", "call"), *about, *(r.choice(others) for _ in range(r.choice((0, 0, 1, 1, 2))))):
+        _insert(r, forward, name, r.choice(names))
     block = ["call@up"] if "block" in layers else []
     for _ in range(r.choice((0, 1, 1, 2)) if block else 0):
         _insert(r, block, r.choice([n for n in FORWARD if "raises" not in n and not n.startswith("embed")]), "up")
     said = {f.partition("@")[0] for f in forward}
     members = [*names, "head", *(m for m in ("embed", "slow") if any(m in line for n in said for line in FORWARD[n].init))]
-    kinds = [
-        kind
-        for kind, share in (("eager", 1.0), ("compiled", 1.0), ("aot_eager", 0.15), ("inductor", 0.02))
-        if r.random() < share
-    ]
+    foreign = set() if r.random() < FOREIGN else _touched(forward)
     return Program(
         seed=seed,
         layers=layers,
         forward=tuple(forward),
         block=tuple(block),
-        setup=tuple(sorted(r.sample(list(SETUP), r.choice((0, 0, 1, 2))), key=list(SETUP).index)),
-        loop=tuple(sorted(r.sample(list(LOOP), r.choice((0, 1, 1, 2, 3))), key=list(LOOP).index)),
-        units=tuple(m for m in members if r.random() < 0.6),
-        way=r.choice(("model", "model", *WAYS)),
+        setup=setup,
+        loop=loop,
+        units=tuple(m for m in members if r.random() < 0.7 and not {m, "all"} & foreign),
+        way=turns.get("way") or r.choice(list(WAYS)),
         optimizer=r.choice(list(OPTIMIZERS)),
         heads=r.random() < 0.1,
-        low_precision=r.random() < 0.08,
+        low_precision=seed % LOW_PRECISION == 6,
         reshard=r.choice((None, None, True, False)),
         fullgraph=r.random() < 0.5,
         dim=r.choice((4, 4, 5, 3)),
         steps=r.choice((2, 2, 3)),
-        world=4 if r.random() < 0.2 else 2,
+        world=4 if seed % FOUR_RANKS == 5 else 2,
         bucket=r.choice((0, 1 << 20, 400)),
         budget=0.5 if r.random() < 0.08 else None,
-        kinds=tuple(kinds),
+        kinds=kinds_of(seed),
     )
 
 
+def kinds_of(seed: int) -> tuple[str, ...]:
+    """The ways of running ours that are compared with the unsharded model and with stock."""
+    more = ((AOT_EAGER, "aot_eager"), (INDUCTOR, "inductor"))
+    return ("eager", "compiled", *(kind for every, kind in more if seed % every == every - 2))
+
+
+def _chosen(r: random.Random, statements: Iterable[str], *turns: str) -> tuple[str, ...]:
+    """Those whose turn it is and some others, in the order in which they are written down."""
+    names = list(statements)
+    chosen = {*r.sample(names, r.choice((0, 0, 1, 1, 2))), *turns} - {""}
+    return tuple(sorted(chosen, key=names.index))
+
+
+def _touched(forward: list[str]) -> set[str]:
+    """The members whose parameters the model's own forward names; "all" where it goes through all of them."""
+    found: set[str] = set()
+    for name, _, layer in (entry.partition("@") for entry in forward):
+        text = "\n".join(FORWARD[name].lines)
+        found |= {layer if m == "{m}" else m.removeprefix("self.") for m in TOUCHES.findall(text)}
+        found |= {"all"} if "self.parameters()" in text else set()
+    return found
+
+
+def _is_write(name: str) -> bool:
+    return any(word in name for word in WRITES)
+
+
 def _insert(r: random.Random, names: list[str], name: str, layer: str) -> None:
-    is_write = any(word in name for word in WRITES)
-    last = names.index(f"call@{layer}") if is_write else len(names)
+    last = names.index(f"call@{layer}") if _is_write(name) else len(names)
     names.insert(r.randint(0, last), f"{name}@{layer}")

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import pickle
+import tempfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pool import Pool, WorkerError
-from programs.kinds import Outcome, run
+from pool import START, Pool, WorkerError
+from programs.kinds import SLOW, place_of, run_kinds
 from programs.program import Program
 from programs.shrink import smallest
 from programs.source import Script, script
 from programs.verdict import Outcomes, Verdict, judge
 
-TIMEOUT = {"inductor": 300.0}
-COMPILED = ("compiled", "aot_eager", "inductor")
+if TYPE_CHECKING:
+    from programs.kinds import Outcome
+
+LIMIT = 60.0  # seconds for a kind of a script
 
 
 @dataclass
 class Result:
-    """The verdict of each kind, or why the unsharded model does not run it; what stock does, where somebody asked."""
+    """The verdict of each kind, or why the unsharded model does not run it; what stock does; what ours announced."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     invalid: str = ""
-    stock: str = "not asked"
+    stock: Verdict | None = None
+    said: set[str] = field(default_factory=set)
 
     @property
     def faults(self) -> list[Verdict]:
@@ -31,40 +38,47 @@ class Result:
 class Hunter:
     """Runs scripts, each kind on every rank; with a `plant`, ours has that fault (`planted.py`)."""
 
-    def __init__(self, pools: dict[int, Pool], plant: str = "") -> None:
-        self.pools, self.plant = pools, plant
+    def __init__(self, pools: dict[int, Pool], plant: str = "", limit: float = LIMIT) -> None:
+        self.pools, self.plant, self.limit = pools, plant, limit
 
-    def outcome(self, script: Script, kind: str) -> list[Outcome] | str:
-        """What a kind does; a text if it hangs or dies."""
-        pool = self.pools[script.world]
-        try:
-            arguments = (kind, script.source, script.dim, script.bucket, script.budget, self.plant)
-            found: list[Outcome] = pool.run(run, *arguments, timeout=TIMEOUT.get(kind, 60.0))
-        except WorkerError as error:
-            return str(error)
-        if len({o.error for o in found}) > 1:
-            pool.close()  # one rank has left the others in the middle of something
+    def outcomes(self, script: Script, kinds: tuple[str, ...]) -> Outcomes:
+        """What each kind does, all in one call of a pool; a text for one that hangs or dies, and the rest in another call."""
+        found: Outcomes = {}
+        while left := tuple(kind for kind in kinds if kind not in found):
+            with tempfile.TemporaryDirectory() as folder:
+                error = self._call(script, left, folder)
+                done = _read(Path(folder), left, script.world)
+            if error:
+                done[next(kind for kind in left if kind not in done)] = error
+            found |= done
+            if is_invalid(found.get("unsharded", "")):
+                break
         return found
 
+    def _call(self, script: Script, kinds: tuple[str, ...], folder: str) -> str:
+        pool = self.pools[script.world]
+        arguments = (script.source, script.dim, script.bucket, script.budget, self.plant)
+        longest = START + self.limit * sum(SLOW.get(kind, 1) for kind in kinds)
+        try:
+            is_whole = all(pool.run(run_kinds, kinds, folder, self.limit, *arguments, timeout=longest))
+        except WorkerError as error:
+            return str(error)
+        if not is_whole:
+            pool.close()  # one rank has left the others in the middle of something
+        return ""
+
     def check(self, script: Script) -> Result:
-        """Every kind of a script; what decides a doubtful one is run when it is needed."""
-        outcomes: Outcomes = {"unsharded": self.outcome(script, "unsharded")}
+        """Every kind of a script; the unsharded model compiled by torch alone is asked where it decides."""
+        outcomes = self.outcomes(script, ("unsharded", *script.kinds, "stock"))
         reference = outcomes["unsharded"]
-        if isinstance(reference, str) or any(o.error for o in reference):
+        if is_invalid(reference):
             return Result(invalid=reference if isinstance(reference, str) else reference[0].text)
-        result = Result()
-        for kind in script.kinds:
-            outcomes[kind] = self.outcome(script, kind)
-            verdict = self._judge(script, kind, outcomes)
-            if verdict.is_fault and not verdict.detail.startswith("hangs"):
-                for other in ("stock", "plain") if kind in COMPILED else ("stock",):
-                    outcomes[other] = outcomes.get(other) or self.outcome(script, other)
-                verdict = self._judge(script, kind, outcomes)
-            result.verdicts.append(verdict)
-        if "stock" in outcomes:
-            stock = self._judge(script, "stock", outcomes)
-            result.stock = " ".join([stock.word.replace("fault", ""), *stock.detail.splitlines()[:1]])
-        return result
+        verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
+        if any(v.is_fault and v.kind != "eager" for v in verdicts):
+            outcomes |= self.outcomes(script, ("plain",))
+            verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
+        said = {text for found in outcomes.values() if isinstance(found, list) for o in found for text in o.warnings}
+        return Result(verdicts, stock=self._judge(script, "stock", outcomes), said=said)
 
     def _judge(self, script: Script, kind: str, outcomes: Outcomes) -> Verdict:
         return judge(kind, outcomes, low_precision=script.low_precision, is_whole=script.is_whole)
@@ -82,6 +96,21 @@ class Hunter:
             return found if found is not None and sort_of(found) == sort else None
 
         return smallest(program, verdict, fails, tries)
+
+
+def is_invalid(reference: list[Outcome] | str) -> bool:
+    """Whether the unsharded model does not run the script."""
+    return bool(reference) and (isinstance(reference, str) or any(o.error for o in reference))
+
+
+def _read(folder: Path, kinds: tuple[str, ...], world: int) -> Outcomes:
+    """The kinds that ended on every rank."""
+    found: Outcomes = {}
+    for kind in kinds:
+        places = [place_of(folder, kind, rank) for rank in range(world)]
+        if all(place.exists() for place in places):
+            found[kind] = [pickle.loads(place.read_bytes()) for place in places]
+    return found
 
 
 def sort_of(verdict: Verdict) -> str:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import math
+import pickle
 import tempfile
+import time
 import traceback
 import types
 import warnings
@@ -27,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from harness import local, mean_over_ranks, mesh_of
+from pool import begin, forget
 from programs.planted import planted
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 BACKENDS = {"plain": "aot_eager", "compiled": "compiled_fsdp_eager", "aot_eager": "aot_eager", "inductor": "inductor"}
 UNSHARDED = ("unsharded", "plain")
+SLOW = {"inductor": 4}  # times the seconds that another kind gets
+GRACE = 10.0  # seconds for the other ranks, once one has raised
 Entry = tuple[str, "Tensor | None"]
 
 
@@ -111,10 +117,11 @@ class Run:
         if loss is not None:
             self.note(loss)
         model = getattr(model, "_orig_mod", model)
+        behind = {} if self.kind in (*UNSHARDED, "stock") else _behind_full(model)
         for name, p in model.named_parameters():
             if isinstance(p, DTensor) or self.kind in UNSHARDED:
                 self.sharded[name] = p
-            held = self.sharded[name]
+            held = behind.get(id(p), self.sharded[name])
             self.outcome.entries.append((f"param {name}", self._shard(held)))
             grad = held.grad
             if loss is not None:
@@ -161,6 +168,13 @@ class Run:
         return wrapped
 
 
+def _behind_full(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The sharded parameter behind each full one that is registered in its place; names may have changed since sharding."""
+    units = {id(state.unit): state.unit for m in model.modules() if (state := get_state(m)) is not None}
+    params = [param for unit in units.values() for param in unit.params]
+    return {id(module._parameters[name]): param.sharded for param in params for module, name in param.owners}
+
+
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Different on every rank, the same for every kind."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -185,8 +199,46 @@ def _nothing(*_: object, **__: object) -> Any:
     return types.SimpleNamespace(wait=_nothing)
 
 
+def run_kinds(kinds: tuple[str, ...], folder: str, limit: float, *arguments: Any) -> bool:
+    """Worker function: a script as each kind in turn; what each did is left in the folder, by kind and rank.
+
+    A kind that takes too long ends this process, and so this call. Ranks part, and False is returned, after a kind that ended
+    on some of them with another error; and nothing else is asked of a script that the unsharded model does not run.
+    """
+    for kind in kinds:
+        faulthandler.dump_traceback_later(limit * SLOW.get(kind, 1), exit=True)
+        outcome = run(kind, *arguments)
+        is_same = _ended_alike(Path(folder), kind, outcome)
+        faulthandler.cancel_dump_traceback_later()
+        if not is_same or (outcome.error and kind == "unsharded"):
+            return is_same
+        forget()
+        begin()
+    return True
+
+
+def _ended_alike(folder: Path, kind: str, outcome: Outcome) -> bool:
+    """Whether it ended on all ranks with the same error, or none; not by a collective: who raised may owe some."""
+    mine = place_of(folder, kind, dist.get_rank())
+    part = folder / f"{mine.name}.part"
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(mine)
+    places = [place_of(folder, kind, rank) for rank in range(dist.get_world_size())]
+    patience = time.monotonic() + GRACE if outcome.error else math.inf
+    while missing := [place for place in places if not place.exists()]:
+        if time.monotonic() > patience:
+            raise TimeoutError(f"this rank raised {outcome.error}; nothing from {[p.name for p in missing]}")
+        time.sleep(0.001)
+    return len({pickle.loads(place.read_bytes()).error for place in places}) == 1
+
+
+def place_of(folder: Path, kind: str, rank: int) -> Path:
+    """Where a rank leaves the outcome of a kind."""
+    return folder / f"{kind}.{rank}"
+
+
 def run(kind: str, source: str, dim: int, bucket: int, budget: float | None = None, plant: str = "") -> Outcome:
-    """Worker function: a script as one kind."""
+    """A script as one kind."""
     this = Run(kind)
     Settings.dim = dim
     torch.manual_seed(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from programs.program import LAYERS
@@ -10,6 +11,9 @@ from programs.statements import FORWARD, LOOP
 
 if TYPE_CHECKING:
     from programs.program import Program
+
+GRADIENTS = re.compile(r"grad\b|grads|backward|optimizer|gradient")  # what another backward than the loop's own is about
+COLLECTIVES = {"all_to_all", "all_to_all_twice", "all_reduce", "dist_all_reduce"}
 
 
 def is_legal(program: Program) -> bool:
@@ -38,11 +42,12 @@ def _has(need: str, program: Program) -> bool:
         "embed": "embed" in members(program),
         "meta": not any(FORWARD[n.partition("@")[0]].init for n in (*program.forward, *program.block)),
         "unit_a": "a" in program.units,
-        "plain_loop": not program.loop,
+        "plain_loop": not any(GRADIENTS.search(line) for n in program.loop for line in LOOP[n].lines),
         "raises": any(n.startswith("raises@") for n in program.forward),
         "hook_raises": any(n.startswith("hook_raises@") for n in program.forward),
         "ema": "ema" in names,
         "no_all_to_all": not names & {"all_to_all", "all_to_all_twice"},
+        "no_collective": not names & COLLECTIVES,
     }
     return known[need]
 
@@ -62,6 +67,9 @@ def _fits(program: Program) -> bool:
         "to_float64" in names and (calls_first or program.way == "functional" or program.low_precision),
         sum(n.startswith(("tie_head", "load_assign")) for n in program.setup) > 1,
         "no_input_grad" in names and wants_grad,
+        "checkpoint_reentrant" in names and wants_grad,
+        {"overlap", "overlap_in_backward"} <= names,
+        {"batch_norm", "one_row"} <= names,
         program.low_precision and program.way == "functional",  # what is substituted would be fp32
     )
     return not any(wrong)

@@ -97,9 +97,15 @@ def read(text: str) -> Script:
 
 def script(program: Program) -> Script:
     """What is run for a program."""
-    is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY
+    eagerly = program.way in ("loss", "train") and "model(" in "".join(line for s in _around(program) for line in s.lines)
+    is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY and not eagerly
     numbers = (program.world, program.dim, program.bucket, program.budget)
     return Script(render(program), *numbers, program.low_precision, is_whole, program.kinds)
+
+
+def _around(program: Program) -> list[Statement]:
+    """What it says outside of forward."""
+    return [*(SETUP[n] for n in program.setup), *(LOOP[n] for n in program.loop)]
 
 
 def render(program: Program) -> str:
@@ -132,7 +138,7 @@ def render(program: Program) -> str:
         *at("loss", LOOP, program.loop),
         *backward,
         *at("grads", LOOP, program.loop),
-        "record(model, loss)",
+        "note(loss)" if "overlap_in_backward" in program.setup else "record(model, loss)",
         *(at("step", LOOP, program.loop) or ["optimizer.step()"]),
         *at("end", LOOP, program.loop),
         *(at("zero", LOOP, program.loop) or ["optimizer.zero_grad()"]),

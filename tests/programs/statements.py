@@ -200,7 +200,7 @@ x = x * (1.0 if x.sum().item() > 1e9 else 0.5)
 x = disabled(x)
 -- disabled_call breaks for_block
 x = torch._dynamo.disable({m})(x)
--- experts breaks for_block
+-- experts breaks for_block needs=no_collective
 chosen = (x[:, 0] > 0).nonzero().flatten()
 x = x.index_add(0, chosen, torch.tanh({m}(x[chosen])))
 -- data_branch breaks
@@ -299,10 +299,10 @@ x, ids = x[:2].detach().requires_grad_(), ids[:2]
 -- other_batch at=start
 x, ids = (t.detach().repeat(1 + step, *[1] * (t.dim() - 1)) for t in (x, ids))
 x.requires_grad_()
--- rank_batch at=start needs=no_all_to_all
+-- rank_batch at=start needs=no_collective
 x, ids = (t.detach().repeat(1 + 3 * rank, *[1] * (t.dim() - 1)) for t in (x, ids))
 x.requires_grad_()
--- one_row at=start needs=no_all_to_all
+-- one_row at=start needs=no_collective
 x, ids = x[: 1 + rank].detach().requires_grad_(), ids[: 1 + rank]
 -- no_input_grad at=start
 x = x.detach()

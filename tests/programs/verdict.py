@@ -17,13 +17,15 @@ NAMED = (
     "ValueError",
     "TypeError",
     "AssertionError",
+    "InternalTorchDynamoError",  # what Dynamo makes of an error of ours that is raised while it traces; it keeps the text
 )
 # fp32: sums over ranks, and of several backwards, in another order. Units that compute in bf16 are compared with stock's.
 RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
 SET_DATA = "Failed to mutate tensor data attribute"
-MIXED = "got mixed torch.Tensor and DTensor"
 NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"  # 2.11, of a backward in a compiled function
+# What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
+SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 HARMLESS = ("esults are the same", "The results are right")
 
 Outcomes = dict[str, "list[Outcome] | str"]
@@ -106,7 +108,7 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes) -> Verdict:
         return Verdict(kind, "refused", text)
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
-    if MIXED in first.text:  # what DTensor says of another unit's parameter; in eager mode we say which
+    if any(words in first.text for words in SHARDED):
         return Verdict(kind, "as stock", text)
     if any(NO_DTENSORS in w for o in mine for w in o.warnings):
         return Verdict(kind, "announced", text)
