@@ -22,15 +22,7 @@ from .ops import Piece, own
 from .registered import registered
 from .spec import ParamSpec
 from .tensor_parallel import Full
-from .torch_private import (
-    accumulates,
-    backward_number,
-    current_run,
-    local_tensor,
-    make_dtensor,
-    register_work,
-    starting_at_zero,
-)
+from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -425,8 +417,6 @@ class FlatParam:
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
-        if same:
-            self._start_at_zero()
         if same or not locals_ or any(a.device.type == "meta" for a in locals_):
             return
         self._check_sizes(locals_)
@@ -444,12 +434,6 @@ class FlatParam:
         self.unit.forget_handles()
         self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
         self.__post_init__()
-
-    def _start_at_zero(self) -> None:
-        for param in self.params:
-            for tensor in (param.sharded, param.sharded.grad):
-                if isinstance(tensor, DTensor) and tensor.storage_offset():  # `_apply` has set its `.data`
-                    tensor.data = starting_at_zero(tensor)
 
     def _check_sizes(self, locals_: Sequence[Tensor]) -> None:
         wrong = [

@@ -239,8 +239,17 @@ def _as_original(self: Any, _protocol: object) -> tuple[Any, ...]:
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not name.startswith(("_fsdp_", "_is_fsdp_"))}
-        state["_parameters"] = dict(self._parameters)
+        state["_parameters"] = {name: _movable(value) for name, value in dict.items(self._parameters)}
     return copyreg._reconstructor, (original_class(self), object, None), state  # type: ignore[attr-defined]
+
+
+def _movable(param: Any) -> Any:
+    """A parameter that `copy.deepcopy` and `torch.save` take."""
+    if not isinstance(param, DTensor):
+        return param
+    made: Any = starting_at_zero(param).requires_grad_(param.requires_grad)
+    made._is_param = True  # `nn.Parameter(made)` would say the offset again
+    return made
 
 
 def _no_deepcopy(*_: object) -> NoReturn:

@@ -194,7 +194,7 @@ def make_dtensor(
     """A DTensor around `local` with the global shape and stride of `like`, and its mesh unless one is given.
 
     `DTensor.from_local` is public but records autograd and costs five times as much, which counts for gradients: one per
-    parameter and step. `copy.deepcopy` and `torch.save` take what is made here, see `starting_at_zero`.
+    parameter and step.
     """
     if mesh is None:
         assert isinstance(like, DTensor)
@@ -205,7 +205,7 @@ def make_dtensor(
     else:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return _around(local, spec) if local.storage_offset() else DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def starting_at_zero(tensor: DTensor) -> DTensor:
@@ -214,20 +214,10 @@ def starting_at_zero(tensor: DTensor) -> DTensor:
     A DTensor says the offset of its local tensor in its storage as its own, and has no storage: where it is not 0, torch takes what
     follows from it for an address. Tried on 2.13 and 2.15.
     """
-    return _around(tensor._local_tensor, tensor._spec)
-
-
-def _around(local: Tensor, spec: DTensorSpec) -> DTensor:
-    made = DTensor(local.new_empty(0), spec, requires_grad=False)
-    made._local_tensor = local
-    return made
-
-
-def parameter_of(tensor: DTensor, *, requires_grad: bool) -> torch.nn.Parameter:
-    """`nn.Parameter(tensor)`, which would be another DTensor, one that says an offset of its own. Tried on 2.11, 2.13 and 2.15."""
-    made: Any = tensor.requires_grad_(requires_grad)
-    made._is_param = True
-    return made  # type: ignore[no-any-return]
+    local = tensor._local_tensor
+    copied = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)
+    copied._local_tensor = local
+    return copied
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -27,7 +27,7 @@ from .precision import reduce_dtype
 from .registered import UNITS, registered
 from .spec import MEAN, ParamSpec
 from .tensor_parallel import full_of, key_of
-from .torch_private import local_tensor, make_dtensor, parameter_of
+from .torch_private import local_tensor, make_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -217,7 +217,7 @@ class Unit:
                     view = place.view(buffer, info.shard_rank)
                 view.copy_(cut)
             dtensor = make_dtensor(view, original, *entry.place)
-            sharded = parameter_of(dtensor, requires_grad=original.requires_grad)
+            sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
             params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full, compute=entry.compute))
             for module, name in entry.owners:
