@@ -24,6 +24,7 @@ from .together import meet
 from .torch_private import (
     cast_floating,
     code_in_trace,
+    codes_under_way,
     never_trace_hooks_alone,
     never_traced_alone,
     plain_name,
@@ -105,6 +106,11 @@ class State:
             state = self.below()[number]
             run_eagerly(state.unit, [s.unit for s in state.below()], why)
 
+    def note_callers(self) -> None:
+        """While a call of this unit is compiled: what is under way calls it."""
+        for code in {*filter(None, [code_in_trace()]), *codes_under_way()}:
+            _called_below.setdefault(code, weakref.WeakSet()).add(self)
+
     def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """Before a module of this unit is called: notice what the user changed since.
 
@@ -146,7 +152,7 @@ class State:
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
         self.before_call(is_compiled=False, is_traced=True)
-        _traced_into.setdefault(code_in_trace(), weakref.WeakSet()).add(self)
+        self.note_callers()
         called = self.runtime.tree.in_order() if self.unit.is_outermost else []
         for runtime in called:
             if not runtime.unit.settings.reshard_after_backward:
@@ -158,13 +164,13 @@ class State:
         module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
 
 
-# The states of modules whose calls were traced into larger functions, by these.
-_traced_into: weakref.WeakKeyDictionary[Any, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
+# By code objects, the states of modules that were called below, when Dynamo compiled that call or traced it.
+_called_below: weakref.WeakKeyDictionary[CodeType, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
 
 
-def traced_into(code: CodeType) -> list[State]:
-    """The states of modules whose calls are part of a graph of this code object."""
-    return list(_traced_into.get(code, ()))
+def called_below(code: CodeType) -> list[State]:
+    """The states of modules that are called, in a graph or outside, while a frame of this code object is under way."""
+    return list(_called_below.get(code, ()))
 
 
 _keys = itertools.count()
