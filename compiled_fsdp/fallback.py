@@ -95,13 +95,12 @@ def note_skipped(unit: Unit) -> None:
     warn_once(text)
 
 
-def note_overrun(unit: Unit, times: int, why: str, *, goes_on: bool) -> None:
-    """Dynamo will not compile a unit's call again; or, with `goes_on`, would not if other ranks were not to stop at the same time.
+def note_overrun(unit: Unit, times: int, why: str, then: str) -> None:
+    """Dynamo will not compile a unit's call again, or would not if other ranks were not to stop at the same time; then what.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
-    then = "It is compiled on until all ranks run it eagerly, from the same call on" if goes_on else "It runs eagerly"
     unit.why_eager[f"compiled {times} times ({LIMIT})"] = None
     _tell_overrun(unit, f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because {why}\n{then}")
 

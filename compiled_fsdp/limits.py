@@ -6,7 +6,8 @@ inside the calls of one unit.
 
 What a frame over the limit becomes depends on whether graphs of it may gather. If not, as inside the forward of a unit that runs
 eagerly anyway, Dynamo gives it up. If so, other ranks may be in such a graph: it is compiled on, until all ranks run the unit
-eagerly from the same call on (`together.py`).
+eagerly from the same call on (`together.py`). A larger function that calls a sharded module is compiled on for good: nothing of
+ours runs before its calls, where ranks could settle on one; and what is called below a frame that Dynamo gives up, it gives up too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import torch
 
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part
-from .state import get_state, traced_into
+from .state import called_below, get_state
 from .torch_private import before_compiling, last_recompile
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from .state import State
+    from .together import Together
 
 CALLS: set[CodeType] = set()  # `__call__` of the classes of sharded modules
 
@@ -39,6 +41,7 @@ def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
     state = get_state(module)
     if state is None:
         return is_over and _goes_on_for_good(code)
+    state.note_callers()
     times = _count(code, state.unit.number, is_first)
     if not is_over or times < min(torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit):
         return True
@@ -57,18 +60,27 @@ def _give_up(state: State, times: int, why: str) -> bool:
     root = state.root
     together = root.together
     goes_on = together is None or not together.is_alone
-    note_overrun(state.unit, times, why, goes_on=goes_on)
+    note_overrun(state.unit, times, why, _then(together))
     if together is not None and goes_on:
         where = f"unit {state.unit.name!r} was compiled {times} times on rank {together.rank}"
         together.wish(root.below().index(state), f"{where}, last because {why}")
     return goes_on
 
 
+def _then(together: Together | None) -> str:
+    """What becomes of a unit at its limit, for people."""
+    if together is not None and together.is_alone:
+        return "It runs eagerly"
+    if together is not None and together.can_settle:
+        return "It is compiled on until all ranks run it eagerly, from the same call on"
+    return "It is compiled on, since other ranks may be in a graph"
+
+
 def _goes_on_for_good(code: CodeType) -> bool:
-    """Whether a frame outside all calls is compiled on, since other ranks may be in a graph of it that gathers."""
-    state = next((s for s in traced_into(code) if s.together is None or not s.together.is_alone), None)
+    """Whether a frame outside all calls is compiled on, since other ranks may be in a graph that gathers, of it or below."""
+    state = next((s for s in called_below(code) if s.together is None or not s.together.is_alone), None)
     if state is not None:
-        note_larger(state.unit, code, last_recompile(code))
+        note_larger(state.root.unit, code, last_recompile(code))
     return state is not None
 
 

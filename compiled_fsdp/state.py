@@ -25,6 +25,7 @@ from .torch_private import (
     TRACES_TO_DTENSORS,
     cast_floating,
     code_in_trace,
+    codes_under_way,
     never_trace_hooks_alone,
     never_traced_alone,
     plain_name,
@@ -107,6 +108,11 @@ class State:
             state = self.below()[number]
             run_eagerly(state.unit, [s.unit for s in state.below()], why)
 
+    def note_callers(self) -> None:
+        """While a call of this unit is compiled: what is under way calls it."""
+        for code in {*filter(None, [code_in_trace()]), *codes_under_way()}:
+            _called_below.setdefault(code, weakref.WeakSet()).add(self)
+
     def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """Before a module of this unit is called: notice what the user changed since.
 
@@ -148,7 +154,7 @@ class State:
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
         self.before_call(is_compiled=False, is_traced=True)
-        _traced_into.setdefault(code_in_trace(), weakref.WeakSet()).add(self)
+        self.note_callers()
         if traces_autograd() and not TRACES_TO_DTENSORS:
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded module is called in a compiled "
@@ -166,13 +172,13 @@ class State:
         module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
 
 
-# The states of modules whose calls were traced into larger functions, by these.
-_traced_into: weakref.WeakKeyDictionary[Any, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
+# By code objects, the states of modules that were called below, when Dynamo compiled that call or traced it.
+_called_below: weakref.WeakKeyDictionary[CodeType, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
 
 
-def traced_into(code: CodeType) -> list[State]:
-    """The states of modules whose calls are part of a graph of this code object."""
-    return list(_traced_into.get(code, ()))
+def called_below(code: CodeType) -> list[State]:
+    """The states of modules that are called, in a graph or outside, while a frame of this code object is under way."""
+    return list(_called_below.get(code, ()))
 
 
 _keys = itertools.count()

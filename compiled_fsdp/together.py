@@ -84,9 +84,14 @@ class Together:
         """Whether no other rank communicates with this one."""
         return len(self.ranks) == 1
 
+    @property
+    def can_settle(self) -> bool:
+        """Whether the other ranks can be asked."""
+        return self.store is not None
+
     def wish(self, unit: int, why: str) -> None:
         """Ask the other ranks to run a unit eagerly, from a call on that is still to come; in vain if they cannot be asked."""
-        if self.store is not None:
+        if self.can_settle:
             self.wishes.append((unit, why))
 
     def begin(self) -> list[Wish]:

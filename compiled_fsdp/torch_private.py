@@ -18,7 +18,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import guard_failures
+from torch._dynamo.utils import guard_failures, orig_code_map
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import CompileContext, TracingContext
@@ -386,6 +386,15 @@ _compiling: list[CodeType] = []
 def code_in_trace() -> CodeType | None:
     """The code object of the frame that Dynamo compiles, or has compiled last."""
     return _compiling[-1] if _compiling else None
+
+
+def codes_under_way() -> list[CodeType]:
+    """The code objects of all frames above, innermost first; those that Dynamo has compiled as they were written."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        found.append(orig_code_map.get(frame.f_code) or frame.f_code)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:

@@ -33,7 +33,7 @@ def settle(ranks: Sequence[Together]) -> None:
 def run(ranks: Sequence[Together], seed: int, *, in_step: bool) -> list[dict[int, int]]:
     """A call after another on every rank, while one thread looks for all of them; for each rank, which unit changed at which call.
 
-    Every rank wishes now and then. in_step: a call ends when all ranks have begun it, as where it communicates.
+    Every rank wishes at first, and now and then. in_step: a call ends when all ranks have begun it, as where it communicates.
     """
     changes: list[dict[int, int]] = [{} for _ in ranks]
     together, is_over = threading.Barrier(len(ranks)), threading.Event()
@@ -42,9 +42,9 @@ def run(ranks: Sequence[Together], seed: int, *, in_step: bool) -> list[dict[int
         draw = random.Random(seed * 10 + number)
         for call in range(1, CALLS + 1):
             changes[number].update(dict.fromkeys((unit for unit, _ in ranks[number].begin()), call))
-            if draw.random() < 0.1:
+            if call == 1 or draw.random() < 0.1:
                 ranks[number].wish(draw.randrange(5), "a reason")
-            time.sleep(draw.random() * 0.002)
+            time.sleep(0.05 if call == CALLS // 2 else draw.random() * 0.002)
             if in_step:
                 together.wait(20.0)
 

@@ -231,22 +231,32 @@ def test_a_frame_below_the_entry(two: Pool) -> None:
     assert "was compiled 2 times" in here
 
 
-def larger(num_kinds: int) -> list[str]:
+def larger(breaks: bool) -> list[str]:
     """Rank 1 sees more kinds of inputs than a function around the model is compiled for."""
     model, eager = built(fully_shard, Case()).experts[0], built(fully_shard, Case()).experts[0]
-    loss = torch.compile(lambda x, tag: model(x, tag).sin(), backend="compiled_fsdp_eager")
+
+    def loss(x: Tensor, tag: str) -> Tensor:
+        x = x * (1 + len(tag))
+        if breaks:
+            torch._dynamo.graph_break()
+        return model(x, "").sin()
+
+    compiled = torch.compile(loss, backend="compiled_fsdp_eager")
     with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
         warnings.simplefilter("always")
-        for number in range(num_kinds):
+        for number in range(6):
             given = torch.ones(2, 6), "x" * number if dist.get_rank() else ""
-            assert step_of(model, loss, given) == step_of(eager, lambda *given: eager(*given).sin(), given)
+            expected = step_of(eager, lambda x, tag: eager(x * (1 + len(tag)), "").sin(), given)
+            assert step_of(model, compiled, given) == expected
     return [str(w.message) for w in said if "recompile_limit" in str(w.message)]
 
 
-def test_a_larger_function(two: Pool) -> None:
-    nothing, (said,) = two.run(larger, 6)
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_larger_function(two: Pool, breaks: bool) -> None:
+    """With a graph break before the call, Dynamo would give up with the function all that it calls."""
+    nothing, (said,) = two.run(larger, breaks)
     assert nothing == []
-    assert "<lambda> (" in said
+    assert "loss (" in said
     assert "It is compiled on for every new kind of input, since other ranks may be in a graph" in said
 
 
