@@ -363,7 +363,10 @@ def announced() -> None:
         assert not [text for text in said if "is written to" in text], (kind, said)
     for case in ("Clamped", "ClampedData"):
         _, said = train(case, "compiled_fsdp_eager", stays_full=True)
-        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (case, said)
+        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (
+            case,
+            said,
+        )
 
 
 def test_a_write_that_will_be_lost_is_announced(two: Pool) -> None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from programs.source import Script
 
 os.environ.setdefault("COMPILED_FSDP_VERIFY", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each rank of each job has as many processes as there are cores
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # or each rank of each job has as many processes as there are cores
 ROOT = Path(__file__).parents[2]
 GIVEN = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 sys.path[:0] = [*GIVEN, str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -39,7 +41,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with two and four ranks; 1 for every 3 cores")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no program begins later")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a kind of a program, Inductor four times as many")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds for a kind of a program, Inductor four times as many"
+    )
     parser.add_argument("--out", default="", help="a file for the results, a line of JSON for each program")
     parser.add_argument("--singles", action="store_true", help="each statement by itself")
     parser.add_argument("--only", default="", help="programs that say one of these statements, by comma")
@@ -142,7 +146,11 @@ def _keep(line: Line, out: TextIO) -> None:
 
 def _show(this: Script, result: Result) -> None:
     verdicts = "".join(f"{v.kind}: {v.word} {v.detail}\n" for v in result.verdicts)
-    print(f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: {result.said}\n", end="", flush=True)
+    print(
+        f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: {result.said}\n",
+        end="",
+        flush=True,
+    )
 
 
 def _tell(hunter: Hunter, program: Program, result: Result, found: str, *, is_shrunk: bool) -> None:

@@ -24,7 +24,9 @@ WITH = {"caught": "raises", "caught_backward": "hook_raises", "tie_head": "embed
 # Every 8th program and so on; Inductor compiles C++ for seconds.
 FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused before it can show much.
-TOUCHES = re.compile(r"(\{m\}|self\.embed|self\.slow)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')")
+TOUCHES = re.compile(
+    r"(\{m\}|self\.embed|self\.slow)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
+)
 FOREIGN = 0.2  # of the programs all the same
 PATIENCE = 50  # draws, before the seed's turn in one of them is let go
 
