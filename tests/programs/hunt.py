@@ -81,7 +81,7 @@ class Hunter:
         return Result(verdicts, stock=self._judge(script, "stock", outcomes), said=said)
 
     def _judge(self, script: Script, kind: str, outcomes: Outcomes) -> Verdict:
-        return judge(kind, outcomes, low_precision=script.low_precision, is_whole=script.is_whole)
+        return judge(kind, outcomes, script)
 
     def shrink(self, program: Program, kind: str, tries: int = 60) -> tuple[Program, Verdict]:
         """The smallest program found in which this kind has a fault of the same sort."""

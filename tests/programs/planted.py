@@ -15,9 +15,30 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from programs.program import Program
+
     Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 PLANTS: dict[str, Plant] = {}
+# What a program says in which each can show: statements, ways to compile, or "heads".
+SHOWN_BY = {
+    "substitutions_are_ignored": {"substitute", "substitute_own", "substitute_buffer", "functional"},
+    "iterating_yields_sharded_parameters": {"norm_of_all", "norm_of_layer", "named", "dtype", "finfo", "numel"},
+    "ties_after_sharding_are_forgotten": {"tie_after", "tie_head_after", "share_after"},
+    "every_backward_counts_as_whole": {"input_grad", "input_backward", "input_grad_after", "accumulate_input_grad"},
+    "writes_in_a_trace_are_not_settled": {"clamp_", "data_clamp_", "copy_", "data_copy_", "normalize", "embed_max_norm"},
+    "unused_heads_get_zeros": {"heads"},
+    "collectives_of_the_user_are_judged": {"all_to_all_twice"},
+    "freezing_is_not_followed": {"freeze", "unfreeze"},
+    "compiling_in_place_begins_in_torch": {"in_place", "in_place_before"},
+    "full_parameters_outlive_a_step": {"keep"},
+    "writes_without_a_version_are_missed": {"momentum_data_mul_", "momentum_foreach", "foreach_data", "decay_data"},
+}
+
+
+def can_show(program: Program, name: str) -> bool:
+    """Whether a program says something that this fault breaks."""
+    return bool(SHOWN_BY[name] & (program.names() | {program.way} | ({"heads"} if program.heads else set())))
 
 
 def plant(make: Callable[[], Iterator[None]]) -> Plant:
@@ -114,4 +135,18 @@ def freezing_is_not_followed() -> Iterator[None]:
 def compiling_in_place_begins_in_torch() -> Iterator[None]:
     """`module.compile()` starts at a frame of torch's own, where no graph begins."""
     with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
+        yield
+
+
+@plant
+def full_parameters_outlive_a_step() -> Iterator[None]:
+    """Full parameters that are kept are used again after a step of an optimizer that no version counts."""
+    with mock.patch.object(_ours("full_params"), "num_steps", return_value=0):
+        yield
+
+
+@plant
+def writes_without_a_version_are_missed() -> Iterator[None]:
+    """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was started."""
+    with mock.patch.object(_ours("flat").FlatParam, "check_unwritten", return_value=None):
         yield

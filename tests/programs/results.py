@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from programs.hunt import Result
     from programs.program import Program
+    from programs.verdict import Verdict
 
 Line = dict[str, Any]
 
@@ -22,13 +23,18 @@ def line_of(program: Program, result: Result, seconds: float) -> Line:
     this = script(program)
     line: Line = {"seed": program.seed, "world": program.world, "way": program.way, "statements": sorted(program.names())}
     line |= {"seconds": round(seconds, 2), "invalid": result.invalid[:1000]}
-    line["verdicts"] = {v.kind: {"word": v.word, "exact": v.is_exact, "detail": v.detail[:1000]} for v in result.verdicts}
+    line["verdicts"] = {v.kind: _words(v) for v in result.verdicts}
     line["said"] = sorted(result.said)
     if result.stock:
         line["stock"] = {"word": result.stock.word, "detail": result.stock.detail[:300]}
     if result.faults or result.invalid:
         line["script"] = this.header() + this.source
     return line
+
+
+def _words(verdict: Verdict) -> dict[str, object]:
+    equal = {"exact": verdict.is_exact, "as_eager": verdict.as_eager}
+    return {"word": verdict.word, **equal, "detail": verdict.detail[:1000]}
 
 
 def write(path: str, lines: Iterable[Line]) -> None:

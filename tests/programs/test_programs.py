@@ -10,15 +10,17 @@ import pytest
 from programs.draw import make
 from programs.hunt import Hunter
 from programs.legal import is_legal
+from programs.planted import PLANTS, SHOWN_BY, can_show
 from programs.program import LAYERS, Program
 from programs.shrink import smaller, smallest
-from programs.source import read, render, script
+from programs.source import WAYS, read, render, script
+from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
 from programs.verdict import Verdict
 
 if TYPE_CHECKING:
     from pool import Pool
 
-NUM_PROGRAMS, CHUNK = int(os.environ.get("RANDOM_PROGRAMS", "20")), 10  # more: benchmarks/results/random_programs.md
+NUM_PROGRAMS, CHUNK = int(os.environ.get("RANDOM_PROGRAMS", "100")), 5  # 1,000: benchmarks/results/random_programs.md
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
 # Seeds of programs in which a planted fault was found, and without it none.
@@ -54,9 +56,30 @@ def test_random_programs(pools: dict[int, Pool], first: int) -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
-    this = script(make(FOUND[name]))
+    program = make(FOUND[name])
+    assert can_show(program, name)
+    this = script(replace(program, kinds=("eager", "compiled")))
     assert not Hunter(pools).check(this).faults
     assert Hunter(pools, name).check(this).faults
+
+
+def test_every_planted_fault_is_looked_for() -> None:
+    assert set(FOUND) == set(PLANTS) == set(SHOWN_BY)
+    assert len(FOUND) >= 10
+
+
+def test_the_programs_cover_everything() -> None:
+    """Each statement, way to compile, optimizer, backend, number of ranks and precision."""
+    programs = [make(seed) for seed in range(100)]
+    said = {name for p in programs for name in p.names() | {p.way, p.optimizer, *p.kinds}}
+    assert not {*FORWARD, *SETUP, *LOOP, *WAYS, *OPTIMIZERS, "eager", "compiled", "aot_eager", "inductor"} - said
+    assert {p.world for p in programs} == {2, 4}
+    assert (
+        {p.low_precision for p in programs}
+        == {p.heads for p in programs}
+        == {p.fullgraph for p in programs}
+        == {True, False}
+    )
 
 
 def test_every_program_is_legal_and_can_be_read_back() -> None:
