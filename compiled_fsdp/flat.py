@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 # Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
+DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
 _INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
 BEFORE_FORWARD = (
     "between optimizer.step() and forward, and had been gathered already. "
@@ -384,10 +385,8 @@ class FlatParam:
 
     def check_unwritten(self, before: Tensor, why: str) -> None:
         """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
-        torch._assert_async(
-            self.checksum() == before,
-            f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}",
-        )
+        text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
+        torch._assert_async(self.checksum() == before, _for_device(text, before.device))
 
     def gather_ahead(self, piece: Piece) -> None:
         """Start to gather a piece of what the buffer holds now."""
@@ -446,6 +445,11 @@ class FlatParam:
                 f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
                 "its size; load a state dict to change values"
             )
+
+
+def _for_device(text: str, device: torch.device) -> str:
+    """A kernel that fails prints no more than so much."""
+    return text if device.type == "cpu" else text[:DEVICE_MESSAGE]
 
 
 def _local(tensor: Tensor | None) -> Tensor:

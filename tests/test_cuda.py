@@ -196,12 +196,12 @@ def streams(compiled: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     reshard = runtime.Runtime.reshard
 
-    def poisoned(self: Runtime) -> None:
+    def poisoned(self: Runtime, **how: Any) -> None:
         if self.is_unsharded:
             for param in self.unit.params:
                 with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(param.gathered):
                     param.gathered.fill_(torch.nan)
-        reshard(self)
+        reshard(self, **how)
 
     runtime.Runtime.reshard = poisoned  # type: ignore[method-assign]
     expected = mlp_losses(0, compiled)

@@ -9,7 +9,7 @@ from models import OddMLP, loss_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import flat, fully_shard
 from compiled_fsdp.layout import flat_layout
 
 pytestmark = pytest.mark.usefixtures("fake_world")
@@ -219,3 +219,10 @@ def test_frozen_gets_no_gradient() -> None:
     fully_shard(model)
     backward(model)
     assert all((p.grad is None) == name.startswith("layers.1.") for name, p in model.named_parameters())
+
+
+def test_what_a_device_prints_is_cut() -> None:
+    """`_assert_async` on CUDA refuses a longer message, for an assertion that holds too."""
+    text = "parameters of a.b " + 40 * "were written to "
+    assert flat._for_device(text, torch.device("cpu")) == text
+    assert len(flat._for_device(text, torch.device("cuda"))) < 255
