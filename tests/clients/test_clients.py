@@ -137,14 +137,19 @@ def shard_layers(model: Any, path: str, **options: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face(two: Pool, name: str, backend: str | None) -> None:
     """Compiled as one whole graph; the gathers are counted, since Dynamo can skip a frame without reporting a break."""
-    two.run(hugging_face, name, backend)
+    breaks = two.run(hugging_face, name, backend)[0]
+    if breaks:
+        pytest.skip(f"{name} of the installed transformers breaks its graph {breaks} times unsharded, on this torch")
 
 
-def hugging_face(name: str, backend: str | None) -> None:
+def hugging_face(name: str, backend: str | None) -> int:
+    """How often the model breaks its graph unsharded; then nothing else was tried with a backend."""
     torch.manual_seed(0)
     model, path = MODELS[name]()
     reference = copy.deepcopy(model)
     before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
+    if backend and before[1]:
+        return before[1]
     shard_layers(model, path)
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     with captured() as halves:
@@ -155,6 +160,7 @@ def hugging_face(name: str, backend: str | None) -> None:
     assert seen["reduce"] == 3
     if backend:
         check_graphs(before, halves, seen)
+    return 0
 
 
 def train_two_steps(

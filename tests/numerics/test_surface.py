@@ -467,6 +467,34 @@ class FailsInBackward(torch.autograd.Function):
         raise ValueError("boom")
 
 
+class Gated(nn.Module):
+    """Some have a parameter under a name under which others hold a plain value."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h if self.scale is None else h * self.scale
+
+
+def plain_values() -> None:
+    for scale in (nn.Parameter(torch.full((4,), 3.0)), None, 2.0):
+        model = fully_shard(Gated(scale))
+        x = torch.ones(2, 4)
+        out = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x)
+        assert torch.equal(out, model(x))
+        out.sum().backward()
+    model.scale = 5.0
+    assert torch.equal(torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x), model(x))
+
+
+def test_a_plain_value_where_others_of_the_class_have_a_parameter(two: Pool) -> None:
+    """Their class has a property of that name; up to torch 2.12, Dynamo asks it even for what the `__dict__` holds."""
+    two.run(plain_values)
+
+
 @pytest.mark.parametrize("resets", [True, False])
 def test_after_an_exception(two: Pool, resets: bool) -> None:
     """With `reset_iter_state` as documented; and without: the next iteration notices (stock leaves it undefined)."""
