@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from dataclasses import dataclass
@@ -129,11 +130,15 @@ def train(case: Case) -> tuple[list[int], list[str]]:
 
 
 def check(found: list[tuple[list[int], list[str]]], steps: int = 32) -> None:
+    """Every unit is told of once on every rank, by itself or with the root, whose own frames may reach the limit first."""
     for forwards, said in found:
         assert forwards == found[0][0], "ranks ran a unit eagerly in other calls"
         assert all(0 < count < steps + 4 for count in forwards)
-        named = sorted(name for text in said for name in ["experts.0", "experts.1", "experts.2"] if f"unit '{name}'" in text)
-        assert named == ["experts.0", "experts.1", "experts.2"], said
+        subjects = [
+            re.findall(r"unit '([\w.]+)'", text.partition(" was compiled ")[0].partition(" since ")[0])[0] for text in said
+        ]
+        assert len(set(subjects)) == len(subjects), said
+        assert {"experts.0", "experts.1", "experts.2"} <= set(subjects) or any("'Routed'" in text for text in said), said
         assert all("last because" in text for text in said)
 
 
