@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpt import GPT, GPTConfig
+from llama import Llama, LlamaConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import Plan, fully_shard, set_plan
+from compiled_fsdp.costs import Costs, Link
 
 if TYPE_CHECKING:
     from compiled_fsdp.runtime import Runtime
@@ -125,6 +128,32 @@ def cuda_graphs(world: int) -> None:
         assert losses["reduce-overhead"] == losses["default"]
     assert replayed["default"] == 0
     assert replayed["reduce-overhead"] > 0, "no CUDA graph was replayed"
+
+
+# -- plans from costs
+
+
+@pytest.mark.parametrize("memory_budget", [None, 0.5])
+def test_plans_from_costs(memory_budget: float | None) -> None:
+    in_process(plans_from_costs, memory_budget)
+
+
+def plans_from_costs(memory_budget: float | None) -> None:
+    """Fused attention whose keys have fewer heads than its queries: torch 2.11's formula for its FLOPs refuses it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    costs = Costs(4e14, 2.5e12, 4e-6, (("", Link(2e-5, 5e10)),))
+    distances = {"prefetch": None, "backward_prefetch": None, "reduces_in_flight": None}
+    set_plan(Plan(bucket_bytes=None, split_bytes=None, costs=costs, memory_budget=memory_budget, **distances))
+    with torch.device("cuda"):
+        model = Llama(LlamaConfig(num_layers=2, width=256, num_heads=8, hidden=512, max_length=512, vocab=512))
+        tokens = torch.randint(512, (2, 513))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mp_policy=policy)
+    call = torch.compile(model, fullgraph=True, dynamic=False)
+    for _ in range(2):
+        call(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 # -- streams
