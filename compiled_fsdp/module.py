@@ -85,7 +85,8 @@ def swap_class(module: nn.Module, names: tuple[str, ...], *, is_root: bool) -> N
             setattr(made, name, property(*_accessors(name)))
     module.__dict__.setdefault("_fsdp_handles", {})
     module.__dict__.setdefault("_fsdp_replaced", {})
-    module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
+    if not READS_DICTS:
+        module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
     object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
 
 
