@@ -49,6 +49,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="programs that say one of these statements, by comma")
     parser.add_argument("--skip", default="", help="but none of these")
     parser.add_argument("--plant", default="", help="a fault of planted.py, in every program")
+    parser.add_argument(
+        "--find-plants", default="", help="faults of planted.py, by comma: the first program that finds each"
+    )
     parser.add_argument("--file", default="", help="run a script that --found wrote")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--found", default="", help="a folder for the scripts of faults")
@@ -63,6 +66,9 @@ def main() -> None:
     options = parse(arguments)
     began = time.time()
     until = min(options.until, began + options.seconds)
+    if options.find_plants:
+        _find_plants(options, until)
+        return
     if options.jobs > 1 and not options.job:
         from programs.jobs import run_jobs
 
@@ -116,6 +122,33 @@ def _run(options: argparse.Namespace, until: float) -> Iterator[Line]:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+def _find_plants(options: argparse.Namespace, until: float) -> None:
+    """Count up over the programs on two ranks that say what a plant breaks; each must be clean without it."""
+    from pool import Pool
+    from programs.draw import make
+    from programs.hunt import Hunter
+    from programs.planted import can_show
+
+    pools = {2: Pool(2)}
+    clean, planted = Hunter(pools, "", options.limit), Hunter(pools, "", options.limit)
+    for name in options.find_plants.split(","):
+        planted.plant, tried = name, 0
+        for program in map(make, range(options.seed, options.seed + options.count)):
+            if program.world != 2 or not can_show(program, name) or time.time() > until:
+                continue
+            tried += 1
+            this = _script(replace(program, kinds=("eager", "compiled")))
+            fault = next((f for f in planted.check(this).faults if not f.detail.startswith("hangs")), None)
+            if fault is not None and not clean.check(this).faults:
+                print(
+                    f"{name}: seed {program.seed}, program {tried} of these: {fault.kind} {fault.detail[:120]}", flush=True
+                )
+                break
+        else:
+            print(f"{name}: not in {tried} programs", flush=True)
+    pools[2].close()
 
 
 def _programs(options: argparse.Namespace) -> Iterator[Program]:

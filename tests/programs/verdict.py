@@ -31,6 +31,7 @@ SET_DATA = "Failed to mutate tensor data attribute"
 NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"  # 2.11, of a backward in a compiled function
 # What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
 SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+AT_REST = (*SHARDED, "that is sharded at that moment")
 # Announcements that explain another result.
 EXPLAIN = ("so the write is lost", "trains nothing", "neither gathered nor reduced over the ranks")
 # Where ours is what stock is and not what the unsharded model is: by name, what the source says, and of which kinds.
@@ -161,11 +162,23 @@ def _silent(kind: str, mine: list[Outcome], is_whole: bool) -> Verdict | None:
     return None
 
 
+def _runs(kind: str, outcomes: Outcomes) -> bool:
+    found = outcomes.get(kind)
+    return isinstance(found, list) and not any(o.error for o in found)
+
+
 def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script) -> Verdict:
     first = next(o for o in mine if o.error)
     text = f"{first.error}: {first.text[:1500]}"
     if not all(o.error == first.error for o in mine):
         return Verdict(kind, "fault", f"raises on some ranks only {text}")
+    if (
+        kind != "stock"
+        and any(words in first.text for words in AT_REST)
+        and _runs("eager", outcomes)
+        and _runs("stock", outcomes)
+    ):
+        return Verdict(kind, "fault", f"refuses what eager and stock run: {text}")  # a full parameter is what they find
     if first.error in NAMED and first.is_ours:
         is_named = names_a_cause(first.text, script.source)
         return Verdict(kind, "refused", text) if is_named else Verdict(kind, "fault", f"raises without a cause {text}")
