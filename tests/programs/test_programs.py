@@ -26,6 +26,9 @@ OPEN: set[str] = set()
 # Seeds of programs in which a planted fault was found, and without it none.
 FOUND = {
     "substitutions_are_ignored": 11,
+    "ties_after_sharding_are_forgotten": 11,
+    "iterating_yields_sharded_parameters": 12,
+    "writes_without_a_version_are_missed": 113,
     "every_backward_counts_as_whole": 48,
     "writes_in_a_trace_are_not_settled": 70,
 }
