@@ -22,7 +22,7 @@ from .ops import Piece, own
 from .registered import registered
 from .spec import ParamSpec
 from .tensor_parallel import Full
-from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work
+from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -185,6 +185,7 @@ class FlatParam:
         """Weakly: autograd's hooks are out of the garbage collector's sight."""
         me = weakref.ref(self)
 
+        @untraced
         def take(leaf: Tensor) -> None:
             flat = me()
             if flat is not None:
