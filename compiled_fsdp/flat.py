@@ -410,17 +410,22 @@ class FlatParam:
         for *_, work in ahead.values():
             work.wait()
 
-    def refresh(self) -> None:
-        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
+    def refresh(self, *, is_moved: bool = False) -> None:
+        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer.
+
+        is_moved: the module was moved or cast, which does not come to parameters that no module holds any more (tied since):
+            those follow the others.
+        """
         if self.is_apart:
             return
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
-        same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
-        if same or not locals_ or any(a.device.type == "meta" for a in locals_):
+        replaced = [a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata]
+        if not replaced or any(a.device.type == "meta" for a in locals_):
             return
         self._check_sizes(locals_)
-        fresh = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
+        first = replaced[0] if is_moved else locals_[0]
+        fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)

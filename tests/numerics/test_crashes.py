@@ -128,6 +128,20 @@ def two_writes_to_a_buffer() -> None:
         assert torch.allclose(compiled(batch()), wanted(batch()))
 
 
+def cast_after_a_tie() -> None:
+    """`to` does not come to the parameter that was there before the tie; what shares its buffer is cast all the same."""
+    wanted, model = Net(), Net()
+    model.load_state_dict(wanted.state_dict())
+    model = shard(model, model.second)
+    for each in (wanted, model):
+        each.second.weight = each.first.weight
+        each.to(torch.float64)
+    x = batch().double()
+    assert model.second.bias.dtype == torch.float64
+    for call in (model, torch.compile(model, backend=BACKEND)):
+        assert torch.allclose(call(x), wanted(x))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -136,6 +150,7 @@ def two_writes_to_a_buffer() -> None:
         state_in_a_function,
         state_written_in_a_graph,
         two_writes_to_a_buffer,
+        cast_after_a_tie,
     ],
 )
 def test_runs(two: Pool, case: Any) -> None:
