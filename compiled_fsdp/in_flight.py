@@ -97,7 +97,7 @@ class InFlight(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, arrival: Arrival | Spent) -> InFlight:
-        """Shape, strides, offset, dtype and device of `like`; a DTensor says the offset of its local tensor as its own, for ever."""
+        """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is made with."""
         made: InFlight = Tensor._make_wrapper_subclass(
             cls,
             like.shape,

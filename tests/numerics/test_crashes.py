@@ -86,7 +86,9 @@ def gradients_that_arrived() -> None:
     optimizer.step()
     grads: list[Any] = [p.grad for p in model.parameters()]
     assert all(grad.storage_offset() == grad.to_local().storage_offset() for grad in grads)
-    total = torch.compile(lambda: sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters()), backend="eager")
+    total = torch.compile(
+        lambda: sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters()), backend="eager"
+    )
     with torch.no_grad():
         wanted = sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters())
         assert torch.allclose(total(), wanted)
