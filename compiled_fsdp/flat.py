@@ -22,7 +22,7 @@ from .ops import Piece, own
 from .registered import registered
 from .spec import ParamSpec
 from .tensor_parallel import Full
-from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work
+from .torch_private import accumulates, backward_number, current_run, local_tensor, make_dtensor, register_work, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -185,6 +185,7 @@ class FlatParam:
         """Weakly: autograd's hooks are out of the garbage collector's sight."""
         me = weakref.ref(self)
 
+        @untraced
         def take(leaf: Tensor) -> None:
             flat = me()
             if flat is not None:
@@ -409,17 +410,22 @@ class FlatParam:
         for *_, work in ahead.values():
             work.wait()
 
-    def refresh(self) -> None:
-        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer."""
+    def refresh(self, *, is_moved: bool = False) -> None:
+        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer.
+
+        is_moved: the module was moved or cast, which does not come to parameters that no module holds any more (tied since):
+            those follow the others.
+        """
         if self.is_apart:
             return
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
-        same = all(a.untyped_storage()._cdata == flat.untyped_storage()._cdata for a in locals_)
-        if same or not locals_ or any(a.device.type == "meta" for a in locals_):
+        replaced = [a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata]
+        if not replaced or any(a.device.type == "meta" for a in locals_):
             return
         self._check_sizes(locals_)
-        fresh = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
+        first = replaced[0] if is_moved else locals_[0]
+        fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)

@@ -97,9 +97,14 @@ class InFlight(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, arrival: Arrival | Spent) -> InFlight:
-        """Shape, strides, dtype and device of `like`."""
+        """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is made with."""
         made: InFlight = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
         made.arrival, made.arrived = arrival, None
         return made

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import warn_once
-from .torch_private import backward_number, outputs_of_tangents, run_of, running_compiled_function
+from .torch_private import backward_number, outputs_of_tangents, run_of, running_compiled_function, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +61,7 @@ def announce() -> None:
     node.register_prehook(partial(_announce_zeros, outputs_of_tangents(node)))
 
 
+@untraced
 def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> None:
     if any(grads[output] is None for output in outputs):
         warn_once(
@@ -70,6 +71,7 @@ def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> Non
         )
 
 
+@untraced
 def _before_backward(
     run: int, outputs: list[int], references: list[weakref.ref[Any]], heads: list[Heads], grads: tuple[Tensor | None, ...]
 ) -> None:

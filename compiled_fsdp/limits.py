@@ -13,10 +13,10 @@ ours runs before its calls, where ranks could settle on one; and what is called 
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 CALLS: set[CodeType] = set()  # `__call__` of the classes of sharded modules
 
 # How often a code object was compiled inside the calls of each unit, by the unit's number.
-_times: weakref.WeakKeyDictionary[CodeType, dict[int, int]] = weakref.WeakKeyDictionary()
+# By identity: code that Dynamo has made may have slices for constants, which have no hash before Python 3.12.
+_times: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
@@ -87,7 +88,7 @@ def _goes_on_for_good(code: CodeType) -> bool:
 def _called() -> Any:
     """The sharded module whose call, outside any graph, is the innermost of those under way."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in CALLS:
+    while frame is not None and not any(frame.f_code is code for code in CALLS):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
 
@@ -96,7 +97,7 @@ def _count(code: CodeType, unit: int, is_first: bool) -> int:
     """How often before; Dynamo may have forgotten everything since."""
     if is_first:
         _times.pop(code, None)
-    times = _times.setdefault(code, {})
+    times: dict[int, int] = _times.setdefault(code, {})
     times[unit] = times.get(unit, 0) + 1
     return times[unit] - 1
 

@@ -27,6 +27,7 @@ from .reads import traced
 from .state import State, get_state, set_state
 from .torch_private import (
     READS_DICTS,
+    in_own_storage,
     never_traced_alone,
     rebind_compiled,
     register_first,
@@ -155,12 +156,14 @@ def _reshard_first(state: State) -> Callable[..., None]:
     return hook
 
 
+@untraced
 def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
     """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same."""
     for name in module._parameters:
         entry = entries.get(prefix + name)
         if type(entry) is DTensor and entry.storage_offset() and not entry.requires_grad:
-            entries[prefix + name] = starting_at_zero(entry)
+            on_meta = entry.device.type == "meta"
+            entries[prefix + name] = starting_at_zero(entry) if on_meta else in_own_storage(entry)
 
 
 def _adopt_loaded(state: State) -> Callable[..., None]:

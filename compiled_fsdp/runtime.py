@@ -216,7 +216,9 @@ class Runtime(FullParams):
 
     # -- backward
 
+    @untraced
     def _pre_backward(self, grad: Tensor) -> Tensor:
+        """A hook; Dynamo would trace it where `backward()` is called in a compiled function that broke its graph."""
         tree = self.tree
         if self not in tree.backward:
             self._log("pre_backward")
@@ -317,6 +319,7 @@ class Runtime(FullParams):
         """A backward through a backward need not come to the unit's outputs: its parameters' gradients say that it was here."""
         me = weakref.ref(self)
 
+        @untraced
         def enter(_: Tensor) -> None:
             runtime = me()
             if runtime is not None:
@@ -384,6 +387,7 @@ class _Watch(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tree = ctx.runtime.tree
         tree.enter_backward(ctx.runtime)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import optimizer_steps
 from .calibrate import calibrate_plan
@@ -110,8 +111,9 @@ class State:
 
     def note_callers(self) -> None:
         """While a call of this unit is compiled: what is under way calls it."""
-        for code in {*filter(None, [code_in_trace()]), *codes_under_way()}:
-            _called_below.setdefault(code, weakref.WeakSet()).add(self)
+        for code in [*filter(None, [code_in_trace()]), *codes_under_way()]:
+            below: weakref.WeakSet[State] = _called_below.setdefault(code, weakref.WeakSet())
+            below.add(self)
 
     def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """Before a module of this unit is called: notice what the user changed since.
@@ -173,7 +175,8 @@ class State:
 
 
 # By code objects, the states of modules that were called below, when Dynamo compiled that call or traced it.
-_called_below: weakref.WeakKeyDictionary[CodeType, weakref.WeakSet[State]] = weakref.WeakKeyDictionary()
+# By identity, see `limits.py`: states by code.
+_called_below: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def called_below(code: CodeType) -> list[State]:

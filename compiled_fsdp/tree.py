@@ -24,7 +24,7 @@ from . import ranges
 from .clock import Clock
 from .finalization import Finalization
 from .resident import num_steps
-from .torch_private import backward_number
+from .torch_private import backward_number, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,6 +131,7 @@ class Tree:
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish()
 
+    @untraced
     def end_of_backward(self) -> None:
         """Autograd has come to the end of a backward; see `Finalization`."""
         self.has_callback = False

@@ -316,7 +316,7 @@ class Unit:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         self.adopt_assigned()
         for flat in self.flats:
-            flat.refresh()
+            flat.refresh(is_moved=True)
         self.publish()
 
     def set_reshard(self, value: bool) -> None:

@@ -97,6 +97,7 @@ def settle_writes(gm: GraphModule) -> None:
     for graph in graphs:
         _share_reads(graph, graphs, written)
     _write_to_flats(gm.graph, graphs, written)
+    _check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
 
 
@@ -259,7 +260,7 @@ def _check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool],
     if not traced_value(buffer).requires_grad:
         return
     users = [u for u in node.users if modes[u] and u.target is not GET_DATA and u.target != "detach"]
-    users += [u for u in buffer.users if modes[u] and u.target is UNSHARD]
+    users += [u for u in buffer.users if u.target is UNSHARD and modes[u]]  # others are new here, and in no mode
     if users:
         _refuse(
             f"torch.compile of a forward that writes to the sharded parameter {fqn} in place and also trains its unit: "
@@ -267,6 +268,32 @@ def _check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool],
             "forward (after optimizer.step(), say), in a function decorated with torch.compiler.disable, or freeze "
             "it with requires_grad_(False) if it is not trained"
         )
+
+
+def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
+    """A tensor that `state_dict()` gave lies in a flat buffer, but in a storage of its own: the graph takes them for two."""
+    reads = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)]
+    flats = {node.args[0]: ParamSpec.of(node.args[1:]).fqn for node in reads}
+    for node in graphs[0].find_nodes(op="placeholder"):
+        value = real_input(node)
+        if not isinstance(value, Tensor) or not _is_written(node, written):
+            continue
+        hidden = [fqn for buffer, fqn in flats.items() if _is_apart_in(value, real_input(buffer))]
+        if hidden:
+            _refuse(
+                f"torch.compile of a function that writes in place to a tensor of state_dict() ({node.name}) and reads parameters "
+                f"in whose memory it lies ({hidden[0]}): the graph cannot show the write to the reads. Write to it outside of what "
+                "is compiled, or to the module's own parameter"
+            )
+
+
+def _is_apart_in(value: Tensor, buffer: object) -> bool:
+    """Whether a tensor lies in the memory of a buffer and not in its storage."""
+    local = local_tensor(value)
+    if not isinstance(buffer, Tensor) or local.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+        return False
+    start = buffer.data_ptr()
+    return local.numel() > 0 and start <= local.data_ptr() < start + buffer.nbytes
 
 
 def _refuse(text: str) -> NoReturn:

@@ -202,7 +202,7 @@ class FlatBuffer(FlatParam):
         originals = flat._params or ()
         return self.data.data_ptr(), self.data._version, flat._version, *(p._version for p in originals)
 
-    def refresh(self) -> None:
+    def refresh(self, *, is_moved: bool = False) -> None:
         """Follow the flat parameter to where it is now: moved, cast, or replaced."""
         flat = self.keeper.flat_param
         if flat.shape != self.data.shape or flat.device.type == "meta":

@@ -48,8 +48,9 @@ class Hunter:
             with tempfile.TemporaryDirectory() as folder:
                 error = self._call(script, left, folder)
                 done = _read(Path(folder), left, script.world)
-            if error:
-                done[next(kind for kind in left if kind not in done)] = error
+            first = next((kind for kind in left if kind not in done), None)
+            if error and first is not None:  # else the last rank came to the end after the others had given it up
+                done[first] = error
             found |= done
             if is_invalid(found.get("unsharded", "")):
                 break

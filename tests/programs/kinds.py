@@ -227,7 +227,9 @@ def _ended_alike(folder: Path, kind: str, outcome: Outcome) -> bool:
     patience = time.monotonic() + GRACE if outcome.error else math.inf
     while missing := [place for place in places if not place.exists()]:
         if time.monotonic() > patience:
-            raise TimeoutError(f"this rank raised {outcome.error}; nothing from {[p.name for p in missing]}")
+            whose = "ours" if outcome.is_ours else "not ours"
+            text = f"this rank raised {outcome.error} ({whose}): {outcome.text}"
+            raise TimeoutError(f"{text}; nothing from {[p.name for p in missing]}")
         time.sleep(0.001)
     return len({pickle.loads(place.read_bytes()).error for place in places}) == 1
 

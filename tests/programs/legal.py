@@ -69,6 +69,8 @@ def _fits(program: Program) -> bool:
         "no_input_grad" in names and wants_grad,
         "checkpoint_reentrant" in names and wants_grad,
         {"overlap", "overlap_in_backward"} <= names,
+        # `to_empty` on a plain model makes a parameter of each name and so unties them; sharded ones stay tied
+        "to_empty" in names and {"tie_before", "tie_head_before"} & names,
         {"batch_norm", "one_row"} <= names,
         program.low_precision and program.way == "functional",  # what is substituted would be fp32
     )

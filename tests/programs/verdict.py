@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +46,10 @@ QUIRKS = {
 # Operators run as they are, in the same order, on two ranks. Not "inductor", which fuses; nor "aot_eager", which reduces the
 # gradient of each read by itself; and sums over more ranks have an order.
 SAME_ARITHMETIC = ("compiled",)
+# Only the ranks whose shard was changed can know of a write that no version counts; the error ends the job for all.
+UNSEEN = "were written to through .data, or by a foreach op"
+RAISED = re.compile(r"this rank raised (\w+) \((ours|not ours)\): (.*?); nothing from", re.DOTALL)
+
 # What every script says, and every message may.
 TOO_COMMON = {*"a b c d e f x y w p q in is if not for of to and with as or self the model loss step import".split()}
 TOO_COMMON |= {*"torch data class def return try except range forward zip all no sum mean read True False None".split()}
@@ -75,7 +79,7 @@ def judge(kind: str, outcomes: Outcomes, script: Script) -> Verdict:
     """Of one kind, from what all kinds did on every rank; a text stands for a hang or a death."""
     mine, reference = outcomes[kind], outcomes["unsharded"]
     if isinstance(mine, str):
-        return Verdict(kind, "fault", f"hangs or dies: {mine[-1500:]}")
+        return _of_death(kind, mine, outcomes, script)
     if any(o.error for o in mine):
         return _of_error(kind, mine, outcomes, script)
     assert isinstance(reference, list)
@@ -87,6 +91,21 @@ def judge(kind: str, outcomes: Outcomes, script: Script) -> Verdict:
     if kind in SAME_ARITHMETIC and not as_eager and script.world == 2 and is_read_once(script):
         return Verdict(kind, "fault", "is equal, but not bit for bit what eager computes")
     return _silent(kind, mine, script.is_whole) or Verdict(kind, "equal", is_exact=is_exact, as_eager=as_eager)
+
+
+def _of_death(kind: str, text: str, outcomes: Outcomes, script: Script) -> Verdict:
+    """A hang, or the death of a process.
+
+    An error that only some ranks have, because of what only they hold, leaves the others waiting in a collective; torchrun ends
+    them, and a user sees the error: it is what counts. A process of stock's that dies, too, dies of torch: full parameters of a
+    unit that another unit's forward has read are freed under autograd.
+    """
+    raised = RAISED.search(text)
+    if raised and (raised[2] == "not ours" or UNSEEN in raised[3]):
+        verdict = _of_error(kind, [Outcome(error=raised[1], text=raised[3], is_ours=raised[2] == "ours")], outcomes, script)
+        return replace(verdict, detail=f"on some ranks, and the others wait: {verdict.detail}")
+    word = "as stock" if kind != "stock" and isinstance(outcomes.get("stock"), str) else "fault"
+    return Verdict(kind, word, f"hangs or dies: {text[-1500:]}")
 
 
 def _is_eager(mine: list[Outcome], outcomes: Outcomes) -> bool:
@@ -170,6 +189,9 @@ def _runs(kind: str, outcomes: Outcomes) -> bool:
 def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script) -> Verdict:
     first = next(o for o in mine if o.error)
     text = f"{first.error}: {first.text[:1500]}"
+    alone = next((o for o in mine if o.is_ours and UNSEEN in o.text), None)
+    if alone is not None and names_a_cause(alone.text, script.source):
+        return Verdict(kind, "refused", f"{alone.error}: {alone.text[:1500]}")
     if not all(o.error == first.error for o in mine):
         return Verdict(kind, "fault", f"raises on some ranks only {text}")
     if (
@@ -182,6 +204,12 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     if first.error in NAMED and first.is_ours:
         is_named = names_a_cause(first.text, script.source)
         return Verdict(kind, "refused", text) if is_named else Verdict(kind, "fault", f"raises without a cause {text}")
+    if (
+        first.error == "Unsupported"
+        and first.text.startswith("compiled_fsdp: ")
+        and names_a_cause(first.text, script.source)
+    ):
+        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
     if any(words in first.text for words in SHARDED):
