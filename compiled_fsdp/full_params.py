@@ -49,6 +49,7 @@ class FullParams:
 
     is_unsharded: the modules hold full parameters.
     full_versions: of the full parameters when they were filled: users may write to them.
+    were_trained: whether each was trained when it was registered: users may freeze or unfreeze either form since then.
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
@@ -66,6 +67,7 @@ class FullParams:
         self.unit = unit
         self.is_unsharded = False
         self.full_versions: list[tuple[ShardedParam, tuple[int, int]]] = []
+        self.were_trained: list[tuple[ShardedParam, bool]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
@@ -165,6 +167,7 @@ class FullParams:
             param.register(param.unsharded)
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
+        self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
@@ -174,6 +177,7 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
+        self.follow_requires_grad()
         written = [param for param, version in self.full_versions if _version(param) != version]
         say_they_are_lost([p.fqn for p in written if not (p.is_borrowed or p in self.extensions)])
         for param in self.unit.params:
@@ -182,6 +186,16 @@ class FullParams:
         self.kept = []
         if not keeps_storage:
             self.free()
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or unfreeze what is hidden as the user did what is registered, or the other way around: both are one parameter."""
+        for param, was_trained in self.were_trained if self.is_unsharded else ():
+            full, sharded = param.unsharded, param.sharded
+            assert full is not None
+            is_trained = full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
+            full.requires_grad_(is_trained)
+            sharded.requires_grad_(is_trained)
+        self.were_trained = [(param, param.sharded.requires_grad) for param, _ in self.were_trained]
 
     def free(self) -> None:
         """Empty the storage of full parameters that are not registered, unless it is to be kept."""

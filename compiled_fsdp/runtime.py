@@ -163,6 +163,14 @@ class Runtime(FullParams):
                 map_tensors(self._watch_output, output)
         return output
 
+    def end_failed_forward(self) -> None:
+        """An exception left a forward of the unit; not the one by which activation checkpointing ends a recomputation early."""
+        if in_backward():
+            return
+        self.is_in_forward = False
+        for runtime in (*self.lenders, self):
+            runtime._close()
+
     def _watch_output(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             if tensor._is_view():
@@ -277,7 +285,8 @@ class Runtime(FullParams):
             full = param.unsharded
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
-                ready.append((param, param.local_grad(grad)))
+                if param.sharded.requires_grad:
+                    ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
