@@ -380,9 +380,7 @@ class FlatParam:
 
     def checksum(self) -> Tensor:
         """Of every bit, to notice also what `version` does not."""
-        data = self.data.detach().view(torch.uint8)
-        whole = data.numel() // 8 * 8
-        return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+        return checksum(self.data)
 
     def check_unwritten(self, before: Tensor, why: str) -> None:
         """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
@@ -446,6 +444,13 @@ class FlatParam:
                 f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
                 "its size; load a state dict to change values"
             )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of every bit."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
 
 
 def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:

@@ -270,6 +270,7 @@ class Runtime(FullParams):
             self.reshard(keeps_storage=self.tree.has_double)
         else:
             self.keep()
+            self._say_where_gradients_are()
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:
@@ -278,6 +279,19 @@ class Runtime(FullParams):
             programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
             if programs:
                 self.tree.add_reduction(Reduction(programs))
+
+    def _say_where_gradients_are(self) -> None:
+        """Full parameters stay, and the sharded ones get the gradients."""
+        trained = [p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None]
+        if not trained or self.unit.settings.sync == "retain" or self.unit.is_flat:
+            return
+        warn_once(
+            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that reduces gradients, since "
+            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() gives these, whose .grad is None, "
+            f"as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the optimizer's "
+            "parameters, call reshard() before, or set_reshard_after_backward(True) before the last backward of a step",
+            about="kept full parameters",
+        )
 
     def _reduce(self, flat: FlatParam) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
         ready: list[tuple[ShardedParam, Tensor]] = []

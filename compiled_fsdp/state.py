@@ -149,7 +149,7 @@ class State:
             prepare(called)
 
     def after_error(self, error: Exception) -> None:
-        """A call of this unit's module has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
+        """A call of this unit has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
         self.runtime.end_failed_forward()
         if isinstance(error, RuntimeError):
             explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])

@@ -289,6 +289,7 @@ class Unit:
 
     def _adopt(self, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
         for param, new in assigned:
+            _say_it_stays_tied(param, new)
             param.sharded = new
             param.register(new)
             param.put_back()
@@ -487,6 +488,17 @@ originals: dict[type, type] = {}  # generated class -> what it was made of
 def original_class(module: nn.Module) -> type:
     """The class that the module had before it was sharded."""
     return originals.get(type(module), type(module))
+
+
+def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
+    """`load_state_dict(assign=True)` gives each name a tensor of its own."""
+    held = [module._parameters.get(name) for module, name in param.owners]
+    if any(other is not new and other is not param.sharded and other is not param.unsharded for other in held):
+        warn_once(
+            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values that this name was given. "
+            "Untie weights before fully_shard, or load without assign=True"
+        )
 
 
 def _fits(param: ShardedParam, new: Any) -> bool:

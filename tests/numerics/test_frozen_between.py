@@ -1,4 +1,4 @@
-"""What happens between two calls: parameters that are frozen or unfrozen, in whichever form is registered; a forward that raised."""
+"""Between two calls: parameters are frozen or unfrozen, in whichever form is registered; a forward has raised."""
 
 from __future__ import annotations
 
