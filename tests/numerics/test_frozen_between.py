@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from harness import mesh_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
 
@@ -50,7 +52,7 @@ class Training:
         self.call: Any = torch.compile(self.model, backend="compiled_fsdp_eager") if is_compiled else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.is_sharded = kind != "unsharded"
-        self.grads: list[Tensor | None] = []
+        self.values: list[Tensor | None] = []
 
     def _loss(self, x: Tensor) -> Tensor:
         loss: Tensor = self.model(x).square().mean()
@@ -67,9 +69,9 @@ class Training:
     def step(self) -> None:
         """The optimizer's own parameters: the module's may be full ones."""
         params = self.optimizer.param_groups[0]["params"]
-        self.grads += [None if p.grad is None else full(p.grad).clone() for p in params]
+        self.values += [None if p.grad is None else full(p.grad).clone() for p in params]
         self.optimizer.step()
-        self.grads += [full(p.detach()).clone() for p in params]
+        self.values += [full(p.detach()).clone() for p in params]
         self.optimizer.zero_grad()
 
 
@@ -124,7 +126,32 @@ def call_again_after_an_error(this: Training) -> None:
     this.step()
 
 
-CASES = (freeze_with_gradients_kept, freeze_what_is_kept, freeze_what_was_gathered, call_again_after_an_error)
+def write_in_a_forward_that_is_no_graph(this: Training) -> None:
+    """Once Dynamo has given up a forward, what it reads of another unit is the sharded parameter, and a write to that stays."""
+    this.model.forward = MethodType(_forward_that_writes, this.model)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            this.values.append(this.call(torch.randn(4, 4)))
+    this.values += [full(p.detach()).clone() for p in this.optimizer.param_groups[0]["params"]]
+
+
+def _forward_that_writes(self: Model, x: Tensor) -> Tensor:
+    """The write is read both inside and outside of a region that is captured by itself, which no graph of ours can show."""
+    x = checkpoint(self.a, x, use_reentrant=False).tanh()
+    with torch.no_grad():
+        self.a.weight.clamp_(-0.2, 0.2)
+    out: Tensor = self.head(self.a(x).tanh())
+    return out
+
+
+CASES = (
+    freeze_with_gradients_kept,
+    freeze_what_is_kept,
+    freeze_what_was_gathered,
+    call_again_after_an_error,
+    write_in_a_forward_that_is_no_graph,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -137,7 +164,7 @@ def check(case: Callable[[Training], None]) -> None:
     for kind in ("unsharded", *KINDS):
         this = Training(kind)
         case(this)
-        found[kind] = this.grads
+        found[kind] = this.values
     for kind in KINDS:
         for i, (ours, wanted) in enumerate(zip(found[kind], found["unsharded"], strict=True)):
             assert (ours is None) == (wanted is None), f"{kind}, value {i}: {ours} instead of {wanted}"
