@@ -70,7 +70,9 @@ def announce_zeros(grad: Tensor, fqn: str) -> None:
     """The same from inside its backward, where its forward has no op of ours: full parameters are its inputs (`resident.py`)."""
     node = running_node()
     if node is not None and not getattr(node, "_fsdp_announces", False) and not grad.any():
-        _say(f"gives {fqn} a gradient of zeros. Parameters to which only outputs lead that the loss does not use get zeros")
+        _say(
+            f"gives parameter {fqn} a gradient of zeros. Parameters to which only outputs lead that the loss does not use get zeros"
+        )
 
 
 def _say(what: str) -> None:

@@ -491,12 +491,11 @@ def original_class(module: nn.Module) -> type:
 
 
 def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
-    """`load_state_dict(assign=True)` gives each name a tensor of its own."""
-    held = [module._parameters.get(name) for module, name in param.owners]
-    if any(other is not new and other is not param.sharded and other is not param.unsharded for other in held):
+    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the other."""
+    if any(module._parameters.get(name) is not new for module, name in param.owners):
         warn_once(
             f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
-            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values that this name was given. "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values that one of the names was given. "
             "Untie weights before fully_shard, or load without assign=True"
         )
 

@@ -172,3 +172,40 @@ def check(case: Callable[[Training], None]) -> None:
                 torch.testing.assert_close(
                     ours, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, k=kind, n=i: f"{k}, {n}: {text}"
                 )
+
+
+@pytest.mark.parametrize("case", ["kept", "written", "tied"])
+def test_what_differs_is_announced(two: Pool, case: str) -> None:
+    two.run(check_announced, case)
+
+
+ANNOUNCED = {
+    "kept": "keeps its full parameters after a backward .* whose .grad is None",
+    "written": "parameter head.weight is written to in place while it is gathered",
+    "tied": "parameter a.weight is tied, and load_state_dict.* Sharded weights stay tied",
+}
+
+
+def check_announced(case: str) -> None:
+    this = Training("eager")
+    with pytest.warns(UserWarning, match=ANNOUNCED[case]):
+        announce(this, case)
+
+
+def _halve(module: nn.Linear, _: object) -> None:
+    module.weight.data.mul_(0.5)
+
+
+def announce(this: Training, case: str) -> None:
+    """In eager mode, where torch's FSDP2 says nothing; a write through `.data` with COMPILED_FSDP_VERIFY alone."""
+    if case == "kept":
+        this.setting("set_reshard_after_backward", False)
+    if case == "written":
+        this.model.head.register_forward_pre_hook(_halve)
+    if case == "tied":
+        tied: Any = Model()
+        tied.b.weight = tied.a.weight
+        fully_shard(tied, mesh=mesh_of("1d"))
+        tied.load_state_dict({name: value.clone() for name, value in tied.state_dict().items()}, assign=True)
+    this.backward(0)
+    this.setting("reshard")

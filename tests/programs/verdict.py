@@ -43,6 +43,7 @@ EXPLAIN = {
 # What stock does otherwise than the unsharded model, unsaid, by what the source says. Ours has to announce it.
 QUIRKS = {
     "a write to a gathered parameter is lost": r"(?<!_)_\(|p\.data|max_norm|\[0\] = ",  # not that of `__init__(`
+    "functional_call does not replace a parameter that is gathered": "functional_call",
     "full parameters of before the step go on": r"set_reshard_after_backward\(False\)",
     "weights that load_state_dict(assign=True) unties stay tied": r"(?s)model\.\w+(\.weight)? = model\..*assign=True",
 }
