@@ -495,7 +495,7 @@ def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
     if any(module._parameters.get(name) is not new for module, name in param.owners):
         warn_once(
             f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
-            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values that one of the names was given. "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values given to one name. "
             "Untie weights before fully_shard, or load without assign=True"
         )
 
