@@ -265,7 +265,7 @@ class FlatParam:
         reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
         led_to = self._led_to(offsets)
         placed = comm.place_bucket(run, reduced, specs, self.layout.numel)
-        self.deliver_later(run, placed, [p for p in params if p.layout.offset in led_to])
+        self.deliver_later(run, placed, _trained(p for p in params if p.layout.offset in led_to))
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
         """See `ops.Owner`."""
@@ -273,7 +273,7 @@ class FlatParam:
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
         led_to = self._led_to(offsets)
-        params = [p for p in self.params if p.layout.offset in led_to and p.sharded.requires_grad]
+        params = _trained(p for p in self.params if p.layout.offset in led_to)
         with torch.inference_mode(mode=False), torch.no_grad():
             if not self.unit.on_reduced(self, flat_grad, params):
                 self.accumulate_grad(flat_grad, params)
@@ -307,13 +307,12 @@ class FlatParam:
         self.unit.on_gradients()
         marked = self.marked.pop(backward_number(), set())
         if grad is not None:
-            self.accumulate_grad(grad, [p for p in self.params if p.layout.offset in marked])
+            self.accumulate_grad(grad, _trained(p for p in self.params if p.layout.offset in marked))
 
     def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
         """Let the rest of a reduction run once somebody reads the gradients; now, where it must be added or hooks wait for it."""
         self.settle()
         self.unit.has_gradients = True
-        params = [p for p in params if p.sharded.requires_grad]
         if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
             program.finish()
             self.accumulate_grad(flat_grad.tensor, params)
@@ -331,10 +330,12 @@ class FlatParam:
             arrival.wait()
 
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it."""
+        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it.
+
+        Some may be frozen by now: what an earlier backward has kept of them is theirs all the same.
+        """
         self.settle()
         self.unit.has_gradients = True
-        params = [p for p in params if p.sharded.requires_grad]
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
             buffer = None if fresh else self._gradient_buffer(params)
@@ -380,9 +381,7 @@ class FlatParam:
 
     def checksum(self) -> Tensor:
         """Of every bit, to notice also what `version` does not."""
-        data = self.data.detach().view(torch.uint8)
-        whole = data.numel() // 8 * 8
-        return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+        return checksum(self.data)
 
     def check_unwritten(self, before: Tensor, why: str) -> None:
         """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
@@ -451,6 +450,18 @@ class FlatParam:
                 f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
                 "its size; load a state dict to change values"
             )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of every bit."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+
+def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
+    """Autograd adds nothing to a parameter that was frozen after forward."""
+    return [param for param in params if param.sharded.requires_grad]
 
 
 def _for_device(text: str, device: torch.device) -> str:

@@ -87,8 +87,8 @@ class FSDPModule(StockFSDPModule):
         call = _before_call(self, is_call_compiled(self))
         try:
             return call(self, args, kwargs)
-        except RuntimeError as error:
-            _explain(self, error)
+        except Exception as error:
+            _after_error(self, error)
             raise
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
@@ -457,8 +457,8 @@ never_traced_alone(FSDPModule.__call__)
 
 
 @untraced
-def _explain(module: FSDPModule, error: RuntimeError) -> None:
-    module._fsdp_own().explain(error)
+def _after_error(module: FSDPModule, error: Exception) -> None:
+    module._fsdp_own().after_error(error)
 
 
 @untraced

@@ -7,6 +7,7 @@ autograd saved stays valid.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from . import agreement, ranges
 from . import collectives as comm
 from .deferred import Deferred
 from .extension import Extension, buckets, fill_all, gather
-from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT
+from .flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
 from .handles import APART
 from .ops import TRACED
 from .precision import policy_of
@@ -49,6 +50,8 @@ class FullParams:
 
     is_unsharded: the modules hold full parameters.
     full_versions: of the full parameters when they were filled: users may write to them.
+    full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count writes through `.data`.
+    were_trained: whether each was trained when it was registered: users may freeze or unfreeze either form since then.
     slices: what int reshard keeps between forward and backward, by parameter.
     versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
     pending: gathers under way.
@@ -66,6 +69,8 @@ class FullParams:
         self.unit = unit
         self.is_unsharded = False
         self.full_versions: list[tuple[ShardedParam, tuple[int, int]]] = []
+        self.full_checksums: list[tuple[ShardedParam, Tensor]] = []
+        self.were_trained: list[tuple[ShardedParam, bool]] = []
         self.slices: dict[ShardedParam, Tensor] = {}
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
@@ -165,6 +170,8 @@ class FullParams:
             param.register(param.unsharded)
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
+        self.full_checksums = [(p, checksum(p.gathered)) for p in self._own_memory()] if _verifies() else []
+        self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
@@ -174,14 +181,30 @@ class FullParams:
         drop_resident(self)
         if not self.is_unsharded:
             return
-        written = [param for param, version in self.full_versions if _version(param) != version]
-        say_they_are_lost([p.fqn for p in written if not (p.is_borrowed or p in self.extensions)])
+        self.follow_requires_grad()
+        written = {param for param, version in self.full_versions if _version(param) != version}
+        written |= {param for param, before in self.full_checksums if checksum(param.gathered) != before}
+        say_they_are_lost([p.fqn for p in self._own_memory() if p in written])
         for param in self.unit.params:
             param.register(param.sharded)
         self.is_unsharded = False
         self.kept = []
         if not keeps_storage:
             self.free()
+
+    def _own_memory(self) -> list[ShardedParam]:
+        """Parameters that are gathered into memory apart from their shards."""
+        return [p for p in self.unit.params if not (p.is_borrowed or p in self.extensions)]
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or unfreeze what is hidden as the user did what is registered, or the other way around: both are one parameter."""
+        for param, was_trained in self.were_trained if self.is_unsharded else ():
+            full, sharded = param.unsharded, param.sharded
+            assert full is not None
+            is_trained = full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
+            full.requires_grad_(is_trained)
+            sharded.requires_grad_(is_trained)
+        self.were_trained = [(param, param.sharded.requires_grad) for param, _ in self.were_trained]
 
     def free(self) -> None:
         """Empty the storage of full parameters that are not registered, unless it is to be kept."""
@@ -275,8 +298,12 @@ class FullParams:
 
 
 def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
-    for flat, checksum in checksums:
-        flat.check_unwritten(checksum, why)
+    for flat, before in checksums:
+        flat.check_unwritten(before, why)
+
+
+def _verifies() -> bool:
+    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
 
 
 def _version(param: ShardedParam) -> tuple[int, int]:

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 from .errors import warn_once
-from .torch_private import backward_number, outputs_of_tangents, run_of, running_compiled_function, untraced
+from .torch_private import (
+    backward_number,
+    outputs_of_tangents,
+    run_of,
+    running_compiled_function,
+    running_node,
+    untraced,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,11 +71,25 @@ def announce() -> None:
 @untraced
 def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> None:
     if any(grads[output] is None for output in outputs):
-        warn_once(
-            "compiled_fsdp: a graph that reached its backend without our passes has outputs that the loss does not use. Parameters "
-            "that only they lead to get zeros for gradients instead of None, and an optimizer with weight decay or momentum moves "
-            "them. Use torch.compile's default backend or 'compiled_fsdp_eager', or return only what the loss uses"
+        _say("has outputs that the loss does not use. Parameters that only they lead to get zeros")
+
+
+def announce_zeros(grad: Tensor, fqn: str) -> None:
+    """The same from inside its backward, where its forward has no op of ours: full parameters are its inputs (`resident.py`)."""
+    node = running_node()
+    if node is not None and not getattr(node, "_fsdp_announces", False) and not grad.any():
+        _say(
+            f"gives parameter {fqn} a gradient of zeros. Parameters to which only outputs lead that the loss does not use get zeros"
         )
+
+
+def _say(what: str) -> None:
+    warn_once(
+        f"compiled_fsdp: a graph that reached its backend without our passes {what} for gradients instead of None, and an "
+        "optimizer with weight decay or momentum moves them. Use torch.compile's default backend or 'compiled_fsdp_eager', or "
+        "return only what the loss uses",
+        about="zeros from a graph without our passes",
+    )
 
 
 @untraced

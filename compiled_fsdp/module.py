@@ -198,6 +198,8 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
     def delete(self: nn.Module) -> None:
         self.__dict__.pop(name)
 
+    for accessor in (read, write, delete):  # a read by itself would be a graph, and what is written to its result is lost
+        never_traced_alone(accessor)
     return read, write, delete
 
 

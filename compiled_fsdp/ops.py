@@ -143,6 +143,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 @_real("reduce_grad")
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    left_out.announce_zeros(grad, spec.fqn)
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
         result = comm.reduce_grad(comm.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)

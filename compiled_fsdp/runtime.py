@@ -163,6 +163,14 @@ class Runtime(FullParams):
                 map_tensors(self._watch_output, output)
         return output
 
+    def end_failed_forward(self) -> None:
+        """An exception left a forward of the unit; not the one by which activation checkpointing ends a recomputation early."""
+        if in_backward():
+            return
+        self.is_in_forward = False
+        for runtime in (*self.lenders, self):
+            runtime._close()
+
     def _watch_output(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             if tensor._is_view():
@@ -264,6 +272,7 @@ class Runtime(FullParams):
             self.reshard(keeps_storage=self.tree.has_double)
         else:
             self.keep()
+            self._say_where_gradients_are()
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:
@@ -273,13 +282,27 @@ class Runtime(FullParams):
             if programs:
                 self.tree.add_reduction(Reduction(programs))
 
+    def _say_where_gradients_are(self) -> None:
+        """Full parameters stay, and the sharded ones get the gradients."""
+        trained = [p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None]
+        if not trained or self.unit.settings.sync == "retain" or self.unit.is_flat:
+            return
+        warn_once(
+            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that reduces gradients, since "
+            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() gives these, whose .grad is None, "
+            f"as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the optimizer's "
+            "parameters, call reshard() before, or set_reshard_after_backward(True) before the last backward of a step",
+            about="kept full parameters",
+        )
+
     def _reduce(self, flat: FlatParam) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
         ready: list[tuple[ShardedParam, Tensor]] = []
         for param in flat.params:
             full = param.unsharded
             if full is not None and full.grad is not None:
                 grad, full.grad = full.grad, None
-                ready.append((param, param.local_grad(grad)))
+                if param.sharded.requires_grad:
+                    ready.append((param, param.local_grad(grad)))
         if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}

@@ -139,6 +139,7 @@ class State:
         for runtime in called:
             if runtime.unit.was_assigned:
                 runtime.unit.adopt_assigned()
+            runtime.follow_requires_grad()
             runtime.unit.follow_requires_grad()
         if is_compiled:
             if self.unit.is_outermost and traces_autograd():
@@ -149,9 +150,11 @@ class State:
                 )
             prepare(called)
 
-    def explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error, where there is one."""
-        explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+    def after_error(self, error: Exception) -> None:
+        """A call of this unit has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
+        self.runtime.end_failed_forward()
+        if isinstance(error, RuntimeError):
+            explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
 
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""

@@ -135,9 +135,14 @@ def run_of(node: Any) -> int:
     return number
 
 
+def running_node() -> Any:
+    """The node whose backward autograd runs; None outside."""
+    return torch._C._current_autograd_node()
+
+
 def current_run() -> int:
     """`run_of` the node whose backward autograd runs; -1 outside."""
-    node = torch._C._current_autograd_node()
+    node = running_node()
     return -1 if node is None else run_of(node)
 
 

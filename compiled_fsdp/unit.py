@@ -289,6 +289,7 @@ class Unit:
 
     def _adopt(self, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
         for param, new in assigned:
+            _say_it_stays_tied(param, new)
             param.sharded = new
             param.register(new)
             param.put_back()
@@ -487,6 +488,16 @@ originals: dict[type, type] = {}  # generated class -> what it was made of
 def original_class(module: nn.Module) -> type:
     """The class that the module had before it was sharded."""
     return originals.get(type(module), type(module))
+
+
+def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
+    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the other."""
+    if any(module._parameters.get(name) is not new for module, name in param.owners):
+        warn_once(
+            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values given to one name. "
+            "Untie weights before fully_shard, or load without assign=True"
+        )
 
 
 def _fits(param: ShardedParam, new: Any) -> bool:

@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from programs.draw import make
 from programs.hunt import Hunter
+from programs.kinds import Outcome
 from programs.legal import is_legal
 from programs.planted import PLANTS, SHOWN_BY, can_show
 from programs.program import LAYERS, Program
 from programs.shrink import smaller, smallest
-from programs.source import WAYS, read, render, script
+from programs.source import WAYS, Script, read, render, script
 from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
-from programs.verdict import Verdict
+from programs.verdict import Verdict, judge, quirk_of
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -77,6 +79,26 @@ def test_the_programs_cover_everything() -> None:
         == {p.fullgraph for p in programs}
         == {True, False}
     )
+
+
+def test_what_explains_a_difference() -> None:
+    """Nothing that every script says; an announcement that is about it; what torch alone compiles to the same."""
+    script = Script(
+        "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 4)\n"
+    )
+    assert not quirk_of(script.source)
+    right, wrong = [Outcome([("grad a.weight", None)])], [Outcome([("grad a.weight", torch.ones(1))])]
+    lost = "compiled_fsdp: parameter a.weight is written to in place, so the write is lost"
+    zeros = "compiled_fsdp: a graph gives parameter a.weight zeros for gradients instead of None"
+    tied = "compiled_fsdp: parameter a.weight is tied. Sharded weights stay tied"
+    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "stock": wrong}, script).word == "fault"
+    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": wrong}, script).word == "torch"
+    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": right}, script).word == "fault"
+    for text, word in ((lost, "announced"), (zeros, "announced"), (tied, "fault")):
+        said = [Outcome(wrong[0].entries, warnings=[text])]
+        assert judge("aot_eager", {"aot_eager": said, "unsharded": right}, script).word == word
+        missing = [Outcome(right[0].entries, warnings=[zeros])]
+        assert judge("aot_eager", {"aot_eager": missing, "unsharded": wrong}, script).word == "fault"
 
 
 def test_every_program_is_legal_and_can_be_read_back() -> None:
