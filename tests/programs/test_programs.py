@@ -31,7 +31,9 @@ FOUND = {
     "ties_after_sharding_are_forgotten": 11,
     "iterating_yields_sharded_parameters": 12,
     "writes_without_a_version_are_missed": 113,
+    "unused_heads_get_zeros": 83,
     "every_backward_counts_as_whole": 48,
+    "compiling_in_place_begins_in_torch": 328,
     "writes_in_a_trace_are_not_settled": 70,
 }
 
