@@ -808,7 +808,7 @@ def test_no_environment_variables() -> None:
     """But for those that ask for dumps of graphs, records, checks after every pass, and a step without its communication."""
     sources = Path(compiled_fsdp.__file__).parent.glob("*.py")
     found = {p.name for p in sources if "environ" in p.read_text() or "getenv" in p.read_text()}
-    assert found == {"ablation.py", "dump.py", "inductor.py", "records.py"}
+    assert found == {"ablation.py", "dump.py", "full_params.py", "inductor.py", "records.py"}
 
 
 class Lines(logging.Handler):
