@@ -33,7 +33,6 @@ FOUND = {
     "writes_without_a_version_are_missed": 113,
     "unused_heads_get_zeros": 83,
     "every_backward_counts_as_whole": 48,
-    "compiling_in_place_begins_in_torch": 328,
     "writes_in_a_trace_are_not_settled": 70,
 }
 
