@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-# Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
 DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
+# Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
 _INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
 BEFORE_FORWARD = (
     "between optimizer.step() and forward, and had been gathered already. "
@@ -465,7 +465,7 @@ def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
 
 
 def _for_device(text: str, device: torch.device) -> str:
-    """A kernel that fails prints no more than so much."""
+    """The text, cut to what a failing kernel can print."""
     return text if device.type == "cpu" else text[:DEVICE_MESSAGE]
 
 

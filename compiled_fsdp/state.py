@@ -177,8 +177,7 @@ class State:
         module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
 
 
-# By code objects, the states of modules that were called below, when Dynamo compiled that call or traced it.
-# By identity, see `limits.py`: states by code.
+# For each code object (by identity, see `limits.py`): the states of modules that were called below it while Dynamo compiled.
 _called_below: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
