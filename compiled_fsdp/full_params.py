@@ -23,12 +23,12 @@ from .ops import TRACED
 from .precision import policy_of
 from .resident import drop as drop_resident
 from .resident import num_steps
-from .torch_private import allocate, preserve_version
+from .torch_private import allocate, preserve_version, set_versions
 from .tree import in_backward
 from .writes import say_they_are_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from .deferred import Value as Recorded
@@ -63,6 +63,7 @@ class FullParams:
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
     is_agreed: the other ranks ran this unit eagerly too.
+    freed: full parameters without memory, and their versions of before.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -83,6 +84,7 @@ class FullParams:
         self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
         self.resident_versions: list[int] = []
         self.is_agreed = False
+        self.freed: list[tuple[Tensor, int]] = []
 
     def start_unshard(self) -> None:
         """Start to gather ahead of use, unless gathered or under way already."""
@@ -161,6 +163,7 @@ class FullParams:
                 specs = [spec for _, spec in members]
                 for place, (param, _) in enumerate(members):
                     _fill(param, gathered.tensor, specs, place)
+            self._unmark_freed()
             for program, gathered, inputs in extensions:
                 program.finish()
                 fill_all(gathered.tensor, inputs)
@@ -211,11 +214,27 @@ class FullParams:
         self.unit.options.consume(WHO, "set_keep_unsharded_storage")
         if self.unit.settings.keep_unsharded_storage:
             return
+        freed = []
         for param in self.unit.params if not self.is_unsharded else ():
             if param in self.extensions:
                 self.extensions[param].free()
             elif param.unsharded is not None and not param.is_borrowed:
                 param.gathered.untyped_storage().resize_(0)
+                freed.append(param.unsharded)
+        if self.unit.settings.unshard_in_backward:
+            self._mark_freed(freed)
+
+    def _mark_freed(self, full: Iterable[Tensor]) -> None:
+        """Let a backward raise where it comes to what another unit's forward read of them: nothing gathers it again."""
+        known = {id(tensor) for tensor, _ in self.freed}
+        marked = [(tensor, tensor._version) for tensor in full if id(tensor) not in known]
+        set_versions([tensor for tensor, _ in marked], [version + 1 for _, version in marked])
+        self.freed += marked
+
+    def _unmark_freed(self) -> None:
+        """They are filled again, with what autograd has saved."""
+        set_versions([tensor for tensor, _ in self.freed], [version for _, version in self.freed])
+        self.freed = []
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
         """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those

@@ -6,8 +6,8 @@ it is gathered; a user may put something else in its place: `torch.func.function
 In eager mode the dict says all of that. In a trace nothing is gathered when a name is read, so the dict holds sharded parameters
 where an eager forward would find full ones. Hence `Registered`: it knows which names hold what their unit registered, and
     - a read by name yields an `fsdp::unshard` for those, and what is registered for the others (`reads.traced`);
-    - `items()`, and so `parameters()` and `named_parameters()`, yields the same for units whose forward is being traced, and the
-      sharded parameters of all others: dtype and shape are what an eager forward finds.
+    - `items()`, and so `parameters()` and `named_parameters()`, yields the same for units whose forward is being traced or that
+      are gathered already (`unshard()`), and the sharded parameters of all others: what an eager forward finds.
 `[]` yields what is registered: `functional_call` takes it from there and puts it back.
 """
 
@@ -52,6 +52,7 @@ class Registered(dict[str, Any]):
     shown: what units have registered, by name.
     owners: the unit and the sharded parameter behind each of these names.
     replaced: names under which a user has put something else, or nothing; a traced read guards on it.
+    gathered: names whose full parameter is registered; a traced iteration guards on it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,6 +62,7 @@ class Registered(dict[str, Any]):
         self.shown: dict[str, nn.Parameter] = {}
         self.owners: dict[str, tuple[Unit, ShardedParam]] = {}
         self.replaced: dict[str, bool] = module.__dict__.setdefault("_fsdp_replaced", {})
+        self.gathered: dict[str, bool] = {}
 
     def own(self, name: str, unit: Unit, param: ShardedParam) -> None:
         """Note which sharded parameter of which unit `name` stands for."""
@@ -69,6 +71,10 @@ class Registered(dict[str, Any]):
     def show(self, name: str, param: nn.Parameter) -> None:
         """Register what a unit has for `name`, unless a user has put something else in its place."""
         self.shown[name] = param
+        if param is self.owners[name][1].sharded:
+            self.gathered.pop(name, None)
+        else:
+            self.gathered[name] = True
         if name in self.replaced:
             return
         if type(self.module).__setattr__ is nn.Module.__setattr__:
@@ -134,7 +140,7 @@ class Registered(dict[str, Any]):
         found = []
         for name in dict.keys(self):
             handle = module._fsdp_handles[name] if name in self.shown and name not in self.replaced else None
-            if handle is None or not handle.key or not is_in_forward(handle.unit):
+            if handle is None or not handle.key or not (name in self.gathered or is_in_forward(handle.unit)):
                 value = dict.__getitem__(self, name)
                 found.append((name, value, value))
                 continue

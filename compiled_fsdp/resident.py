@@ -42,10 +42,10 @@ class Resident(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
-        """A view of what is there."""
+        """An alias of what is there. Not a view: autograd lets none that is made here be written to."""
         ctx.save_for_backward(flat)
         ctx.key = key
-        return full.view_as(full)
+        return full.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -349,6 +349,11 @@ def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set what autograd compares with the version of what it saved; tried on 2.11, 2.13 and 2.15."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """Handle tensors of a class with `__torch_function__` without calling it."""
     return torch._C.DisableTorchFunctionSubclass()

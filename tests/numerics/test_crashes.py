@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -144,9 +146,82 @@ def cast_after_a_tie() -> None:
         assert torch.allclose(call(x), wanted(x))
 
 
+class SumsParameters(Net):
+    """Reads another unit's parameters, which iterating finds, with what autograd need not save, or has to."""
+
+    squares = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = sum((p.square() if self.squares else p).sum() for p in self.parameters())
+        return super().forward(x * scale)
+
+
+def iterated_while_gathered() -> None:
+    """A unit that was unsharded by hand: its gradients from another's forward are reduced with its own, in a graph too."""
+    wanted, model = SumsParameters(), SumsParameters()
+    model.load_state_dict(wanted.state_dict())
+    model = shard(model, model.first)
+    wanted(batch()).sum().backward()
+    for call in (model, torch.compile(model, backend=BACKEND, fullgraph=True)):
+        model.zero_grad()
+        model.first.unshard()
+        call(batch()).sum().backward()
+        for param, expected in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert torch.allclose(param.grad.full_tensor(), expected.grad)
+
+
+def freed_before_its_backward() -> None:
+    """What autograd saved of another unit's parameter is gone when backward comes to it: an error, where memory was read that
+    is nobody's, and stock's processes die.
+    """
+    model = SumsParameters()
+    model.squares = True
+    model = shard(model, model.first)
+    model.first.unshard()
+    loss = model(batch()).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
+    model.squares = False
+    model.first.unshard()
+    model(batch()).sum().backward()
+
+
+class Renormed(nn.Module):
+    """Writes to a parameter while it reads it, and reads it by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, max_norm=0.5)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids) * self.embed.weight.sum(0))
+
+
+def written_while_it_stays() -> None:
+    """`set_reshard_after_backward(False)`: the full parameter is an input of the graph, and may be written to there."""
+    wanted = Renormed()
+    models = [shard(copy.deepcopy(wanted)) for _ in range(2)]
+    for model in models:
+        model.set_reshard_after_backward(False)
+    ids = torch.arange(4)
+    outputs = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* the write is lost")
+        for call in (models[0], torch.compile(models[1], backend=BACKEND)):
+            outputs.append(call(ids))
+            outputs[-1].sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.allclose(outputs[0], wanted(ids))
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        iterated_while_gathered,
+        freed_before_its_backward,
+        written_while_it_stays,
         backward_in_a_broken_function,
         gradients_that_arrived,
         state_in_a_function,

@@ -29,6 +29,14 @@ RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
 SET_DATA = "Failed to mutate tensor data attribute"
 NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"  # 2.11, of a backward in a compiled function
+# What torch itself says of unsharded models, too, and what the script has to say: the unsharded model may have been compiled for
+# fewer shapes. A backward compiled ahead, as with dynamic shapes, is for once only; 2.11 cannot compile a layer in inference mode;
+# autograd saved another unit's parameter, and its own backward has freed it (stock's processes die there).
+TORCHS_OWN = {
+    "non-empty donated buffers": r"retain_graph=True",
+    "to 'torch.storage.UntypedStorage'": r"inference_mode",
+    "modified by an inplace operation": r"\.unshard\(",
+}
 # What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
 SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 AT_REST = (*SHARDED, "that is sharded at that moment")
@@ -228,6 +236,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
         return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
+    if any(words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()):
+        return Verdict(kind, "torch", text)
     if any(words in first.text for words in SHARDED):
         return Verdict(kind, "as stock", text)
     if any(NO_DTENSORS in w for o in mine for w in o.warnings):
