@@ -24,10 +24,12 @@ from torch.distributed.tensor import DTensor
 from .errors import warn_once
 from .fsdp_module import FSDPModule
 from .reads import traced
+from .registered import Registered
 from .state import State, get_state, set_state
 from .torch_private import (
     READS_DICTS,
     in_own_storage,
+    local_tensor,
     never_traced_alone,
     rebind_compiled,
     register_first,
@@ -158,12 +160,28 @@ def _reshard_first(state: State) -> Callable[..., None]:
 
 @untraced
 def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
-    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same."""
+    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same.
+
+    Names that are tied get one tensor: `torch.save` would write two.
+    """
     for name in module._parameters:
         entry = entries.get(prefix + name)
         if type(entry) is DTensor and entry.storage_offset() and not entry.requires_grad:
             on_meta = entry.device.type == "meta"
-            entries[prefix + name] = starting_at_zero(entry) if on_meta else in_own_storage(entry)
+            known = None if on_meta else _of_a_tied_name(module, name, entry, entries)
+            made = starting_at_zero(entry) if on_meta else in_own_storage(entry)
+            entries[prefix + name] = made if known is None else known
+
+
+def _of_a_tied_name(module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]) -> DTensor | None:
+    """What another name of the same parameter has got already."""
+    table = module._parameters
+    owner = table.owners.get(name) if isinstance(table, Registered) else None
+    if owner is None or len(owner[1].owners) == 1:
+        return None
+    start = local_tensor(entry).data_ptr()
+    others = (v for v in entries.values() if type(v) is DTensor and v is not entry and not v.storage_offset())
+    return next((v for v in others if v.shape == entry.shape and local_tensor(v).data_ptr() == start), None)
 
 
 def _adopt_loaded(state: State) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Options, batch_of, build, make, shard
+from harness import Options, batch_of, build, make, mesh_of, shard
 from models import loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -119,6 +119,26 @@ def copied_and_saved() -> None:
         assert equal(dict(model.state_dict()), dict(copied))
     model.load_state_dict(copy.deepcopy(copied), assign=True)
     assert all(math.isfinite(loss) for loss in steps(model, call, optimizer, range(1)))
+
+
+def tied_saved_once() -> None:
+    """As in a plain module, also where the weight is not the first of its buffer."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    fully_shard(model, mesh=mesh_of("1d"))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = [v.to_local() for v in torch.load(file, weights_only=False).values()]
+    assert len(loaded) == 4
+    assert len({v.untyped_storage().data_ptr() for v in loaded}) == 3
+    with torch.no_grad():
+        loaded[-1].add_(1)
+    assert torch.equal(loaded[-1], loaded[-2])
+
+
+def test_tied_weights_are_saved_once(two: Pool) -> None:
+    two.run(tied_saved_once)
 
 
 def modules_copied(apply: Any) -> None:
