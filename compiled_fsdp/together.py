@@ -45,7 +45,7 @@ from .torch_private import default_group, group_store
 from .watcher import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .unit import Unit
 
@@ -198,10 +198,10 @@ def meet(units: Sequence[Unit]) -> Together:
     token, ranks = uuid.uuid4().hex, {dist.get_rank()}
     reached = {rank for axes in groups for group in axes for rank in dist.get_process_group_ranks(group)}
     for group in max(groups, key=lambda axes: prod(group.size() for group in axes)):
-        mine = json.dumps([token, sorted(ranks), sorted(reached)])
+        mine = json.dumps([token, as_spans(ranks), as_spans(reached)])
         told = [json.loads(text) for text in everyones(group.group_name, "the ranks of a model", mine)]
         token = min(word for word, *_ in told)
-        ranks, reached = ({rank for entry in told for rank in entry[place]} for place in (1, 2))
+        ranks, reached = ({rank for entry in told for span in entry[place] for rank in range(*span)} for place in (1, 2))
     has_others = len(ranks) > 1 and reached == ranks
     store = group_store(default_group(), f"compiled_fsdp/together/{token}") if has_others else None
     made = Together(store, sorted(ranks), dist.get_rank())
@@ -210,6 +210,18 @@ def meet(units: Sequence[Unit]) -> Together:
         _models.add(made)
         _watcher.start()
     return made
+
+
+def as_spans(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Ranks as start, stop and step: few, since a mesh places them evenly, where each rank tells each other one."""
+    spans: list[tuple[int, int, int]] = []
+    for rank in sorted(ranks):
+        start, stop, step = spans[-1] if spans else (rank, rank, 0)
+        if spans and (stop == start + 1 or rank == stop - 1 + step):
+            spans[-1] = start, rank + 1, rank + 1 - stop if stop == start + 1 else step
+        else:
+            spans.append((rank, rank + 1, 1))
+    return spans
 
 
 def _axes(unit: Unit) -> list[dist.ProcessGroup]:

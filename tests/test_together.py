@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 
-from compiled_fsdp.together import REFUSED, Together
+from compiled_fsdp.together import REFUSED, Together, as_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,3 +143,16 @@ def test_a_store_that_is_gone_holds_nobody() -> None:
     rank.store = GoneStore()
     rank.look()
     assert rank.begin() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_as_spans(seed: int) -> None:
+    ranks = set(random.Random(seed).sample(range(40), seed))
+    spans = as_spans(ranks)
+    assert sorted(rank for span in spans for rank in range(*span)) == sorted(ranks)
+
+
+def test_a_mesh_is_few_spans() -> None:
+    """Each rank tells each other its own: 1,000 numbers from each of 1,000 ranks would be gigabytes in one store."""
+    assert as_spans(range(10_000)) == [(0, 10_000, 1)]
+    assert as_spans(range(3, 10_000, 8)) == [(3, 9_996, 8)]
