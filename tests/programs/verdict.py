@@ -224,8 +224,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     is_named = names_a_cause(first.text, script.source)
     if first.error in NAMED and first.is_ours:
         return Verdict(kind, "refused", text) if is_named else Verdict(kind, "fault", f"raises without a cause {text}")
-    if first.error == "Unsupported" and first.text.startswith("compiled_fsdp: ") and is_named:
-        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own
+    if first.error == "Unsupported" and "compiled_fsdp: " in first.text and is_named:
+        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own, or quotes our error
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
     if any(words in first.text for words in SHARDED):
