@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 PLANTS: dict[str, Plant] = {}
-# What a program says in which each can show: statements, ways to compile, optimizers, "heads", "budget" or "fullgraph"; "+": all of these.
+# What a program says in which each can show: statements, ways to compile, optimizers, "heads" or "budget"; "+": both.
 SHOWN_BY = {
     "substitutions_are_ignored": {"substitute", "substitute_own", "substitute_buffer", "functional"},
     "iterating_yields_sharded_parameters": {"norm_of_all", "norm_of_layer", "named", "dtype", "finfo", "numel"},
@@ -28,15 +28,11 @@ SHOWN_BY = {
     "every_backward_counts_as_whole": {"input_grad", "input_backward", "input_grad_after", "accumulate_input_grad"},
     "writes_in_a_trace_are_not_settled": {"clamp_", "data_clamp_", "copy_", "data_copy_", "normalize", "embed_max_norm"},
     "unused_heads_get_zeros": {"heads"},
-    "collectives_of_the_user_are_judged": {"all_to_all"},
+    "collectives_of_the_user_are_judged": {"all_to_all"},  # of two waits for one collective a graph keeps one
     "freezing_is_not_followed": {"freeze", "unfreeze"},
     "compiling_in_place_begins_in_torch": {"in_place", "in_place_before"},
     "full_parameters_outlive_a_step": {"keep+adamw_fused"},
     "writes_without_a_version_are_missed": {"momentum_data_mul_", "momentum_foreach", "foreach_data", "decay_data"},
-    "a_handle_registers_again": {"wait_late", "wait_after_forward"},
-    "moved_parameters_are_half_moved": {
-        f"{moved}+{way}" for moved in ("to_empty", "to_float64", "load_assign") for way in ("loss", "train")
-    },
     "each_rank_fits_its_own_budget": {"rank_batch+budget", "one_row+budget"},
     "a_traced_backward_is_not_refused": {"train_traced"},
 }
@@ -45,7 +41,7 @@ SHOWN_BY = {
 def can_show(program: Program, name: str) -> bool:
     """Whether a program says something that this fault breaks."""
     said = program.names() | {program.way, program.optimizer}
-    also = {"heads": program.heads, "budget": program.budget is not None, "fullgraph": program.fullgraph}
+    also = {"heads": program.heads, "budget": program.budget is not None}
     said |= {word for word, is_so in also.items() if is_so}
     return any({*words.split("+")} <= said for words in SHOWN_BY[name])
 
@@ -156,38 +152,6 @@ def full_parameters_outlive_a_step() -> Iterator[None]:
 def writes_without_a_version_are_missed() -> Iterator[None]:
     """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was started."""
     with mock.patch.object(_ours("flat").FlatParam, "check_unwritten", return_value=None):
-        yield
-
-
-@plant
-def a_handle_registers_again() -> Iterator[None]:
-    """Waiting on an `UnshardHandle` whose unit has run forward since registers full parameters again."""
-    handle = _ours("fsdp_module").UnshardHandle
-
-    def wait(self: Any) -> None:
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            runtime.unshard()
-
-    with mock.patch.object(handle, "wait", wait):
-        yield
-
-
-@plant
-def moved_parameters_are_half_moved() -> Iterator[None]:
-    """After `to_empty`, `to` and `load_state_dict(assign=True)` only the local tensor of a parameter is in the flat buffer."""
-    flat = _ours("flat").FlatParam
-    refresh = flat.refresh
-
-    def refresh_half(self: Any, **options: Any) -> None:
-        before = [param.sharded.data for param in self.params]
-        refresh(self, **options)
-        for param, old in zip(self.params, before, strict=True):
-            local = param.sharded._local_tensor
-            param.sharded.data = old
-            param.sharded._local_tensor = local
-
-    with mock.patch.object(flat, "refresh", refresh_half):
         yield
 
 

@@ -300,7 +300,7 @@ x, ids = x[:2].detach().requires_grad_(), ids[:2]
 x, ids = (t.detach().repeat(1 + step, *[1] * (t.dim() - 1)) for t in (x, ids))
 x.requires_grad_()
 -- rank_batch at=start needs=no_collective
-x, ids = (t.detach().repeat(1 + 31 * rank, *[1] * (t.dim() - 1)) for t in (x, ids))
+x, ids = (t.detach().repeat(1 + 3 * rank, *[1] * (t.dim() - 1)) for t in (x, ids))
 x.requires_grad_()
 -- one_row at=start needs=no_collective
 x, ids = x[: 1 + rank].detach().requires_grad_(), ids[: 1 + rank]
