@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 PLANTS: dict[str, Plant] = {}
-# What a program says in which each can show: statements, ways to compile, or "heads".
+# What a program says in which each can show: statements, ways to compile, optimizers, "heads" or "budget"; "+": both.
 SHOWN_BY = {
     "substitutions_are_ignored": {"substitute", "substitute_own", "substitute_buffer", "functional"},
     "iterating_yields_sharded_parameters": {"norm_of_all", "norm_of_layer", "named", "dtype", "finfo", "numel"},
@@ -28,17 +28,22 @@ SHOWN_BY = {
     "every_backward_counts_as_whole": {"input_grad", "input_backward", "input_grad_after", "accumulate_input_grad"},
     "writes_in_a_trace_are_not_settled": {"clamp_", "data_clamp_", "copy_", "data_copy_", "normalize", "embed_max_norm"},
     "unused_heads_get_zeros": {"heads"},
-    "collectives_of_the_user_are_judged": {"all_to_all_twice"},
+    "collectives_of_the_user_are_judged": {"all_to_all"},  # of two waits for one collective a graph keeps one
     "freezing_is_not_followed": {"freeze", "unfreeze"},
     "compiling_in_place_begins_in_torch": {"in_place", "in_place_before"},
-    "full_parameters_outlive_a_step": {"keep"},
+    "full_parameters_outlive_a_step": {"keep+adamw_fused"},
     "writes_without_a_version_are_missed": {"momentum_data_mul_", "momentum_foreach", "foreach_data", "decay_data"},
+    "each_rank_fits_its_own_budget": {"rank_batch+budget", "one_row+budget"},
+    "a_traced_backward_is_not_refused": {"train_traced"},
 }
 
 
 def can_show(program: Program, name: str) -> bool:
     """Whether a program says something that this fault breaks."""
-    return bool(SHOWN_BY[name] & (program.names() | {program.way} | ({"heads"} if program.heads else set())))
+    said = program.names() | {program.way, program.optimizer}
+    also = {"heads": program.heads, "budget": program.budget is not None}
+    said |= {word for word, is_so in also.items() if is_so}
+    return any({*words.split("+")} <= said for words in SHOWN_BY[name])
 
 
 def plant(make: Callable[[], Iterator[None]]) -> Plant:
@@ -137,7 +142,9 @@ def compiling_in_place_begins_in_torch() -> Iterator[None]:
 @plant
 def full_parameters_outlive_a_step() -> Iterator[None]:
     """Full parameters that are kept are used again after a step of an optimizer that no version counts."""
-    with mock.patch.object(_ours("full_params"), "num_steps", return_value=0):
+    with contextlib.ExitStack() as stack:
+        for name, value in (("num_steps", 0), ("_check_unwritten", None)):
+            stack.enter_context(mock.patch.object(_ours("full_params"), name, return_value=value))
         yield
 
 
@@ -145,4 +152,22 @@ def full_parameters_outlive_a_step() -> Iterator[None]:
 def writes_without_a_version_are_missed() -> Iterator[None]:
     """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was started."""
     with mock.patch.object(_ours("flat").FlatParam, "check_unwritten", return_value=None):
+        yield
+
+
+@plant
+def each_rank_fits_its_own_budget() -> Iterator[None]:
+    """Which parameters stay until backward is decided by each rank from the shapes of its own batch."""
+
+    def mine(_graph: object, _plan: object, _what: str, words: list[int], _combine: object) -> list[int]:
+        return words
+
+    with mock.patch.object(_ours("budget"), "agreed", mine):
+        yield
+
+
+@plant
+def a_traced_backward_is_not_refused() -> Iterator[None]:
+    """`loss.backward()` traced into a compiled function leaves every `.grad` as it is."""
+    with mock.patch.object(_ours("ops"), "is_dynamo_faking", return_value=False):
         yield

@@ -45,7 +45,7 @@ torch._dynamo.config.trace_autograd_ops = True
 def train(x, ids):
     loss = {loss}
     loss.backward()
-    return loss
+    return loss.detach()
 train = compiled(train{full})
 -- functional
 generated = torch.full((8, {d}), 0.1, requires_grad=True)

@@ -34,6 +34,10 @@ FOUND = {
     "unused_heads_get_zeros": 83,
     "every_backward_counts_as_whole": 48,
     "writes_in_a_trace_are_not_settled": 70,
+    "full_parameters_outlive_a_step": 44,
+    "collectives_of_the_user_are_judged": 36,
+    "compiling_in_place_begins_in_torch": 12,
+    "a_traced_backward_is_not_refused": 10,
 }
 
 

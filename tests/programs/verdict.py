@@ -49,6 +49,8 @@ EXPLAIN = {
     "gives these, whose .grad is None": (r"p\.grad|clip_grad", r"grad|value"),
     "zeros for gradients instead of None": ("", r"grad [\w.]+: a tensor, should be None"),
 }
+# Announcements that a unit runs eagerly, which explain that in scripts that say this.
+EAGERLY = {"it has given up the call for good": r"raise"}
 # What stock does otherwise than the unsharded model, unsaid, by what the source says. Ours has to announce it.
 QUIRKS = {
     "a write to a gathered parameter is lost": r"(?<!_)_\(|p\.data|max_norm|\[0\] = ",  # not that of `__init__(`
@@ -107,7 +109,7 @@ def judge(kind: str, outcomes: Outcomes, script: Script) -> Verdict:
     is_exact, as_eager = not differs(mine, reference, 0, 0), _is_eager(mine, outcomes)
     if kind in SAME_ARITHMETIC and not as_eager and script.world == 2 and is_read_once(script):
         return Verdict(kind, "fault", "is equal, but not bit for bit what eager computes")
-    return _silent(kind, mine, script.is_whole) or Verdict(kind, "equal", is_exact=is_exact, as_eager=as_eager)
+    return _silent(kind, mine, script) or Verdict(kind, "equal", is_exact=is_exact, as_eager=as_eager)
 
 
 def _of_death(kind: str, text: str, outcomes: Outcomes, script: Script) -> Verdict:
@@ -206,10 +208,17 @@ def _unequal(a: Tensor | None, b: Tensor | None, rtol: float, atol: float, of_la
     return f"differs by {(a - b).abs().max().item():.1e} of {b.abs().max().item():.1e}"
 
 
-def _silent(kind: str, mine: list[Outcome], is_whole: bool) -> Verdict | None:
-    if is_whole and kind not in ("eager", "stock") and any(o.num_eager and not o.warnings for o in mine):
-        return Verdict(kind, "fault", f"silence: {mine[0].num_eager} forwards of units ran eagerly, and nothing was said")
-    return None
+def _silent(kind: str, mine: list[Outcome], script: Script) -> Verdict | None:
+    """Units that run eagerly where all that calls them is compiled, and nothing that was said explains it."""
+    eager = next((o for o in mine if o.num_eager and not any(_is_why(w, script.source) for w in o.warnings)), None)
+    if eager is None or not script.is_whole or kind in ("eager", "stock"):
+        return None
+    said = f"only {eager.warnings[0]}" if eager.warnings else "nothing"
+    return Verdict(kind, "fault", f"silence: {eager.num_eager} forwards of units ran eagerly, and {said} was said")
+
+
+def _is_why(text: str, source: str) -> bool:
+    return all(re.search(said, source) for words, said in EAGERLY.items() if words in text)
 
 
 def _refuses_what_runs(first: Outcome, outcomes: Outcomes) -> bool:
@@ -232,8 +241,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     is_named = names_a_cause(first.text, script.source)
     if first.error in NAMED and first.is_ours:
         return Verdict(kind, "refused", text) if is_named else Verdict(kind, "fault", f"raises without a cause {text}")
-    if first.error == "Unsupported" and first.text.startswith("compiled_fsdp: ") and is_named:
-        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own
+    if first.error == "Unsupported" and "compiled_fsdp: " in first.text and is_named:
+        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own, or quotes our error
     if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
     if any(words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()):
