@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool

@@ -138,7 +138,9 @@ def check(found: list[tuple[list[int], list[str]]], steps: int = 32) -> None:
             re.findall(r"unit '([\w.]+)'", text.partition(" was compiled ")[0].partition(" since ")[0])[0] for text in said
         ]
         assert len(set(subjects)) == len(subjects), said
-        assert {f"experts.{number}" for number in range(NUM_EXPERTS)} <= set(subjects) or any("'Routed'" in text for text in said), said
+        assert {f"experts.{number}" for number in range(NUM_EXPERTS)} <= set(subjects) or any(
+            "'Routed'" in text for text in said
+        ), said
         assert all("last because" in text for text in said)
 
 

@@ -65,7 +65,9 @@ def grid(use_orig_params: bool) -> None:
         for precision in PRECISIONS:
             options = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": use_orig_params}
             # what the others compile to differs in no other way
-            is_compiled = precision is PRECISIONS[2] or (strategy is STRATEGIES[0] and (use_orig_params or precision is None))
+            is_compiled = precision is PRECISIONS[2] or (
+                strategy is STRATEGIES[0] and (use_orig_params or precision is None)
+            )
             kinds = ALL_KINDS if is_compiled else ("eager",)
             same(lambda api, options=options: three_steps(api, **options), kinds=kinds)
 
