@@ -273,15 +273,17 @@ def check_parity(
     kinds: tuple[str, ...] = ("eager", "compiled"),
     rtol: float = 0.0,
     atol: float = 0.0,
+    exact: tuple[str, ...] = (),
 ) -> None:
-    """Worker function: train every kind and compare each of ours with each oracle."""
+    """Worker function: train every kind and compare each of ours with each oracle; with the `exact` ones every bit counts."""
     oracles = {kind: train(kind, options) for kind in against}
     for oracle in oracles.values():
         assert len(set(oracle.losses)) > 1, "the oracle does not learn, so the comparison shows nothing"
     for kind in kinds:
         ours = train(kind, options)
         for name, oracle in oracles.items():
-            check_same(ours, oracle, f"{kind} against {name}, {options}", rtol, atol)
+            tolerances = (0.0, 0.0) if name in exact else (rtol, atol)
+            check_same(ours, oracle, f"{kind} against {name}, {options}", *tolerances)
         if kind in BACKENDS:
             # one graph for training; evaluation under no_grad is another
             assert ours.num_graphs == 1 + options.evaluate, f"{kind}: {ours.num_graphs} graphs"

@@ -7,6 +7,7 @@ several modules), and what a batch is. `forward` returns the loss, or an output 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,8 @@ def loss_of(output: Tensor) -> Tensor:
     return output if output.dim() == 0 else output.float().square().mean()
 
 
-def _tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
-    tokens = torch.randint(0, 64, (2, 17), generator=generator)
+def _tokens(generator: torch.Generator, vocabulary: int = 64) -> tuple[Tensor, ...]:
+    tokens = torch.randint(0, vocabulary, (2, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -85,6 +86,20 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, self.table)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share a weight of odd rows, and a layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(self.embedding(tokens)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 class MoE(nn.Module):
@@ -215,6 +230,7 @@ RECIPES: dict[str, Recipe] = {
     "gpt": Recipe(lambda: GPT(SIZES["tiny"]), lambda m: [*m.layers, [m.norm, m.head], m], _tokens),
     "llama": Recipe(Llama, lambda m: [*m.layers, m], _tokens),
     "llama_tied_unit": Recipe(Llama, lambda m: [*m.layers, [m.embedding, m.norm, m.head], m], _tokens),
+    "tied": Recipe(Tied, lambda m: [m.layer, [m.embedding, m.head], m], partial(_tokens, vocabulary=11)),
     "moe": Recipe(lambda: nn.Sequential(MoE(), nn.Linear(12, 12), MoE()), lambda m: [m[0], m[2], m], _rows(12)),
     "conv": Recipe(
         ConvNet,

@@ -162,6 +162,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         _share_groups()
         compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=0))  # models of tests are so small that all units would share
         gc.freeze()  # or every test pays for looking through all of torch again
+        gc.set_threshold(50_000, 20, 100)  # a compilation allocates much and leaves little in cycles; `forget` collects
         pipe.send(("ok", None))
         while True:
             try:

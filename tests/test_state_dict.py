@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pool import Pool
 
 FULL = StateDictOptions(full_state_dict=True)
-OPTIONS = Options("llama_tied_unit")
+OPTIONS = Options("tied")
 
 
 def steps(model: Any, call: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:

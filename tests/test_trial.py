@@ -161,7 +161,7 @@ def test_units_in_parts_may_fit_where_whole_ones_do_not():
     """A trial of a plan that leaves parts to costs gathers whole units, unless nothing fits: then it looks at parts too."""
 
     def peak(**changes: Any) -> int:
-        blocks = [nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6))) for _ in range(3)]
+        blocks = [nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))) for _ in range(3)]
         costs = Costs(3e10, 8e9, 2e-6, (("0", Link(1e-6, 1e9)),))
         return final_peak(blocks, torch.randn(512, 256), MixedPrecisionPolicy(), costs=costs, **changes)
 

@@ -35,10 +35,13 @@ def test_one_graph_each_way(two: Pool, four: Pool) -> None:
 
 
 def one_graph_each_way(**options: Any) -> None:
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-        for use_orig_params in (True, False):
-            if use_orig_params or strategy is not ShardingStrategy.SHARD_GRAD_OP:
-                count(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for strategy, use_orig_params in (
+        (ShardingStrategy.FULL_SHARD, True),
+        (ShardingStrategy.FULL_SHARD, False),
+        (ShardingStrategy.SHARD_GRAD_OP, True),
+        (ShardingStrategy.NO_SHARD, False),
+    ):
+        count(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
 def one_graph_each_way_hybrid() -> None:
@@ -114,16 +117,18 @@ def test_prefetch_bounds_the_plan(two: Pool) -> None:
 def prefetch_bounds() -> None:
     """How many gathers are under way at once in backward: two with BACKWARD_PRE, one without; in forward what the limit allows."""
     found = {}
-    for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
-        for limit in (True, False) if prefetch is not None else (True,):
-            torch._dynamo.reset()
-            model = net_of(5)
-            wrapped = Api("compiled").blocks(
-                model, backward_prefetch=prefetch, limit_all_gathers=limit, use_orig_params=True
-            )
-            with captured() as graphs, planned(prefetch=4, backward_prefetch=4):
-                train_step(Api("compiled").compile(wrapped))
-            found[prefetch, limit] = [most_under_way(graph) for graph in graphs]
+    for prefetch, limit in (
+        (BackwardPrefetch.BACKWARD_PRE, True),
+        (BackwardPrefetch.BACKWARD_POST, False),
+        (None, True),
+    ):
+        torch._dynamo.reset()
+        wrapped = Api("compiled").blocks(
+            net_of(4), backward_prefetch=prefetch, limit_all_gathers=limit, use_orig_params=True
+        )
+        with captured() as graphs, planned(prefetch=4, backward_prefetch=4):
+            train_step(Api("compiled").compile(wrapped))
+        found[prefetch, limit] = [most_under_way(graph) for graph in graphs]
     pre = BackwardPrefetch.BACKWARD_PRE
     assert {key: value[0] for key, value in found.items()} == {key: 3 if key[1] else 5 for key in found}
     assert {key: value[1] for key, value in found.items()} == {key: 2 if key[0] is pre else 1 for key in found}

@@ -13,20 +13,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 SUM_OF_FOUR = (1e-4, 1e-6)
 
 
-@pytest.mark.parametrize("model", ["odd", "llama", "frozen"])
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize(
+    ("model", "reshard"),
+    [("odd", True), ("odd", False), ("odd", None), ("tied", True), ("frozen", False), ("llama", None)],
+)
 def test_one_axis(four: Pool, model: str, reshard: bool | None) -> None:
     options = Options(model, steps=3, reshard=reshard, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize("model", ["odd", "llama", "moe", "frozen", "unused", "list_units", "read_twice", "called_twice"])
+@pytest.mark.parametrize("model", ["odd", "tied", "moe", "frozen", "unused", "list_units", "read_twice", "called_twice"])
 def test_int_reshard(four: Pool, model: str) -> None:
     options = Options(model, steps=3, reshard=2, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize("model", ["odd", "llama_tied_unit", "frozen", "unused"])
+@pytest.mark.parametrize("model", ["odd", "tied", "frozen", "unused"])
 def test_hsdp(four: Pool, model: str) -> None:
     # Two sums of two: one order, so every bit is equal, also over ten AdamW steps.
     four.run(check_parity, Options(model, mesh="hsdp"))

@@ -7,7 +7,6 @@ of a model in one graph, and gradients are those of the unsharded model.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +177,11 @@ def check(name: str, order: str, options: dict[str, Any], atol: float, backend: 
     assert not any("_orig_mod" in name for name in model.state_dict()) or order.startswith("blocks")
 
 
-CASES = {(name, ORDERS[0]) for name in MODELS} | set(itertools.product(("whole", "disabled unit"), ORDERS))
+CASES = (
+    {(name, ORDERS[0]) for name in MODELS}
+    | {("whole", order) for order in ORDERS[::2]}
+    | {("disabled unit", order) for order in ORDERS}
+)
 
 
 @pytest.mark.parametrize(("name", "order"), sorted(CASES))

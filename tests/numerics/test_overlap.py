@@ -101,9 +101,17 @@ def check_equal(a: list[Any], b: list[Any], what: str) -> None:
         assert same, f"{what}: entry {i} differs: {x} and {y}"
 
 
+def oracle_of(kind: str, options: Options) -> str:
+    """What to run without the overlap: a compiled model is bit for bit the eager one, which need not be compiled.
+
+    But for a unit called twice, whose gradients a graph adds up first; and Inductor's rounding is its own.
+    """
+    return "eager" if kind == "compiled" and options.model != "called_twice" else kind
+
+
 def compare(script: Callable[[Run], Any], kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"]) -> None:
     """What a training script returns, and the state that it leaves, with and without the overlap."""
-    runs = [start(overlap, kind, options, optimizer) for overlap in (False, True)]
+    runs = [start(False, oracle_of(kind, options), options, optimizer), start(True, kind, options, optimizer)]
     plain, ours = [script(run) for run in runs]
     what = f"{kind}, {options}"
     check_equal(list(plain), list(ours), what)
@@ -144,7 +152,7 @@ def test_optimizers_compiled(two: Pool) -> None:
 def compare_models(models: list[str], kind: str) -> None:
     for model in models:
         compare(train, kind, Options(model))
-    compare(train, kind, Options("gpt", policies=(BF16,)))
+    compare(train, kind, Options("odd", policies=(BF16,)))
     compare(train, kind, Options("odd", reshard=False))
 
 
@@ -155,7 +163,7 @@ def test_models(two: Pool, kind: str) -> None:
 
 
 def compare_hsdp(kind: str) -> None:
-    compare(train if kind == "compiled" else plain_training, kind, Options("gpt", mesh="hsdp"))
+    compare(train if kind == "compiled" else plain_training, kind, Options("odd", mesh="hsdp"))
     compare(train, kind, Options("odd"))
 
 
@@ -406,11 +414,11 @@ def named_gathers() -> Iterator[None]:
 
 
 def order_of_collectives(overlap: bool, kind: str, options: Options) -> list[str]:
-    """Of three steps and a forward."""
+    """Of two steps and a forward."""
     run = start(overlap, kind, options)
     run.step(0)
     with named_gathers(), torch.profiler.profile(record_shapes=True) as profile:
-        for step in range(1, 4):
+        for step in range(1, 3):
             run.step(step)
         run.call(*batch_of(run.name, 9))
     reductions = ("fsdp::all_to_all", "_c10d_functional::all_reduce")
@@ -428,12 +436,12 @@ def compare_collectives(kind: str, options: Options) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_collectives_in_the_same_order(two: Pool, kind: str) -> None:
-    two.run(compare_collectives, kind, Options("gpt"))
-    two.run(compare_collectives, kind, Options("odd", policies=(BF16,)))
+    two.run(compare_collectives, kind, Options("gpt", policies=(BF16,)))
+    two.run(compare_collectives, kind, Options("odd"))
 
 
 def test_hsdp_collectives(four: Pool) -> None:
-    four.run(compare_collectives, "compiled", Options("gpt", mesh="hsdp"))
+    four.run(compare_collectives, "compiled", Options("odd", mesh="hsdp"))
 
 
 def backward_without_the_others(kind: str) -> list[str]:
@@ -459,7 +467,7 @@ def test_backward_returns_while_reducing(two: Pool, kind: str) -> None:
 
 def step_without_waiting(kind: str) -> list[list[str]]:
     """Which unit's gradients are still in flight while which unit steps."""
-    run = start(True, kind, Options("gpt"))
+    run = start(True, kind, Options("odd"))
     run.step(0)
     seen: list[list[str]] = []
     overlap: Any = run.optimizer._fsdp_overlap  # type: ignore[attr-defined]
@@ -468,7 +476,7 @@ def step_without_waiting(kind: str) -> list[list[str]]:
     def noting(*args: Any) -> None:
         before = run.in_flight()
         original(*args)
-        seen.append(sorted({name.rsplit(".", 3 if "layers" in name else 1)[0] for name in before}))
+        seen.append(sorted({name.rpartition(".")[0] for name in before}))
 
     overlap._step_part = noting
     run.step(1)
@@ -592,7 +600,7 @@ def test_may_come_late(two: Pool) -> None:
 
 
 def inductor() -> None:
-    compare(train, "inductor", Options("gpt", policies=(BF16,)))
+    compare(train, "inductor", Options("odd", policies=(BF16,)))
 
 
 def test_inductor(two: Pool) -> None:

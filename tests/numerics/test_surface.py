@@ -153,8 +153,8 @@ def checkpointing(api: Api, around: Any) -> None:
     call = api.compile(model, fullgraph=around is not reentrant)
     for step in range(2):
         model.zero_grad()
-        seen = communications(lambda step=step: backward(call, batch(step)))
-    backward(reference, batch(1))
+        seen = communications(lambda step=step: backward(call, batch(step, rows=64)))
+    backward(reference, batch(1, rows=64))
     check_grads(model, reference)
     assert seen == {"gather": 7, "reduce": 4, "all_reduce": 0}, (api.kind, seen)
     if around is not_reentrant:
@@ -418,12 +418,14 @@ def fp16_with_a_scaler(api: Api) -> None:
 
 
 def clipping(api: Api) -> None:
+    model = Net()
+    model.layers[0].first.weight.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(5))
+    model, reference = pair(model)
+    call = api.compile(model)
     for norm_type in (2.0, 1.0, 3.0, float("inf")):
-        model = Net()
-        model.layers[0].first.weight.requires_grad_(False)
-        model.unused = nn.Parameter(torch.ones(5))
-        model, reference = pair(model)
-        call = api.compile(model)
+        model.zero_grad()
+        reference.zero_grad()
         backward(call, batch())
         backward(reference, batch())
         for q in reference.parameters():

@@ -64,9 +64,10 @@ def grid(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         for precision in PRECISIONS:
             options = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": use_orig_params}
-            is_compiled = (
-                strategy is STRATEGIES[0] or precision is PRECISIONS[2]
-            )  # what the others compile to differs in no other way
+            # what the others compile to differs in no other way
+            is_compiled = precision is PRECISIONS[2] or (
+                strategy is STRATEGIES[0] and (use_orig_params or precision is None)
+            )
             kinds = ALL_KINDS if is_compiled else ("eager",)
             same(lambda api, options=options: three_steps(api, **options), kinds=kinds)
 
@@ -122,11 +123,11 @@ def accumulation(use_orig_params: bool) -> None:
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
         # under NO_SHARD stock reduces what it has reduced before once more, with another rounding
         tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
-        kinds = ALL_KINDS if use_orig_params or strategy is STRATEGIES[0] else ("eager",)
+        kinds = ALL_KINDS if strategy is STRATEGIES[0 if use_orig_params else 2] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
     # what is not reduced yet is added up in the compute dtype, whatever it is reduced in
-    for precision in PRECISIONS[2:4]:
-        options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+    for strategy, precision in zip(STRATEGIES, PRECISIONS[2:4], strict=False):
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
         same(lambda api, options=options: accumulate(api, **options), kinds=ALL_KINDS if use_orig_params else ("eager",))
 
 
