@@ -44,6 +44,7 @@ class Finalization:
     held: of these, the ones with a backward that has ended and that the user has not finalized.
     reached, used: units that backwards have come to, and that ran a forward, since the last end.
     delivered: a backward since then has added to gradients of parameters: it was not asked for others only.
+    keeping: of `manual`, those whose last backward kept its gradients, to be reduced by the user's call: a pipeline schedule's.
     handle: what nobody has awaited.
     """
 
@@ -54,6 +55,7 @@ class Finalization:
         self.reached: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.delivered = False
+        self.keeping: weakref.WeakSet[Runtime] = weakref.WeakSet()
         self.handle: GradientReductionHandle | None = None
 
     @property
@@ -104,6 +106,7 @@ class Finalization:
             if runtime.root in self.manual and runtime.unit.settings.sync == "retain":
                 runtime.post_backward(is_end=True)
         self.held.update(r.root for r in self.reached if r.root in self.manual)
+        self.keeping = weakref.WeakSet(root for root in self.manual if root.unit.settings.sync == "retain")
         units = {r: None for r in tree.in_order() if r.root not in self.manual}
         if units or not self.manual:
             self._reduce(units)
@@ -113,6 +116,8 @@ class Finalization:
         """See `FSDPModule.finalize_backward`."""
         units = self._below(root)
         self._check(root, units)
+        for runtime in units if root in self.keeping else ():
+            runtime.unit.note_schedule()
         self._reduce(units, awaits=not is_async)
         if not is_async:
             self._end(units)
@@ -159,6 +164,7 @@ class Finalization:
         self.used.clear()
         self.handle = None
         self.delivered = False
+        self.keeping.clear()
 
     def _below(self, root: Runtime) -> dict[Runtime, None]:
         return {r: None for r in self.tree.in_order() if r.root is root}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from programs.kinds import Entry, Outcome
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
     from programs.source import Script
@@ -37,6 +38,8 @@ TORCHS_OWN = {
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
     "modified by an inplace operation": r"\.unshard\(",
 }
+# On 2.15 DTensor writes `w[0] = x` to a copy, if `w` is sharded there; older ones refuse it.
+LOSES_ITEMS = hasattr(FSDPModule, "finalize_backward")
 # What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
 SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 AT_REST = (*SHARDED, "that is sharded at that moment")
@@ -141,6 +144,8 @@ def _of_difference(kind: str, mine: list[Outcome], outcomes: Outcomes, script: S
     rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
     if kind not in ("eager", "stock") and is_whole(plain) and not differs(mine, plain, rtol, atol):
         return Verdict(kind, "torch", f"unsharded, compiled by torch alone, does the same: {found}")
+    if LOSES_ITEMS and "[0] = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
+        return Verdict(kind, "torch", f"DTensor's item assignment is lost: {found}")
     if kind == "stock" and (quirk := quirk_of(script.source)):
         return Verdict(kind, "quirk", f"{quirk}: {found}")
     from_stock = (differs(mine, stock, rtol, atol) or "not") if is_whole(stock) else "it raises"
