@@ -137,18 +137,21 @@ def _is_eager(mine: list[Outcome], outcomes: Outcomes) -> bool:
 
 def _of_difference(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script, found: str) -> Verdict:
     """Announced by a text that explains it, or torch's own: compiled by torch alone, the unsharded model does the same."""
+    plain, stock, eager = (outcomes.get(name) for name in ("plain", "stock", "eager"))
+    rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
+    from_stock, from_eager = (
+        (differs(mine, other, rtol, atol) or "not") if is_whole(other) else "it raises" for other in (stock, eager)
+    )
     told = [w for o in mine for w in o.warnings if explains(w, script.source, found)]
     if told:
-        return Verdict(kind, "announced", f"differs from unsharded: {found}: {told[0]}")
-    plain, stock = outcomes.get("plain"), outcomes.get("stock")
-    rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
+        others = f"from stock: {from_stock}; from eager: {from_eager}"
+        return Verdict(kind, "announced", f"differs from unsharded: {found}; {others}: {told[0]}")
     if kind not in ("eager", "stock") and is_whole(plain) and not differs(mine, plain, rtol, atol):
         return Verdict(kind, "torch", f"unsharded, compiled by torch alone, does the same: {found}")
     if LOSES_ITEMS and "[0] = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
         return Verdict(kind, "torch", f"DTensor's item assignment is lost: {found}")
     if kind == "stock" and (quirk := quirk_of(script.source)):
         return Verdict(kind, "quirk", f"{quirk}: {found}")
-    from_stock = (differs(mine, stock, rtol, atol) or "not") if is_whole(stock) else "it raises"
     return Verdict(kind, "fault", f"differs from unsharded: {found}; from stock: {from_stock}")
 
 
