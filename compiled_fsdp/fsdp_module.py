@@ -226,7 +226,8 @@ class FSDPModule(StockFSDPModule):
         """With True, the end of a backward is up to the caller: `finalize_backward`, after all backwards that belong together.
 
         Until then gradients may be missing, and full parameters still be there. It supersedes `set_is_last_backward`. A graph
-        reduces what it computes inside backward, as ever; what backwards without synchronization have kept waits for the call.
+        reduces what it computes inside backward, as ever; what backwards without synchronization have kept waits for the call. Once
+        a call has found that all had kept theirs, as a pipeline schedule's do, graphs leave reducing to the calls that follow.
 
         Raises:
             RuntimeError: called on a module inside another sharded one, or between a backward and its finalization.
