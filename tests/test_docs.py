@@ -1,0 +1,35 @@
+"""The documents: what they link to is there, and the first one stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("passes/*.md"),
+    *ROOT.glob("benchmarks/**/*.md"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
+    assert missing == []
+
+
+def test_the_first_page_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_each_document_is_reached_from_the_first_page() -> None:
+    """In at most two steps."""
+    first = (ROOT / "README.md").read_text()
+    second = "".join(page.read_text() for page in ROOT.glob("docs/*.md") if page.name in first)
+    names = {page.name for page in ROOT.glob("docs/*.md")}
+    assert {name for name in names if name not in first and name not in second} == set()
