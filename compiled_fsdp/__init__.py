@@ -48,6 +48,7 @@ from .plan import current_plan as current_plan
 from .plan import planned as planned
 from .plan import set_plan as set_plan
 from .precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .replacement import replace_stock as replace_stock
 from .version import __version__ as __version__
 from .warmup import warmup as warmup
 
@@ -95,6 +96,7 @@ __all__ = [
     "overlap_optimizer",
     "planned",
     "register_fsdp_forward_method",
+    "replace_stock",
     "set_fallback",
     "set_plan",
     "share_comm_ctx",

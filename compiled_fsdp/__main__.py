@@ -1,7 +1,8 @@
-"""`python -m compiled_fsdp`."""
+"""`python -m compiled_fsdp`, and the command `compiled-fsdp`."""
 
 import sys
 
-from .cli import main
+from compiled_fsdp.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

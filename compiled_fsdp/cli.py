@@ -1,5 +1,7 @@
 """`python -m compiled_fsdp dump|diff|explain|report|verify`: look at a folder that `COMPILED_FSDP_DUMP` or `dumped_to` wrote.
 
+`python -m compiled_fsdp run SCRIPT ...` runs a script written for torch's FSDP with ours.
+
 Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that cannot be read. What comes from
 the folder is printed with its control characters shown, not sent.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +28,7 @@ from .dump_folder import (
     violations,
 )
 from .explanation import Explanation
+from .version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
+    if run is _run:
+        return run(options)  # what the script raises is the script's
     try:
         return run(options)
     except DumpFolderError as error:
@@ -45,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m compiled_fsdp", description="Look at what COMPILED_FSDP_DUMP wrote.")
+    parser = argparse.ArgumentParser(
+        prog="python -m compiled_fsdp", description="Look at what COMPILED_FSDP_DUMP wrote, or run a script with our FSDP."
+    )
+    parser.add_argument("--version", action="version", version=f"compiled_fsdp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     one = argparse.ArgumentParser(add_help=False)
     one.add_argument("folder", type=Path, metavar="DIR")
@@ -83,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         "verify", parents=[one], help="check every invariant again, after every pass, and across ranks"
     )
     verify.set_defaults(run=_verify)
+    script = commands.add_parser("run", help="run a script that imports torch's FSDP with ours in its place")
+    script.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    script.add_argument("script", metavar="SCRIPT")
+    script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
+    script.set_defaults(run=_run)
     return parser
 
 
@@ -175,6 +189,28 @@ def _alike(one: DumpedRank, two: DumpedRank, options: argparse.Namespace) -> Ite
     for a, b in zip(mine, theirs, strict=True):
         if options.after is None or all(any(options.after == e.name for e in g.passes) for g in (a, b)):
             yield a.after(options.after), b.after(options.after)
+
+
+# -- run
+
+
+def _run(options: argparse.Namespace) -> int:
+    """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m compiled_fsdp run SCRIPT ...`."""
+    from .replacement import replace_stock
+
+    path = Path(options.script)
+    if not options.is_module and not path.is_file():
+        sys.stderr.write(f"python -m compiled_fsdp run: there is no file {options.script!r}. For a module, say -m\n")
+        return 2
+    replace_stock()
+    sys.argv = [options.script, *options.arguments]
+    if options.is_module:
+        sys.path.insert(0, "")
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(path.resolve().parent))
+        runpy.run_path(options.script, run_name="__main__")
+    return 0
 
 
 # -- explain, report, verify

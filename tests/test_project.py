@@ -29,8 +29,8 @@ ORDER = """
     arguments calibrate deferred in_flight gathers flat unit clock finalization tree
     full_params runtime stock_state entry fallback together first_call
     state limits fsdp_module module api warmup kernel_times overlap
-    measured explanation explain dump_folder cli __main__
-    fsdp1 fully_sharded_data_parallel wrap sharded_grad_scaler
+    measured explanation explain dump_folder
+    fsdp1 replacement cli __main__ fully_sharded_data_parallel wrap sharded_grad_scaler
 """.split()
 # Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
 AGAINST = {("errors", "dump"), ("first_call", "explain")}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from compat.oracle import communications, mesh_of
 from torch._dynamo.utils import counters
 
 import compiled_fsdp.backend as backend_module
-from compiled_fsdp import fully_shard
+from compiled_fsdp import fully_shard, replace_stock
 from compiled_fsdp.collectives import STARTS
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
         model = fsdp_utils.fsdp2_apply_ac(accelerator, model)
     before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
     prepared: Any = torch.compile(model, backend=backend) if backend else model
-    with mock.patch("torch.distributed.fsdp.fully_shard", fully_shard), captured() as halves:
+    with replace_stock(), captured() as halves:
         prepared = fsdp_utils.fsdp2_prepare_model(accelerator, prepared)
         seen = train_two_steps(model, prepared, reference)
     assert seen["reduce"] == (3 if name == "llama_tied" else 4), "two layers, the embedding, the norm with the head"
