@@ -13,7 +13,7 @@ class GraphInvariantError(RuntimeError):
     """A pass, or a graph written by hand, broke a rule that the rest of the compiler relies on."""
 
     def __init__(self, where: str, invariant: str, detail: str, node: Node | None = None) -> None:
-        from .dump import around
+        from compiled_fsdp.dump.writer import around
 
         place = f"\n{around(node)}" if node is not None else ""
         super().__init__(

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.entry import call_of
-from compiled_fsdp.fallback import AGREED
-from compiled_fsdp.first_call import check_optimizers
-from compiled_fsdp.inductor import install_passes
-from compiled_fsdp.limits import CALLS
-from compiled_fsdp.module import swap_class
-from compiled_fsdp.state import State, adopt_nested, enter_state, module_by_key
+from compiled_fsdp.compiler.inductor import install_passes
+from compiled_fsdp.eager.tree import in_backward, map_tensors
+from compiled_fsdp.frontend.entry import call_of
+from compiled_fsdp.frontend.fallback import AGREED
+from compiled_fsdp.frontend.first_call import check_optimizers
+from compiled_fsdp.frontend.limits import CALLS
+from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
+from compiled_fsdp.fsdp2.module import swap_class
 from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
-from compiled_fsdp.tree import in_backward, map_tensors
 
 from . import stock
 from .at_rest import AtRest, rest

@@ -14,13 +14,15 @@ from numerics.test_graphs import captured
 from pool import Pool
 
 import compiled_fsdp
-from compiled_fsdp import budget, calibrate, fully_shard
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.graph import is_matmul
-from compiled_fsdp.inductor import HalfPass, JointPass
-from compiled_fsdp.plan import Plan, current_plan, set_plan
-from compiled_fsdp.regions import find_regions
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compiler import budget
+from compiled_fsdp.compiler.inductor import HalfPass, JointPass
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import is_matmul
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.planning import calibrate
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.plan import Plan, current_plan, set_plan
 
 
 def test_measured_once_and_agreed(two: Pool) -> None:
