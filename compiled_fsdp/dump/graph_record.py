@@ -9,10 +9,11 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.options import text
-from compiled_fsdp.planning.costs import group_of, traffic
+from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
 from compiled_fsdp.planning.planner import predict

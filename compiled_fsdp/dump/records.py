@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import find, is_backward, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_tag, module_of
 from compiled_fsdp.ir.schema import CUSTOM_ALL_GATHER
-from compiled_fsdp.planning.costs import assumed, group_of, nbytes, traffic
+from compiled_fsdp.planning.costs import assumed, nbytes, traffic
 from compiled_fsdp.planning.halves import Handed, follows, handed_over, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import IN_FLIGHT, Lifetimes
 from compiled_fsdp.planning.plan import current_plan

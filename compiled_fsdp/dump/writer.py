@@ -22,12 +22,11 @@ import torch.distributed as dist
 
 from compiled_fsdp import log
 from compiled_fsdp.ir import meta
-from compiled_fsdp.ir.collectives import CONVERT, WAIT
+from compiled_fsdp.ir.collectives import CONVERT, WAIT, group_of
 from compiled_fsdp.ir.graph import find, is_backward, is_matmul, starts
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.planning.costs import group_of
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED, current_plan
 from compiled_fsdp.planning.planner import predict

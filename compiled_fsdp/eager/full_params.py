@@ -20,7 +20,7 @@ from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
 from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
 from compiled_fsdp.units.handles import APART
 from compiled_fsdp.units.precision import policy_of
-from compiled_fsdp.wire import agreement, ranges
+from compiled_fsdp.wire import agreement, launch, ranges
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import TRACED
 
@@ -343,7 +343,7 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.set_gathered(full)
     full = param.gathered
-    columns = comm.columns(comm.call, gathered, specs, place)
+    columns = comm.columns(launch.call, gathered, specs, place)
     with preserve_version(full):
         allocate(full, columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())

@@ -16,6 +16,7 @@ from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import REDUCE_GRAD
 from compiled_fsdp.ir.spec import CONSTANTS
+from compiled_fsdp.wire import launch
 
 from . import optimizer_steps
 
@@ -89,7 +90,7 @@ def _finish(runtime: FullParams, gathers: Any) -> None:
             program.finish()
             specs = [spec for _, spec in members]
             for place, (param, _) in enumerate(members):
-                param.show_full(comm.copy_out(comm.call, gathered.tensor, specs, place).detach())
+                param.show_full(comm.copy_out(launch.call, gathered.tensor, specs, place).detach())
     runtime.resident_versions = runtime.versions_now()
     _there.add(runtime)
     runtime.unit.is_resident = True

@@ -1,6 +1,6 @@
 """The arithmetic around each collective, written once for two executors.
 
-Every function takes `run`, which applies an op: `call` applies it to real tensors (eager runtime, unlowered IR ops), the
+Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager runtime, unlowered IR ops), the
 graph builder in `graph.py` appends a node. So lowering and eager mode cannot drift apart.
 
 Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name). They move when `group_name`
@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
-from compiled_fsdp.torch_private import group_named
-from compiled_fsdp.wire import gloo
-
 from . import schema
 from .spec import MEAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch.fx import Node
 
     from .spec import ParamSpec, Reduction
 
@@ -51,25 +48,6 @@ STARTS = (
     schema.GATHER_AHEAD,
 )
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
-
-
-def call(op: Callable[..., Value], *args: Any, **kwargs: object) -> Value:
-    """Run an op on real tensors."""
-    if op is ALL_GATHER and gloo.is_gloo(args[2], args[0].device):
-        return schema.ALL_GATHER(args[0], [args[0].numel()], *args[1:])
-    return op(*args, **kwargs)
-
-
-def start_gather(
-    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str, phase: str = ""
-) -> tuple[Tensor, Any]:
-    """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
-    if gloo.is_gloo(group, shard.device):
-        return gloo.start(shard, sizes, group_size, group, what, phase)
-    out = shard.new_empty(gloo.gathered_shape(shard, group_size))
-    outputs = list(out.view(-1).split([group_size * n for n in sizes]))
-    pieces = list(shard.contiguous().view(-1).split(list(sizes)))
-    return out, group_named(group).allgather_into_tensor_coalesced(outputs, pieces)
 
 
 def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
@@ -409,3 +387,8 @@ def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], num
         is_copied = sizes[starts[0]] < numel
         return padded[0] if is_copied else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
     return run(aten.cat.default, padded)
+
+
+def group_of(start: Node) -> str:
+    """The name of the group that a collective runs over."""
+    return next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(CUSTOM))

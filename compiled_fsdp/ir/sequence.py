@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.dump.writer import printable
-from compiled_fsdp.planning.costs import group_of
 
+from .collectives import group_of
 from .graph import Builder, is_backward, placeholders, starts, value
 from .meta import get_tag, take_record
 from .schema import AGREE, ALL_GATHER, GATHER_AHEAD

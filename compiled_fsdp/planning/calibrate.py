@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
+from compiled_fsdp.wire import launch
 
 from .costs import Costs, Link
 from .plan import current_plan, use
@@ -128,7 +129,7 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     def seconds(start: Callable[[], torch.Tensor], count: int = 1) -> float:
         def run() -> None:
             for out in [start() for _ in range(count)]:
-                comm.call(comm.WAIT, out)
+                launch.call(comm.WAIT, out)
 
         return _seconds(run, device)
 
@@ -136,21 +137,21 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
         return IN_FLIGHT * (size - 1) * LARGE / max(seconds(start, IN_FLIGHT) - latency, 1e-9)
 
     pieces = [SMALL // MESSAGES] * MESSAGES
-    latency = seconds(lambda: comm.call(comm.ALL_GATHER, small, size, name))
-    several = seconds(lambda: comm.call(schema.ALL_GATHER, small, pieces, size, name))
-    gathering = bandwidth(lambda: comm.call(comm.ALL_GATHER, large, size, name))
+    latency = seconds(lambda: launch.call(comm.ALL_GATHER, small, size, name))
+    several = seconds(lambda: launch.call(schema.ALL_GATHER, small, pieces, size, name))
+    gathering = bandwidth(lambda: launch.call(comm.ALL_GATHER, large, size, name))
     (agreed,) = _medians([gathering], group, device)  # all ranks gather as much
     some, bulk = (_ones(agreed / (size - 1) * UNDER_WAY, most, device) for most in (LARGE, BULK))
     delay = _taken(
-        lambda: comm.call(comm.ALL_GATHER, some, size, name), latency + (size - 1) * some.nbytes / gathering, device
+        lambda: launch.call(comm.ALL_GATHER, some, size, name), latency + (size - 1) * some.nbytes / gathering, device
     )
-    issue = _busy(lambda: comm.call(comm.ALL_GATHER, bulk, size, name)) / ((size - 1) * bulk.nbytes)
+    issue = _busy(lambda: launch.call(comm.ALL_GATHER, bulk, size, name)) / ((size - 1) * bulk.nbytes)
     return [
         latency,
         gathering,
         max(several - latency, 0.0) / (MESSAGES - 1),
-        bandwidth(lambda: comm.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
-        bandwidth(lambda: comm.call(comm.ALL_TO_ALL, [rows], size, name)),
+        bandwidth(lambda: launch.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
+        bandwidth(lambda: launch.call(comm.ALL_TO_ALL, [rows], size, name)),
         max(delay - issue * (size - 1) * some.nbytes, 0.0),
         issue,
     ]
@@ -160,10 +161,10 @@ def _busy(start: Callable[[], torch.Tensor]) -> float:
     """Processor seconds that a collective needs on the training thread's core: of all threads, if the process has no other core."""
     is_alone = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
     clock = time.process_time if is_alone else time.thread_time
-    comm.call(comm.WAIT, start())
+    launch.call(comm.WAIT, start())
     begin = clock()
     for _ in range(REPEATS):  # together: clocks of threads are coarse
-        comm.call(comm.WAIT, start())
+        launch.call(comm.WAIT, start())
     return (clock() - begin) / REPEATS
 
 
@@ -183,7 +184,7 @@ def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.devi
             for _ in range(count):
                 a @ a
             if out is not None:
-                comm.call(comm.WAIT, out)
+                launch.call(comm.WAIT, out)
 
     delays = [
         _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device) for _ in range(REPEATS + 1)

@@ -198,7 +198,7 @@ def nbytes(node: Node) -> float:
 
 def traffic(start: Node) -> tuple[float, str]:
     """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the group."""
-    group = group_of(start)
+    group = comm.group_of(start)
     if start.target is comm.ALL_REDUCE:
         return 2 * nbytes(start), group
     if start.target in (*comm.GATHERS, schema.CUSTOM_ALL_GATHER):
@@ -207,8 +207,3 @@ def traffic(start: Node) -> tuple[float, str]:
         size = int(start.args[1])  # type: ignore[arg-type]
         return nbytes(start) * (size - 1) / size, group
     return sum(map(nbytes, start.all_input_nodes)) - nbytes(start), group
-
-
-def group_of(start: Node) -> str:
-    """The name of the group that a collective runs over."""
-    return next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(comm.CUSTOM))

@@ -23,6 +23,7 @@ from compiled_fsdp.torch_private import (
     register_work,
     untraced,
 )
+from compiled_fsdp.wire import launch
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import Piece, own
 
@@ -405,7 +406,7 @@ class FlatParam:
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
-                *comm.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"),
+                *launch.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"),
             )
 
     def _named(self, piece: Piece) -> str:

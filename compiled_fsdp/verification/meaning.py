@@ -60,7 +60,7 @@ class Expr:
 
 
 class Expressions:
-    """Makes each expression once; called like `collectives.call`, it is the fourth executor of that file."""
+    """Makes each expression once; called like `launch.call`, it is the fourth executor of that file."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Expr] = {}

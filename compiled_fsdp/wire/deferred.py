@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import ADD_RETAINED, HOOK, RETAIN
 
-from . import ranges
+from . import launch, ranges
 from .agreement import lost
 from .ops import owner_of
 
@@ -41,7 +41,7 @@ KEPT: dict[Any, Callable[..., None]] = {RETAIN: _retain, ADD_RETAINED: _add_reta
 
 
 class Deferred:
-    """Ops to run: call it like `collectives.call`, then `advance`, then `finish`.
+    """Ops to run: call it like `launch.call`, then `advance`, then `finish`.
 
     what, group: what is communicated, and over which group, for errors.
     """
@@ -87,16 +87,16 @@ class Deferred:
             elif op in comm.STARTS:
                 self._started = op._opname
                 with self._range(self._started):
-                    result.tensor = comm.call(op, *_real(args), **kwargs)
+                    result.tensor = launch.call(op, *_real(args), **kwargs)
             elif op in KEPT:
                 KEPT[op](*_real(args), **kwargs)
             else:
-                result.tensor = comm.call(op, *_real(args), **kwargs)
+                result.tensor = launch.call(op, *_real(args), **kwargs)
 
     def _wait(self, started: Any) -> Any:
         try:
             with self._range(f"wait {self._started}"):
-                return comm.call(comm.WAIT, started)
+                return launch.call(comm.WAIT, started)
         except RuntimeError as error:
             raise lost(self.what, self.group, error) from error
 

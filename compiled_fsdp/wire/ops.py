@@ -18,7 +18,7 @@ from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private import before_backend, group_named, is_dynamo_faking, reduce_op, register_work
 
-from . import agreement, gloo, left_out, ranges
+from . import agreement, gloo, launch, left_out, ranges
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
     left_out.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
-        return _own(comm.unshard(comm.call, flat, flat.numel(), flat.dtype, spec), flat)
+        return _own(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
 
 
 @_fake("unshard")
@@ -147,7 +147,7 @@ def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     left_out.announce_zeros(grad, spec.fqn)
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
-        result = comm.reduce_grad(comm.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
+        result = comm.reduce_grad(launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
     if result is None:
         return flat.new_zeros(flat.shape)
     _mark_grads(result, flat, (spec.offset,))
@@ -200,7 +200,7 @@ def _keep_slice_fake(param: Tensor, *args: object) -> Tensor:
 @_real("unshard_slice")
 def _unshard_slice(kept: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
-    return _own(comm.unshard(comm.call, kept, kept.numel(), kept.dtype, spec), kept)
+    return _own(comm.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
 
 
 @_fake("unshard_slice")
@@ -231,7 +231,7 @@ def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: 
     if owner := _reached(flat, "reduce_later_"):
         owner.reduce_later(started, offsets, ParamSpec.of(args))
     else:
-        comm.call(comm.WAIT, started)  # nobody will
+        launch.call(comm.WAIT, started)  # nobody will
 
 
 @_real("step_")
@@ -305,8 +305,8 @@ def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: s
 
 @_real("flatten_grad")
 def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
-    piece = comm.flat_piece(comm.call, grad, order)
-    result: Tensor = comm.flatten_grads(comm.call, {start: piece}, {start: grad.numel()}, numel)
+    piece = comm.flat_piece(launch.call, grad, order)
+    result: Tensor = comm.flatten_grads(launch.call, {start: piece}, {start: grad.numel()}, numel)
     return result
 
 
@@ -332,7 +332,7 @@ def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
     with ranges.around("all_gather", phase, what):
-        out, work = comm.start_gather(shard, sizes, group_size, group, what, phase)
+        out, work = launch.start_gather(shard, sizes, group_size, group, what, phase)
         register_work(out, work)
     return out
 

@@ -7,7 +7,6 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import compiled_fsdp.api
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
@@ -37,6 +36,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
 import compiled_fsdp
+import compiled_fsdp.api
 import compiled_fsdp.wrap
 
 if TYPE_CHECKING:
