@@ -43,13 +43,13 @@ from compiled_fsdp.planning.plan import current_plan as current_plan
 from compiled_fsdp.planning.plan import planned as planned
 from compiled_fsdp.planning.plan import set_plan as set_plan
 from compiled_fsdp.units.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from compiled_fsdp.verification.invariant import GraphInvariantError as GraphInvariantError
 from compiled_fsdp.wire.agreement import CommunicationError as CommunicationError
 from compiled_fsdp.wire.agreement import DivergenceError as DivergenceError
 
 from . import sharded_grad_scaler as sharded_grad_scaler
 from . import wrap as wrap
 from .compiler import backend as backend
-from .errors import GraphInvariantError as GraphInvariantError
 from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
 from .version import __version__ as __version__
 

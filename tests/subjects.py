@@ -22,9 +22,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp import FullyShardedDataParallel, fully_shard
-from compiled_fsdp.errors import GraphInvariantError
 from compiled_fsdp.ir.meta import get_captured, set_captured
 from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.invariant import GraphInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,8 @@ from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
 from compiled_fsdp.compiler.inductor import Chain, HalfPass, JointPass
-from compiled_fsdp.dump.writer import around, collectives, folder, provenance, show
+from compiled_fsdp.dump.writer import folder
+from compiled_fsdp.ir.printer import around, collectives, provenance, show
 from compiled_fsdp.ir.schema import FREE
 
 (W,) = unit("layers.0#7", {"layers.0.w": (4, 2)})

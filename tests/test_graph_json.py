@@ -17,11 +17,12 @@ from torch import nn
 
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
 from compiled_fsdp.dump import graph_json
-from compiled_fsdp.dump.graph_json import FormatError, Opaque, of_text, to_text
-from compiled_fsdp.dump.writer import collectives, show
+from compiled_fsdp.dump.graph_json import FormatError, of_text, to_text
 from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.ir.graph import value
 from compiled_fsdp.ir.meta import saved_for_backward, set_captured
+from compiled_fsdp.ir.opaque import Opaque
+from compiled_fsdp.ir.printer import collectives, show
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.dump.writer import printable
 from compiled_fsdp.inspection.dump_folder import (
     Dumped,
     DumpedGraph,
@@ -28,6 +27,7 @@ from compiled_fsdp.inspection.dump_folder import (
     violations,
 )
 from compiled_fsdp.inspection.explanation import Explanation
+from compiled_fsdp.ir.printer import printable
 from compiled_fsdp.version import __version__
 
 if TYPE_CHECKING:

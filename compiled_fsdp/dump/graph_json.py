@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import hint, output
 from compiled_fsdp.ir.meta import CommTag
+from compiled_fsdp.ir.opaque import Opaque
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.plan import Plan
@@ -40,27 +41,6 @@ MAX_ELEMENTS = 1 << 50  # of a tensor; more is no graph that anybody had
 
 class FormatError(ValueError):
     """Text that is no graph."""
-
-
-class Opaque:
-    """An op that is not looked up, or an argument of a kind that JSON has no form for: its text is all that is known."""
-
-    _known: dict[str, Opaque] = {}  # noqa: RUF012  # one object a name, so that they compare
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    @classmethod
-    def named(cls, name: str) -> Opaque:
-        """The one of this name."""
-        return cls._known.setdefault(name, cls(name))
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        """Never: such a graph is for reading."""
-        raise TypeError(f"{self.__name__}: a graph that was built from JSON cannot be run")
-
-    def __repr__(self) -> str:
-        return self.__name__
 
 
 # -- writing

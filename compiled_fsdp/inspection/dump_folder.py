@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.dump import graph_json
-from compiled_fsdp.dump.writer import Counts, collectives, printable, show
-from compiled_fsdp.errors import GraphInvariantError
+from compiled_fsdp.dump.writer import Counts
 from compiled_fsdp.ir.collectives import CONVERT
 from compiled_fsdp.ir.graph import find, starts, value
 from compiled_fsdp.ir.meta import get_tag, set_captured
+from compiled_fsdp.ir.printer import collectives, printable, show
 from compiled_fsdp.ir.sequence import sequence_over
 from compiled_fsdp.planning.memory import profile
+from compiled_fsdp.verification.invariant import GraphInvariantError
 from compiled_fsdp.verification.meaning import Captured
 
 if TYPE_CHECKING:

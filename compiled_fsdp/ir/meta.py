@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.verification.meaning import Captured
-
     from .spec import ParamSpec
 
 _KEY = "fsdp"
@@ -62,7 +60,7 @@ def get_tag(node: Node) -> CommTag | None:
     return tag
 
 
-def set_captured(gm: GraphModule, captured: Captured | None) -> None:
+def set_captured(gm: GraphModule, captured: object) -> None:
     """Keep what a graph was when the pipeline got it; None when the pipeline is done."""
     if captured is None:
         gm.meta.pop(_KEY, None)
@@ -70,10 +68,9 @@ def set_captured(gm: GraphModule, captured: Captured | None) -> None:
         gm.meta[_KEY] = captured
 
 
-def get_captured(gm: GraphModule) -> Captured | None:
-    """What the graph was when the pipeline got it; None outside a run of the pipeline."""
-    captured: Captured | None = gm.meta.get(_KEY)
-    return captured
+def get_captured(gm: GraphModule) -> Any:
+    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the pipeline."""
+    return gm.meta.get(_KEY)
 
 
 # (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision from it.

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.dump.writer import printable
-
 from .collectives import group_of
 from .graph import Builder, is_backward, placeholders, starts, value
 from .meta import get_tag, take_record
+from .printer import printable
 from .schema import AGREE, ALL_GATHER, GATHER_AHEAD
 
 if TYPE_CHECKING:

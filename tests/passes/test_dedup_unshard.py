@@ -6,8 +6,8 @@ import torch
 from compiled_fsdp.passes.dedup_unshard import dedup_unshard
 from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 
-from compiled_fsdp.dump.writer import show
 from compiled_fsdp.ir.graph import ADD, erase_unused, sum_leaves
+from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.schema import REDUCE_GRAD
 from compiled_fsdp.passes import dedup_unshard as module
 

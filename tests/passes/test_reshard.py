@@ -8,7 +8,7 @@ from passes_harness import PLAN, GraphTest, Hand, aten, getitem, unit
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compiled_fsdp.dump.writer import show
+from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import reshard as module
 

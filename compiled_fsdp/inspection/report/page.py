@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.dump.writer import printable
+from compiled_fsdp.ir.printer import printable
 
 from .read import read_dump
 from .trace import chrome_trace

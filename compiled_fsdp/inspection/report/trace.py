@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.dump.writer import printable
+from compiled_fsdp.ir.printer import printable
 
 from .read import read_dump
 
