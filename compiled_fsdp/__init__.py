@@ -23,6 +23,8 @@ from torch.distributed.fsdp import StateDictType as StateDictType
 from compiled_fsdp.command.replacement import replace_stock as replace_stock
 from compiled_fsdp.dump.writer import dumped_to as dumped_to
 from compiled_fsdp.eager.finalization import GradientReductionHandle as GradientReductionHandle
+from compiled_fsdp.frontend.explain import UnusedOptionError as UnusedOptionError
+from compiled_fsdp.frontend.explain import explain as explain
 from compiled_fsdp.frontend.fallback import FallbackError as FallbackError
 from compiled_fsdp.frontend.fallback import set_fallback as set_fallback
 from compiled_fsdp.frontend.kernel_times import measure_kernels as measure_kernels
@@ -33,8 +35,6 @@ from compiled_fsdp.fsdp2.fsdp_module import FSDPModule as FSDPModule
 from compiled_fsdp.fsdp2.fsdp_module import UnshardHandle as UnshardHandle
 from compiled_fsdp.fsdp2.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
 from compiled_fsdp.fsdp2.fsdp_module import share_comm_ctx as share_comm_ctx
-from compiled_fsdp.inspection.collect import UnusedOptionError as UnusedOptionError
-from compiled_fsdp.inspection.collect import explain as explain
 from compiled_fsdp.inspection.explanation import Explanation as Explanation
 from compiled_fsdp.planning.costs import Costs as Costs
 from compiled_fsdp.planning.costs import Link as Link

@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
 from compiled_fsdp.errors import warn_once
+from compiled_fsdp.inspection.collect import after_first_step
 from compiled_fsdp.torch_private import local_tensor
 from compiled_fsdp.units.unit import taken
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
@@ -174,18 +175,11 @@ def _after_step(optimizer: torch.optim.Optimizer) -> None:
     for reference in _trained[optimizer]:
         tree = reference()
         if tree is not None and tree.members and tree.clock.tick(optimizer):
-            on_first_step(tree)
+            after_first_step(tree)
 
 
 def _holds(tree: Tree, params: set[int]) -> bool:
     return any(id(p.sharded) in params for runtime in tree.members for p in runtime.unit.params)
-
-
-def on_first_step(tree: Tree) -> None:
-    """What happens after the first step of a model."""
-    from compiled_fsdp.inspection.collect import after_first_step
-
-    after_first_step(tree)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

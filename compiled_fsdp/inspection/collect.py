@@ -1,4 +1,4 @@
-"""`explain`: what became of a sharded model, from what its units, its graphs and its options have left behind."""
+"""What became of a sharded model, from what its units, its graphs and its options have left behind."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import torch.distributed as dist
 from compiled_fsdp import log
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
-from compiled_fsdp.eager import optimizer_steps
-from compiled_fsdp.errors import named
-from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.planning.plan import options as plan_options
-from compiled_fsdp.torch_private import recompiles, uncompiled
+from compiled_fsdp.torch_private import recompiles
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
@@ -42,57 +39,17 @@ from .explanation import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import nn
-
     from compiled_fsdp.eager.tree import Tree
-    from compiled_fsdp.options import Options
     from compiled_fsdp.units.unit import Unit
 
 Ran = tuple[Run, GraphRecord]
-
-
-class UnusedOptionError(RuntimeError):
-    """An option was set, a whole step has run, and nothing took a decision from it."""
-
-    def __init__(self, text: str, explanation: Explanation) -> None:
-        super().__init__(text)
-        self.explanation = explanation
-
-
-def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False) -> Explanation:
-    """Say what became of a sharded model: which units are in a graph, what communicates them, what it costs, what each option did.
-
-    Print the result, or take its fields; `as_dict()` is for JSON. Works before the first step, compiled or not, on any rank, and
-    communicates nothing.
-
-    Args:
-        model: what `fully_shard` or `torch.compile` returned, or any module with sharded ones inside.
-        profile: a finished `torch.profiler.profile` of some steps, from which exposed communication is taken, and with
-            `profile_memory=True` the peak.
-        allow_unused: do not raise for options that nothing consumed; they are in the result.
-
-    Raises:
-        TypeError: nothing in the model is sharded, or `profile` is no profile.
-        UnusedOptionError: a step has run since an option was set, and nothing consumed it; `.explanation` has the rest.
-    """
-    inner = uncompiled(model)
-    states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
-    if not states:
-        raise TypeError(f"explain: {named(model)} has no sharded module. Call fully_shard on it first")
-    measured.check(profile)
-    optimizer_steps.catch_up()
-    units = sorted((s.unit for s in states), key=lambda unit: unit.number)
-    found = _explain(original_class(inner).__name__, units, states[0].runtime.tree, profile)
-    if not allow_unused:
-        _check_unused(found, units)
-    return found
 
 
 def after_first_step(tree: Tree) -> None:
     """Log the summary of a model, on rank 0, and write what is known of it beside the dumps of its graphs."""
     units = [runtime.unit for runtime in tree.in_order()]
     outermost = next((unit for unit in units if unit.is_outermost), units[0])
-    found = _explain(original_class(outermost.modules[0]).__name__, units, tree, None)
+    found = collect(original_class(outermost.modules[0]).__name__, units, tree, None)
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.summarise(found.summary)
     folder = dump.rank_folder()
@@ -100,7 +57,8 @@ def after_first_step(tree: Tree) -> None:
         (folder / "explain.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
 
 
-def _explain(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Explanation:
+def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Explanation:
+    """Everything that is known of a model of these units; `profile` is a finished one, or None."""
     keys = {unit.key: unit.name for unit in units}
     parsed = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
     ours = [(run, record) for run, record in parsed if any(key in keys for key in record.units)]
@@ -276,43 +234,3 @@ def _plan_options(parsed: list[Ran]) -> list[OptionInfo]:
         )
         found.append(OptionInfo(name, asked.value, [], list(consumers)))
     return found
-
-
-def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
-    """Only where a backward has run since: before, nothing had the chance."""
-    runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
-    wrong = []
-    for option in found.unused():
-        names = [u.name for u in units if u.name in option.units and _has_trained(u, u.options, option.name, runs)]
-        is_of_plan = not option.units and any(_has_trained(u, plan_options, option.name, runs) for u in units)
-        if names or is_of_plan:
-            wrong.append(
-                f"  {option.name}={option.value}" + (f" of {', '.join(names[:5])}" if names else "") + _hint(option.name)
-            )
-    if wrong:
-        raise UnusedOptionError(
-            "explain: these options were set, a step has run since, and nothing took a decision from them, so they changed "
-            "nothing:\n" + "\n".join(wrong) + "\nLeave them out, or pass allow_unused=True to see the rest",
-            found,
-        )
-
-
-def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bool:
-    since = options.asked[name].moment
-    eager = unit.options.consumed.get("mp_policy.reduce_dtype", {})
-    graphs = [run.last for run, record in runs if record.kind == "backward" and unit.key in record.units]
-    return max([*eager.values(), *graphs], default=0) > since
-
-
-HINTS = {
-    "Plan.": "a plan is for graphs: compile the model, before the step and after set_plan",
-    "set_requires_all_reduce": "without a replicate axis (HSDP) there is no all-reduce",
-    "set_reshard_after_backward": "a graph keeps parameters only with reshard_after_forward=False",
-    "set_is_last_backward": "a graph awaits its reductions itself",
-    "set_modules_to_": "in a graph, the unit has neither a gather nor a reduction to begin at",
-    "ignored_params": "none of them is a parameter of the module",
-}
-
-
-def _hint(name: str) -> str:
-    return next((f" ({text})" for start, text in HINTS.items() if name.startswith(start)), "")
