@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_fsdp.frontend.writes import say_they_are_lost
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.torch_private import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
@@ -349,3 +349,15 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
         padded = full.as_strided(spec.padded_shape, full.stride())
         apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
         apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))
+
+
+def say_they_are_lost(fqns: Sequence[str]) -> None:
+    """Announce writes to full parameters, which last no longer than those do."""
+    if not fqns:
+        return
+    others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
+    warn_once(
+        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. What follows in the same forward "
+        "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
+        "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
+    )

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from compiled_fsdp.eager.full_params import say_they_are_lost
 from compiled_fsdp.eager.resident import shown
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.keys import Keys
@@ -49,9 +50,10 @@ from compiled_fsdp.torch_private import (
     with_spec,
 )
 from compiled_fsdp.units.registered import sharded_behind
+from compiled_fsdp.wire.ops import before_traced_reads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -174,18 +176,6 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
     say_they_are_lost(lost)
 
 
-def say_they_are_lost(fqns: Sequence[str]) -> None:
-    """Announce writes to full parameters, which last no longer than those do."""
-    if not fqns:
-        return
-    others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
-    warn_once(
-        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. What follows in the same forward "
-        "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
-        "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
-    )
-
-
 def _key(node: Node) -> tuple[object, ...]:
     return tuple(tuple(a) if isinstance(a, list | tuple) else a for a in node.args)
 
@@ -300,3 +290,7 @@ def _refuse(text: str) -> NoReturn:
     text = f"compiled_fsdp: {text}"
     warn_once(text)
     give_up_graph(text)
+
+
+# Frames that a graph break begins may read parameters without any forward of a unit in their trace, and so without `watch_writes`.
+before_traced_reads(settle_writes)

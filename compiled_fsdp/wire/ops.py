@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.frontend.writes import settle_writes
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import REDUCE_GRAD, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
@@ -23,6 +22,8 @@ from .runs import note_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.fx import GraphModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ class Owner(left_out.Buffer, Protocol):
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
+
+
+_settle_first: list[Callable[[GraphModule], None]] = []
+
+
+def before_traced_reads(fn: Callable[[GraphModule], None]) -> None:
+    """Let `fn` see every graph of Dynamo's that reads a parameter, once it is whole and before its backend gets it."""
+    _settle_first.append(fn)
 
 
 # Units that a graph reads, by the name in their ops: what no eager hook sees.
@@ -137,7 +146,8 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     TRACED.add(spec.unit)
-    before_backend(settle_writes)
+    for settle in _settle_first:
+        before_backend(settle)
     return flat.new_empty(spec.shape, dtype=spec.dtype)
 
 
