@@ -22,7 +22,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import compiled_fsdp.passes
+from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.errors import warn_once
@@ -51,13 +51,17 @@ if TYPE_CHECKING:
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
+def sources() -> list[Path]:
+    """Every file of this project: all rooms, and `passes/`, which stands beside the package in a checkout."""
+    folders = {Path(__file__).parents[1], Path(passes.__path__[0])}
+    return sorted({path for folder in folders for path in folder.rglob("*.py")})
+
+
 @cache
 def source_hash() -> str:
-    """Of every file of this project: a new version must not meet an old version's cache."""
-    here = Path(compiled_fsdp.__file__).parent
-    folders = {here, Path(compiled_fsdp.passes.__path__[0])}
+    """Of all sources: a new version must not meet an old version's cache."""
     digest = hashlib.sha256()
-    for path in sorted({p for folder in folders for p in folder.rglob("*.py")}):
+    for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

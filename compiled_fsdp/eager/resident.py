@@ -14,16 +14,12 @@ import torch
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.schema import REDUCE_GRAD
-from compiled_fsdp.ir.spec import CONSTANTS
 from compiled_fsdp.wire import launch
 
 from . import optimizer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import Tensor
 
     from .full_params import FullParams
 
@@ -37,23 +33,6 @@ def num_steps() -> int:
 
 
 _there: weakref.WeakSet[FullParams] = weakref.WeakSet()
-
-
-class Resident(torch.autograd.Function):
-    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient goes to the buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
-        """An alias of what is there. Not a view: autograd lets none that is made here be written to."""
-        ctx.save_for_backward(flat)
-        ctx.key = key
-        return full.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """To the flat buffer."""
-        (flat,) = ctx.saved_tensors
-        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
 
 
 def prepare(runtimes: Iterable[FullParams]) -> None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from .plan import current_plan, use
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compiled_fsdp.units.mesh import MeshInfo
 
 REPEATS = 5
 SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collective
@@ -39,7 +38,36 @@ STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
 DIGITS = 2  # that count; runs on one machine should find each other's compiled code
 
 
-def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
+class Mesh(Protocol):
+    """What is asked of a mesh: the groups that its ranks communicate over, and where their tensors are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that are communicated."""
+        ...
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a parameter is cut over."""
+        ...
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The group that gathers parameters and scatters gradients."""
+        ...
+
+    @property
+    def replicate_size(self) -> int:
+        """Ranks that hold the same shard; 1 if there is no replicate axis."""
+        ...
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The group that all-reduces gradients over them."""
+        ...
+
+
+def calibrate(infos: Sequence[Mesh]) -> Costs | None:
     """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than five on a slow wire.
 
     None where nothing is communicated: one rank, or a fake process group.
@@ -59,7 +87,7 @@ def calibrate(infos: Sequence[MeshInfo]) -> Costs | None:
     return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
 
 
-def groups_of(infos: Sequence[MeshInfo]) -> dict[str, dist.ProcessGroup]:
+def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
     """The groups of these meshes over which anything is communicated, by name."""
     found: dict[str, dist.ProcessGroup] = {}
     for info in infos:
@@ -69,7 +97,7 @@ def groups_of(infos: Sequence[MeshInfo]) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def calibrate_plan(infos: Sequence[MeshInfo]) -> None:
+def calibrate_plan(infos: Sequence[Mesh]) -> None:
     """Complete the current plan with costs, if it needs them and lacks them for one of these groups."""
     plan = current_plan()
     if not plan.is_from_costs:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.eager.resident import Resident
-from compiled_fsdp.ir.schema import UNSHARD
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import CONSTANTS
 from compiled_fsdp.torch_private import trace_number
 
@@ -15,6 +14,26 @@ from .extension import WHY_EAGER
 from .handles import APART
 from .tensor_parallel import as_dtensor
 from .views import view_of_flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Resident(torch.autograd.Function):
+    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient goes to the buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
+        """An alias of what is there. Not a view: autograd lets none that is made here be written to."""
+        ctx.save_for_backward(flat)
+        ctx.key = key
+        return full.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the flat buffer."""
+        (flat,) = ctx.saved_tensors
+        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
 
 
 def traced(module: Any, name: str) -> Any:
