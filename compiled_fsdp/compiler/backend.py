@@ -23,7 +23,7 @@ from compiled_fsdp.ir.heads import add_heads
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.sequence import add_agreement, owner
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private import is_profiling
+from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.ranges import title
 
 from .inductor import install_passes, run_half, run_joint, use_gloo

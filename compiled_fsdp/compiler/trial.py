@@ -19,7 +19,7 @@ from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_places, taken_over
 from compiled_fsdp.planning.memory import StepProfile, profile_step
-from compiled_fsdp.torch_private import graph_module_without_code, without_code
+from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
 from .partition import partition
 

@@ -26,7 +26,7 @@ from compiled_fsdp.planning.halves import Handed, follows, handed_over, lifetime
 from compiled_fsdp.planning.lifetimes import IN_FLIGHT, Lifetimes
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import program, simulate
-from compiled_fsdp.torch_private import group_named
+from compiled_fsdp.torch_private.groups import group_named
 from compiled_fsdp.version import __version__
 
 if TYPE_CHECKING:

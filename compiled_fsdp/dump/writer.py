@@ -24,7 +24,8 @@ from compiled_fsdp.ir.schema import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED, current_plan
 from compiled_fsdp.planning.planner import predict
-from compiled_fsdp.torch_private import group_named, is_traced, trace_artifact
+from compiled_fsdp.torch_private.groups import group_named
+from compiled_fsdp.torch_private.tracing import is_traced, trace_artifact
 from compiled_fsdp.version import __version__
 
 from . import graph_json

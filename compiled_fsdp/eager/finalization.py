@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.torch_private import StockGradientReductionHandle, backward_number
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.modules import StockGradientReductionHandle
 
 if TYPE_CHECKING:
     from .runtime import Runtime

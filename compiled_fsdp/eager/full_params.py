@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.torch_private import allocate, preserve_version, set_versions
+from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
 from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
 from compiled_fsdp.units.handles import APART

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.comptime import comptime
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from compiled_fsdp.torch_private import never_traced_alone, untraced
+from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

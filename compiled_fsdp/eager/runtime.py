@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import KEEP_SLICE
-from compiled_fsdp.torch_private import accumulates, untraced
+from compiled_fsdp.torch_private.autograd import accumulates
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.deferred import Deferred
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from compiled_fsdp.torch_private import backward_number, untraced
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.wire import ranges
 
 from .clock import Clock

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.torch_private import READS_DICTS, never_traced_alone, starting_at_zero, untraced
+from compiled_fsdp.torch_private.dtensors import starting_at_zero
+from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced
 from compiled_fsdp.units.unit import original_class, originals
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private import compiled_again
+from compiled_fsdp.torch_private.dynamo import compiled_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.utils as dynamo
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private import last_recompile
+from compiled_fsdp.torch_private.dynamo import last_recompile
 from compiled_fsdp.units.unit import original_class
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.inspection.collect import after_first_step
-from compiled_fsdp.torch_private import local_tensor
+from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.unit import taken
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
 from compiled_fsdp.wire.ops import TRACED

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from compiled_fsdp.planning.calibrate import DIGITS, calibrate, groups_of
 from compiled_fsdp.planning.costs import Costs, kernel
 from compiled_fsdp.planning.plan import current_plan, use
-from compiled_fsdp.torch_private import uncompiled
+from compiled_fsdp.torch_private.dynamo import uncompiled
 
 from .warmup import run_both, sharded_below, without_trace
 

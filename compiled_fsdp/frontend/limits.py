@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compiled_fsdp.torch_private import before_compiling, last_recompile
+from compiled_fsdp.torch_private.dynamo import before_compiling, last_recompile
 
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part

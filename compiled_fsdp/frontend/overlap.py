@@ -25,7 +25,9 @@ from torch import nn, optim
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import IN_BACKWARD
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
-from compiled_fsdp.torch_private import backward_number, make_dtensor, uncompiled, untraced
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
 from compiled_fsdp.units.in_flight import Spent, is_spent
 
 from .state import states_below

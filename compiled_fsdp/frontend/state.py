@@ -18,17 +18,16 @@ from compiled_fsdp.eager.tree import in_backward
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
-from compiled_fsdp.torch_private import (
+from compiled_fsdp.torch_private.dynamo import (
     TRACES_TO_DTENSORS,
-    cast_floating,
     code_in_trace,
     codes_under_way,
     never_trace_hooks_alone,
     never_traced_alone,
-    plain_name,
     traces_autograd,
     untraced,
 )
+from compiled_fsdp.torch_private.modules import cast_floating, plain_name
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
 

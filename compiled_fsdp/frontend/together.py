@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.torch_private import default_group, group_store
+from compiled_fsdp.torch_private.groups import default_group, group_store
 from compiled_fsdp.wire.agreement import everyones
 from compiled_fsdp.wire.watcher import Watcher
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.errors import named
-from compiled_fsdp.torch_private import uncompiled
+from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
 
 from .state import states_below

@@ -38,16 +38,14 @@ from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.torch_private import (
+from compiled_fsdp.torch_private.dtensors import local_tensor, spec_of, with_spec
+from compiled_fsdp.torch_private.dynamo import (
     ENTER_INFERENCE,
     EXIT_INFERENCE,
     GET_DATA,
     SET_GRAD_ENABLED,
     before_backend,
     give_up_graph,
-    local_tensor,
-    spec_of,
-    with_spec,
 )
 from compiled_fsdp.units.registered import sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads

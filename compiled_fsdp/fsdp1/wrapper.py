@@ -26,7 +26,8 @@ from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
-from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.modules import cast_floating
 
 from . import stock
 from .at_rest import AtRest, rest

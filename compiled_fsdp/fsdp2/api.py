@@ -28,7 +28,9 @@ from compiled_fsdp.compiler.inductor import install_passes
 from compiled_fsdp.frontend.arguments import check_sharding
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.state import State, adopt_nested, get_state
-from compiled_fsdp.torch_private import is_replicated, local_tensor, plain_name, uncompiled
+from compiled_fsdp.torch_private.dtensors import local_tensor
+from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.torch_private.modules import is_replicated, plain_name
 from compiled_fsdp.units.extension import has_extension
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype

@@ -21,7 +21,8 @@ from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, get_state, module_by_key, states_below
 from compiled_fsdp.ir.collectives import CUSTOM
 from compiled_fsdp.ir.spec import register
-from compiled_fsdp.torch_private import forgets_gradients, is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import Settings, originals
 

@@ -10,15 +10,9 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.state import State, get_state, set_state
-from compiled_fsdp.torch_private import (
-    in_own_storage,
-    local_tensor,
-    rebind_compiled,
-    register_first,
-    starting_at_zero,
-    uncompiled,
-    untraced,
-)
+from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
+from compiled_fsdp.torch_private.dynamo import rebind_compiled, uncompiled, untraced
+from compiled_fsdp.torch_private.modules import register_first
 from compiled_fsdp.units.registered import Registered
 
 from .fsdp_module import FSDPModule

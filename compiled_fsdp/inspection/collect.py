@@ -12,7 +12,7 @@ from compiled_fsdp import log
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.planning.plan import options as plan_options
-from compiled_fsdp.torch_private import recompiles
+from compiled_fsdp.torch_private.dynamo import recompiles
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private import allocations
+from compiled_fsdp.torch_private.tracing import allocations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

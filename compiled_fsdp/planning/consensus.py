@@ -24,7 +24,7 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_seconds
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.torch_private import tracing_context
+from compiled_fsdp.torch_private.dynamo import tracing_context
 from compiled_fsdp.wire.agreement import everyones
 
 from .plan import DISTANCES, Plan

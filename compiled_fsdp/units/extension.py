@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.torch_private import allocate, contiguous_stride, preserve_version
+from compiled_fsdp.torch_private.autograd import allocate, preserve_version
+from compiled_fsdp.torch_private.dtensors import contiguous_stride
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,15 +14,10 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.torch_private import (
-    accumulates,
-    backward_number,
-    current_run,
-    local_tensor,
-    make_dtensor,
-    register_work,
-    untraced,
-)
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
+from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import Piece, own

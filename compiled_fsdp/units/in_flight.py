@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_fsdp.torch_private import make_dtensor, without_torch_function
+from compiled_fsdp.torch_private.autograd import without_torch_function
+from compiled_fsdp.torch_private.dtensors import make_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compiled_fsdp.ir.spec import Reduction
-from compiled_fsdp.torch_private import concatenate, flatten, new_group
+from compiled_fsdp.torch_private.dtensors import concatenate, flatten
+from compiled_fsdp.torch_private.groups import new_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 
 from compiled_fsdp.errors import named
-from compiled_fsdp.torch_private import reduces_in_grad_dtype
+from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import torch
 
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import CONSTANTS
-from compiled_fsdp.torch_private import trace_number
+from compiled_fsdp.torch_private.dynamo import trace_number
 
 from .extension import WHY_EAGER
 from .handles import APART

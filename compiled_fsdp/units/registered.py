@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compiled_fsdp.torch_private import never_traced_alone, untraced
+from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 
 from .reads import is_in_forward, is_seen_elsewhere, traced
 

@@ -19,7 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from compiled_fsdp.ir.keys import Keys
-from compiled_fsdp.torch_private import concatenate, cut_inside, cuts, local_tensor, spec_of, traced_as_it_is, with_spec
+from compiled_fsdp.torch_private.dtensors import concatenate, cut_inside, cuts, local_tensor, spec_of, with_spec
+from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.options import Options, register
-from compiled_fsdp.torch_private import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
 from compiled_fsdp.wire.ablation import fake_group, is_ablated
 
 from .extension import has_extension

@@ -20,7 +20,7 @@ import torch
 
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.schema import FLATTEN_GRAD
-from compiled_fsdp.torch_private import traced_as_it_is
+from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from functools import cache
 import torch.distributed as dist
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private import group_named, new_group
+from compiled_fsdp.torch_private.groups import group_named, new_group
 
 
 def is_ablated(name: str) -> bool:

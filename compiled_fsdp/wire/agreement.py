@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.torch_private import group_named, group_store, group_timeout
+from compiled_fsdp.torch_private.groups import group_named, group_store, group_timeout
 
 from .meeting import meet
 from .watcher import Watcher

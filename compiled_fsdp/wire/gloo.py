@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.torch_private import group_named, register_work, unprofiled
+from compiled_fsdp.torch_private.groups import group_named, register_work
+from compiled_fsdp.torch_private.tracing import unprofiled
 
 from . import ranges
 from .agreement import lost

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import schema
 from compiled_fsdp.ir.collectives import ALL_GATHER
-from compiled_fsdp.torch_private import group_named
+from compiled_fsdp.torch_private.groups import group_named
 
 from . import gloo
 

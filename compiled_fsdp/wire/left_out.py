@@ -14,14 +14,9 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private import (
-    backward_number,
-    outputs_of_tangents,
-    run_of,
-    running_compiled_function,
-    running_node,
-    untraced,
-)
+from compiled_fsdp.torch_private.autograd import backward_number, run_of, running_node
+from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.torch_private.graphs import outputs_of_tangents, running_compiled_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

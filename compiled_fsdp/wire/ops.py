@@ -15,7 +15,8 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import REDUCE_GRAD, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
-from compiled_fsdp.torch_private import before_backend, group_named, is_dynamo_faking, reduce_op, register_work
+from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
+from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
 from . import agreement, gloo, launch, left_out, ranges
 from .runs import note_run

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from compiled_fsdp.torch_private import backward_number, is_profiling
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.tracing import is_profiling
 
 OFF = nullcontext()
 SHOWN = 4  # parameters in a name

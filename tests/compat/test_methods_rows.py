@@ -45,7 +45,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-from compiled_fsdp.torch_private import forgets_gradients
+from compiled_fsdp.torch_private.modules import forgets_gradients
 
 
 class Methods(nn.Module):

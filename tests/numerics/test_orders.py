@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
 from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.planning.costs import Costs, Link
-from compiled_fsdp.torch_private import TRACES_TO_DTENSORS
+from compiled_fsdp.torch_private.dynamo import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
