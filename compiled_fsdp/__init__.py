@@ -30,6 +30,7 @@ from compiled_fsdp.frontend.fallback import set_fallback as set_fallback
 from compiled_fsdp.frontend.kernel_times import measure_kernels as measure_kernels
 from compiled_fsdp.frontend.overlap import overlap_optimizer as overlap_optimizer
 from compiled_fsdp.frontend.warmup import warmup as warmup
+from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 from compiled_fsdp.fsdp2.api import fully_shard as fully_shard
 from compiled_fsdp.fsdp2.fsdp_module import FSDPModule as FSDPModule
 from compiled_fsdp.fsdp2.fsdp_module import UnshardHandle as UnshardHandle
@@ -50,7 +51,6 @@ from compiled_fsdp.wire.agreement import DivergenceError as DivergenceError
 from . import sharded_grad_scaler as sharded_grad_scaler
 from . import wrap as wrap
 from .compiler import backend as backend
-from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
 from .version import __version__ as __version__
 
 if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # since torch 2.13

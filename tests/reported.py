@@ -10,7 +10,7 @@ from measure import record_step
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
-from compiled_fsdp.inspection.report import add_profile
+from compiled_fsdp.report import add_profile
 
 if TYPE_CHECKING:
     from torch import Tensor

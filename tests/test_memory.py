@@ -21,7 +21,8 @@ import compiled_fsdp.compiler.inductor as inductor_module
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 from compiled_fsdp.ir.collectives import ALL_GATHER, WAIT
 from compiled_fsdp.ir.schema import FREE
-from compiled_fsdp.planning.memory import BUCKET, GATHERED, IN_FLIGHT, Lifetimes, profile, profile_of, profile_step
+from compiled_fsdp.planning.lifetimes import BUCKET, GATHERED, IN_FLIGHT, Lifetimes
+from compiled_fsdp.planning.memory import profile, profile_of, profile_step
 from compiled_fsdp.planning.plan import Plan
 
 if TYPE_CHECKING:

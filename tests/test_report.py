@@ -29,10 +29,10 @@ from usage import UsageError
 from compiled_fsdp import Costs, Link, fully_shard, planned
 from compiled_fsdp.command.cli import main
 from compiled_fsdp.dump import records
-from compiled_fsdp.inspection.report import DumpError, add_profile, write_report, write_trace
 from compiled_fsdp.inspection.report.measured import AGREE, CARRIED, WAIT
 from compiled_fsdp.planning.memory import profile_step
 from compiled_fsdp.planning.planner import predict
+from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
 
 if TYPE_CHECKING:
     from pool import Pool

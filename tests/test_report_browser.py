@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from reported import EVIL
 
-from compiled_fsdp.inspection.report import write_report
+from compiled_fsdp.report import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

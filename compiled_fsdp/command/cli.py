@@ -27,8 +27,14 @@ from compiled_fsdp.inspection.dump_folder import (
     violations,
 )
 from compiled_fsdp.inspection.explanation import Explanation
+from compiled_fsdp.inspection.report.check import DumpError
+from compiled_fsdp.inspection.report.measured import add_profile
+from compiled_fsdp.inspection.report.page import write_report
+from compiled_fsdp.inspection.report.trace import write_trace
 from compiled_fsdp.ir.printer import printable
 from compiled_fsdp.version import __version__
+
+from .replacement import replace_stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -196,8 +202,6 @@ def _alike(one: DumpedRank, two: DumpedRank, options: argparse.Namespace) -> Ite
 
 def _run(options: argparse.Namespace) -> int:
     """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m compiled_fsdp run SCRIPT ...`."""
-    from .replacement import replace_stock
-
     path = Path(options.script)
     if not options.is_module and not path.is_file():
         sys.stderr.write(f"python -m compiled_fsdp run: there is no file {options.script!r}. For a module, say -m\n")
@@ -235,15 +239,13 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from compiled_fsdp.inspection import report
-
     try:
         if options.profile is not None:
-            report.add_profile(options.folder, options.profile, options.of_rank)
-        report.write_report(options.folder, options.out)
+            add_profile(options.folder, options.profile, options.of_rank)
+        write_report(options.folder, options.out)
         if options.trace is not None:
-            report.write_trace(options.folder, options.trace)
-    except report.DumpError as error:
+            write_trace(options.folder, options.trace)
+    except DumpError as error:
         raise DumpFolderError(str(error)) from error
     _say(f"{options.out} written")
     return 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed.fsdp as stock
 
-from compiled_fsdp.fsdp1 import FullyShardedDataParallel
+from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel
 from compiled_fsdp.fsdp2.api import fully_shard
 from compiled_fsdp.fsdp2.fsdp_module import register_fsdp_forward_method, share_comm_ctx
 from compiled_fsdp.log import summarise

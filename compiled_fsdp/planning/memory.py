@@ -15,31 +15,12 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.graph import is_backward
 
 from .halves import handed_over, lifetimes_after, taken_over
-from .lifetimes import ACTIVATION, BUCKET, GATHERED, GRADIENT, IN_FLIGHT, OUTPUT, TEMPORARY, Curve, Lifetimes, Storage
+from .lifetimes import Curve, Lifetimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import Graph, Node
-
-__all__ = [
-    "ACTIVATION",
-    "BUCKET",
-    "GATHERED",
-    "GRADIENT",
-    "IN_FLIGHT",
-    "OUTPUT",
-    "TEMPORARY",
-    "Alive",
-    "Curve",
-    "Lifetimes",
-    "MemoryProfile",
-    "StepProfile",
-    "Storage",
-    "profile",
-    "profile_of",
-    "profile_step",
-]
 
 
 @dataclass(frozen=True, slots=True)

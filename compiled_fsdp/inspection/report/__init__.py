@@ -7,10 +7,3 @@
 Data come from the folder that `dumped_to` or COMPILED_FSDP_DUMP wrote, and from nothing else. They are JSON and text; nothing is
 unpickled, and every name is shown as text.
 """
-
-from .check import DumpError as DumpError
-from .measured import add_profile as add_profile
-from .page import write_report as write_report
-from .trace import write_trace as write_trace
-
-__all__ = ["DumpError", "add_profile", "write_report", "write_trace"]
