@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from compiled_fsdp.ir.spec import ParamSpec
-    from compiled_fsdp.units.flat import FlatParam, ShardedParam
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
     from compiled_fsdp.wire.deferred import Value as Recorded
 

@@ -30,7 +30,8 @@ from .tree import Reduction, Tree, in_backward, log, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.units.flat import FlatParam, ShardedParam
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
     from compiled_fsdp.wire.deferred import Value as Recorded
 

@@ -31,7 +31,8 @@ from .resident import num_steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compiled_fsdp.units.flat import FlatParam, ShardedParam
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.wire.deferred import Deferred
     from compiled_fsdp.wire.deferred import Value as Recorded
 

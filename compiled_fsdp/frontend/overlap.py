@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compiled_fsdp.eager.runtime import Runtime
-    from compiled_fsdp.units.flat import FlatParam, ShardedParam
+    from compiled_fsdp.units.flat import FlatParam
     from compiled_fsdp.units.gathers import Gather
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)

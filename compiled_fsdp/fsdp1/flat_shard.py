@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.units.flat import FlatParam, ShardedParam
+from compiled_fsdp.units.flat import FlatParam
 from compiled_fsdp.units.handles import OPEN, Handle
+from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
 

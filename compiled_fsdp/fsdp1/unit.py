@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from compiled_fsdp.ir.spec import ParamSpec
-    from compiled_fsdp.units.flat import FlatParam, ShardedParam
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
 
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 LOW_PRECISION = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}

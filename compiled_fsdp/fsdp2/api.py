@@ -19,9 +19,10 @@ from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
 from compiled_fsdp.units.extension import has_extension
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
+from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
 from compiled_fsdp.units.tensor_parallel import place
-from compiled_fsdp.units.unit import Original, Unit, taken
+from compiled_fsdp.units.unit import Unit, taken
 
 from .fsdp_module import FSDPModule
 from .module import shard_classes, share_params
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
-    from compiled_fsdp.units.flat import ShardedParam
     from compiled_fsdp.units.mesh import MeshInfo
+    from compiled_fsdp.units.param import ShardedParam
 
 _NO_OFFLOAD = OffloadPolicy()
 _FULL_PRECISION = MixedPrecisionPolicy()

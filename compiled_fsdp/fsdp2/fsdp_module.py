@@ -24,7 +24,8 @@ from compiled_fsdp.ir.spec import register
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
-from compiled_fsdp.units.unit import Settings, originals
+from compiled_fsdp.units.settings import Settings
+from compiled_fsdp.units.unit import originals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -20,7 +20,7 @@ from .fsdp_module import FSDPModule
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compiled_fsdp.units.flat import ShardedParam
+    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
 
 

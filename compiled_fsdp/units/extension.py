@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.wire.deferred import Deferred
     from compiled_fsdp.wire.deferred import Value as Recorded
 
-    from .flat import ShardedParam
+    from .param import ShardedParam
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # optional; known to stock since torch 2.15

@@ -1,4 +1,4 @@
-"""A flat buffer, the parameters that are views of it, and how its gradient becomes theirs."""
+"""A flat buffer, how its parameters are views of it, and how its gradient becomes theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
-from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
@@ -24,10 +24,9 @@ from compiled_fsdp.wire.ops import Piece, own
 
 from .gathers import PieceGather
 from .in_flight import Arrival
-from .layout import FlatLayout, ShardLayout
+from .layout import FlatLayout
 from .mesh import MeshInfo
-from .registered import registered
-from .tensor_parallel import Full
+from .param import ShardedParam
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.wire.deferred import Value as Recorded
 
-    from .handles import Handle
     from .unit import Unit
 
 
@@ -55,103 +53,6 @@ WHILE_KEPT = (
     "while the full parameters were kept for another forward (reshard_after_forward=False, set_reshard_after_backward(False), or "
     f"unshard()). {_INSTEAD}, or call reshard() on the module afterwards"
 )
-
-
-@dataclass(eq=False)
-class ShardedParam:
-    """One parameter: where it is registered, and its sharded form.
-
-    owners: every (module, name) that holds it; several when tied.
-    root, path: a module that the call was given, and the name below it.
-    fqn: name relative to the outermost `fully_shard` module known so far.
-    sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
-    full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
-    compute: the dtype that the policy gives to this parameter alone; None: as to all.
-    unsharded: the eager runtime's full parameter; None before the first eager use.
-    is_borrowed: it lies in the shard's own memory, which is not to be freed.
-    spec: the arguments of its ops under the current settings.
-    handle: what a traced read outside an eager forward needs.
-    """
-
-    owners: list[tuple[nn.Module, str]]
-    root: nn.Module
-    path: str
-    sharded: nn.Parameter
-    layout: ShardLayout
-    full: Full | None = None
-    compute: torch.dtype | None = None
-    unsharded: nn.Parameter | None = None
-    is_borrowed: bool = False
-    fqn: str = ""
-    spec: ParamSpec = field(init=False)
-    handle: Handle = field(init=False)
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's shard."""
-        return local_tensor(self.sharded)
-
-    @property
-    def gathered(self) -> Tensor:
-        """The eager runtime's full parameter; the local tensor of it, if it is a DTensor."""
-        assert self.unsharded is not None
-        return local_tensor(self.unsharded)
-
-    @property
-    def is_shard_whole(self) -> bool:
-        """Whether computation is to read the shard itself: nothing is gathered, cast or copied."""
-        return False
-
-    def set_gathered(self, local: Tensor) -> None:
-        """Begin to compute with a full parameter around this tensor."""
-        self.is_borrowed = self.is_shard_whole
-        full = self.full.wrap(local) if self.full else local
-        self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
-
-    def local_grad(self, grad: Tensor) -> Tensor:
-        """What of a full gradient is to be reduced."""
-        return self.full.local_grad(grad) if self.full else grad
-
-    def begin_forward(self) -> None:
-        """An eager forward of the unit begins; `unsharded` is registered."""
-
-    def end_forward(self) -> None:
-        """It has ended; `unsharded` may still be there."""
-
-    def begin_backward(self) -> None:
-        """A backward comes to the unit; `unsharded` is registered."""
-
-    def end_backward(self) -> None:
-        """The unit's backward has ended; `unsharded` may still be there."""
-
-    def show_handle(self, handle: Handle) -> None:
-        """Make `handle` what a traced read finds; compiled code guards on it."""
-        for module, name in self.owners:
-            module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
-
-    def show_full(self, full: Tensor | None) -> None:
-        """Give graphs the full parameter as an input; None takes it away."""
-        for module, name in self.owners:
-            module.__dict__.setdefault("_fsdp_full", {})[name] = full
-
-    def assigned(self) -> Any:
-        """What the owning modules hold that neither unit nor runtime has put there; None if there is nothing like it."""
-        for module, name in self.owners:
-            held = module._parameters.get(name)
-            if held is not None and held is not self.sharded and held is not self.unsharded:
-                return held
-        return None
-
-    def put_back(self) -> None:
-        """Let the owning modules hold what is registered, whatever users have put in its place."""
-        for module, name in self.owners:
-            table = registered(module)
-            table[name] = table.shown[name]
-
-    def register(self, param: nn.Parameter) -> None:
-        """Make `param` what the owning modules hold, where users have not put something else."""
-        for module, name in self.owners:
-            registered(module).show(name, param)
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from .reads import is_in_forward, is_seen_elsewhere, traced
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .flat import ShardedParam
+    from .param import ShardedParam
     from .unit import Unit
 
 

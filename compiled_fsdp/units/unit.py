@@ -7,7 +7,7 @@ buffer too, from a compiled graph or from the eager runtime, and its views becom
 from __future__ import annotations
 
 import itertools
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +18,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.options import Options, register
-from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
+from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.wire.ablation import fake_group, is_ablated
 
 from .extension import has_extension
-from .flat import FlatParam, ShardedParam
+from .flat import FlatParam
 from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .param import Original, ShardedParam
 from .precision import reduce_dtype
 from .registered import UNITS, registered
+from .settings import Settings
 from .tensor_parallel import full_of, key_of
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.tensor import Placement
 
     from .gathers import Gather
 
@@ -43,83 +44,6 @@ _unit_numbers = itertools.count()
 
 # Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still holds the original.
 taken: Any = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
-
-    place: mesh and placements of the DTensor that it becomes.
-    compute: the dtype that the policy gives to this parameter alone; None: as to all.
-    """
-
-    parameter: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
-    root: nn.Module
-    path: str
-    dim: int
-    mesh_info: MeshInfo
-    place: tuple[DeviceMesh, tuple[Placement, ...]]
-    compute: torch.dtype | None = None
-
-    @property
-    def local(self) -> Tensor:
-        """What is cut: the parameter, or the local tensor of one that is a DTensor already."""
-        return local_tensor(self.parameter)
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether its class brings an all-gather of its own; methods that only this object has are lost when it is cut."""
-        return has_extension(type(self.local), self.path)
-
-
-@dataclass(slots=True)
-class Settings:
-    """What the setters of `FSDPModule` change; field by field as torch's setters say.
-
-    is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was used, so that backwards must
-        look for what earlier ones have left.
-    max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a graph.
-    forward_prefetch: start the gather of the next unit when this one's forward begins.
-    backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when it ends ("post"), or not ("").
-    forward_ahead, backward_ahead: how many units ahead a gather may start in a graph; negative: as the plan says.
-    is_scheduled: a pipeline schedule says when the backwards of a step are over: graphs keep gradients until then.
-    fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results mean nothing then.
-    """
-
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    is_accumulating: bool = False
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    keep_unsharded_storage: bool = False
-    divide_factor: float | None = None
-    force_sum: bool = False
-    all_gather: str = ""
-    reduce_scatter: str = ""
-    all_reduce_hook: str = ""
-    reduce_unused: bool = False
-    max_reductions_in_flight: int = 0
-    overlap: str = ""
-    forward_prefetch: bool = True
-    backward_prefetch: str = "pre"
-    forward_ahead: float = -1.0
-    backward_ahead: float = -1.0
-    is_scheduled: bool = False
-    fake_all_gather: bool = False
-    fake_reduce: bool = False
-
-    @property
-    def stays_full(self) -> bool:
-        """Whether full parameters are to outlive a backward; those of a schedule do, from the first forward of a step on."""
-        return self.is_scheduled or not self.reshard_after_backward
-
-    @property
-    def sync(self) -> str:
-        """How far a gradient goes; see `spec.Reduction`."""
-        if not self.requires_gradient_sync:
-            return "retain"
-        return "reduce" if self.requires_all_reduce else "scatter"
 
 
 class Unit:
