@@ -26,7 +26,7 @@ from results import Panel, Report, Table, machine, ratio, spread
 from screen import leave
 from variants import VARIANTS, Job, legend
 
-from compiled_fsdp import inductor
+from compiled_fsdp.compiler import inductor
 
 if TYPE_CHECKING:
     from screen import Screen

@@ -37,9 +37,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from compiled_fsdp import FullyShardedDataParallel, Plan, inductor, set_plan
-from compiled_fsdp.collectives import STARTS
-from compiled_fsdp.graph import find, is_backward
+from compiled_fsdp import FullyShardedDataParallel, Plan, set_plan
+from compiled_fsdp.compiler import inductor
+from compiled_fsdp.ir.collectives import STARTS
+from compiled_fsdp.ir.graph import find, is_backward
 
 WORLD, STEPS = 4, 3
 CONFIG = replace(SIZES["tiny"], num_layers=4)
@@ -162,7 +163,7 @@ def counted(found: Counter[str]) -> Iterator[None]:
         note(found, "backward" if is_backward(result.graph) else "forward", result)
         return result
 
-    with mock.patch("compiled_fsdp.backend.run_half", run_half):
+    with mock.patch("compiled_fsdp.compiler.backend.run_half", run_half):
         yield
 
 

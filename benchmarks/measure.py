@@ -30,8 +30,8 @@ from torch._C._profiler import (
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from compiled_fsdp import gloo
-from compiled_fsdp.report.measured import CARRIED
+from compiled_fsdp.inspection.report.measured import CARRIED
+from compiled_fsdp.wire import gloo
 
 WINDOW = "measure::window"
 WAIT = "measure::wait"

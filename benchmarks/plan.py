@@ -28,11 +28,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, fully_shard, set_plan
-from compiled_fsdp.budget import fit_budget
-from compiled_fsdp.costs import assumed
-from compiled_fsdp.partition import partition as partition_joint
-from compiled_fsdp.plan import current_plan
-from compiled_fsdp.splitting import fit_split
+from compiled_fsdp.compiler.budget import fit_budget
+from compiled_fsdp.compiler.partition import partition as partition_joint
+from compiled_fsdp.compiler.splitting import fit_split
+from compiled_fsdp.planning.costs import assumed
+from compiled_fsdp.planning.plan import current_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

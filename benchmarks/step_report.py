@@ -14,7 +14,7 @@ from measure import record_step
 from trainer import WARMUP, Trainer
 
 from compiled_fsdp import current_plan, dumped_to, set_plan
-from compiled_fsdp.calibrate import calibrate
+from compiled_fsdp.planning.calibrate import calibrate
 from compiled_fsdp.report import add_profile, write_report, write_trace
 
 DUMP, PAGE, TRACE = "dump", "report.html", "trace.json"

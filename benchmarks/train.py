@@ -34,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer import Trainer, variants
 from usage import UsageError
 
-from compiled_fsdp.meeting import meet
+from compiled_fsdp.wire.meeting import meet
 
 USAGE_ERROR = 2
 START_S = 300.0  # in which the ranks have to find each other

@@ -2,7 +2,7 @@
 
 import sys
 
-from compiled_fsdp.cli import main
+from compiled_fsdp.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,6 +16,6 @@ from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
 
-from .fsdp1 import FullyShardedDataParallel as FullyShardedDataParallel
+from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]

@@ -13,7 +13,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from .torch_private import register_log
+from compiled_fsdp.torch_private.tracing import register_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,25 +1,21 @@
-"""The memory model: how many bytes are alive at each node of a final graph, the peak, and what is alive there.
+"""Bytes alive at each node of a finished graph, as objects; see `planning/memory.py`."""
 
-    profile(forward)                  what the caller holds (parameters, batch) is at rest and counts nothing
-    profile(backward)                 what forward saved is alive from the start, each until its last use
-    profile_step(forward, backward)   both, and the outputs that the user holds
-
-How long each storage lives: `lifetimes.py`.
-"""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from .graph import is_backward
-from .halves import handed_over, lifetimes_after, taken_over
-from .lifetimes import ACTIVATION, BUCKET, GATHERED, GRADIENT, IN_FLIGHT, OUTPUT, TEMPORARY, Curve, Lifetimes, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.fx import Graph, Node
+from compiled_fsdp.planning.lifetimes import ACTIVATION as ACTIVATION
+from compiled_fsdp.planning.lifetimes import BUCKET as BUCKET
+from compiled_fsdp.planning.lifetimes import GATHERED as GATHERED
+from compiled_fsdp.planning.lifetimes import GRADIENT as GRADIENT
+from compiled_fsdp.planning.lifetimes import IN_FLIGHT as IN_FLIGHT
+from compiled_fsdp.planning.lifetimes import OUTPUT as OUTPUT
+from compiled_fsdp.planning.lifetimes import TEMPORARY as TEMPORARY
+from compiled_fsdp.planning.lifetimes import Curve as Curve
+from compiled_fsdp.planning.lifetimes import Lifetimes as Lifetimes
+from compiled_fsdp.planning.lifetimes import Storage as Storage
+from compiled_fsdp.planning.memory import Alive as Alive
+from compiled_fsdp.planning.memory import MemoryProfile as MemoryProfile
+from compiled_fsdp.planning.memory import StepProfile as StepProfile
+from compiled_fsdp.planning.memory import profile as profile
+from compiled_fsdp.planning.memory import profile_of as profile_of
+from compiled_fsdp.planning.memory import profile_step as profile_step
 
 __all__ = [
     "ACTIVATION",
@@ -39,90 +35,3 @@ __all__ = [
     "profile_of",
     "profile_step",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """A storage that is alive at the peak."""
-
-    kind: str
-    owner: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryProfile:
-    """Memory of one graph: `curve[i]` is at `nodes[i]`, and `alive` is what is alive at the peak, largest first."""
-
-    title: str
-    nodes: tuple[Node, ...]
-    curve: Curve
-    at_rest: int
-    alive: tuple[Alive, ...]
-
-    @property
-    def peak(self) -> int:
-        """Bytes above what is at rest."""
-        return self.curve.peak
-
-    @property
-    def node(self) -> Node:
-        """Where the peak is."""
-        return self.nodes[self.curve.where]
-
-    def __str__(self) -> str:
-        where, peak = self.curve.where, _megabytes(self.peak)
-        lines = [f"{self.title}: peak {peak} above rest at %{self.node.name}, node {where} of {len(self.nodes)}"]
-        for kind in dict.fromkeys(a.kind for a in self.alive):
-            members = [a for a in self.alive if a.kind == kind]
-            names = ", ".join(f"{a.owner} {_megabytes(a.num_bytes)}" for a in members[:4])
-            more = f", and {len(members) - 4} more" if len(members) > 4 else ""
-            lines.append(f"  {_megabytes(sum(a.num_bytes for a in members)):>10}  {kind}: {names}{more}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Memory of a training step up to the optimizer, as the two graphs that compute it."""
-
-    forward: MemoryProfile
-    backward: MemoryProfile
-
-    @property
-    def peak(self) -> int:
-        """Bytes above what is at rest."""
-        return max(self.forward.peak, self.backward.peak)
-
-    def __str__(self) -> str:
-        return f"{self.forward}\n{self.backward}"
-
-
-def profile(graph: Graph, is_fused: bool = False) -> MemoryProfile:
-    """The memory of one final graph, run as it is, or `is_fused` by Inductor."""
-    return profile_of(Lifetimes(graph, is_fused))
-
-
-def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> MemoryProfile:
-    """The memory of a graph's storages, in another order of its nodes if one is given."""
-    nodes = tuple(lifetimes.graph.nodes if order is None else order)
-    curve = lifetimes.curve(nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    alive = []
-    for storage in lifetimes.storages:
-        first, last = storage.span(position)
-        if storage.num_bytes and first <= curve.where <= last:
-            alive.append(Alive(storage.kind_at(curve.where, position), storage.owner, storage.num_bytes))
-    alive.sort(key=lambda a: -a.num_bytes)
-    title = "backward" if is_backward(lifetimes.graph) else "forward"
-    return MemoryProfile(title, nodes, curve, lifetimes.at_rest, tuple(alive))
-
-
-def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> StepProfile:
-    """The memory of a forward and of its backward; the user holds the outputs of forward until the end."""
-    before = Lifetimes(forward, is_fused)
-    after = lifetimes_after(backward, handed_over(before, len(taken_over(backward))), is_fused)
-    return StepProfile(profile_of(before), profile_of(after))
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.2f} MB"

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from compiled_fsdp.meaning import Captured
-from compiled_fsdp.meta import begin_pass, set_captured
+from compiled_fsdp.ir.meta import begin_pass, set_captured
+from compiled_fsdp.verification.meaning import Captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.fx import GraphModule
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 class Stage(Enum):

@@ -34,15 +34,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import Builder, erase_all, value
-from compiled_fsdp.meta import CommTag, consume
-from compiled_fsdp.regions import Region, find_regions, together
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import Builder, erase_all, value
+from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.regions import Region, find_regions, together
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:

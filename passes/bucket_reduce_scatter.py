@@ -31,16 +31,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import ADD, CAT, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
-from compiled_fsdp.meta import CommTag, consume
-from compiled_fsdp.regions import Region, find_regions, together
-from compiled_fsdp.schema import MARK_GRADS
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import ADD, CAT, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
+from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.regions import Region, find_regions, together
+from compiled_fsdp.ir.schema import MARK_GRADS
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -23,16 +23,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.choices import Choices
-from compiled_fsdp.graph import find
-from compiled_fsdp.meta import consume
-from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.spec import ParamSpec
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.meta import consume
+from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.planning.choices import Choices
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root
-from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, sum_leaves, sum_root
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def dedup_unshard(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -32,16 +32,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import downstream, move_before, output, point
-from compiled_fsdp.meta import consume
-from compiled_fsdp.plan import DISTANCES
-from compiled_fsdp.planner import wait_anchors
-from compiled_fsdp.regions import Region, find_regions
+from compiled_fsdp.ir.graph import downstream, move_before, output, point
+from compiled_fsdp.ir.meta import consume
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.planner import wait_anchors
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:

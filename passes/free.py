@@ -26,14 +26,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, STARTS, WAIT
-from compiled_fsdp.graph import Builder, aliases, find, order, output
-from compiled_fsdp.schema import FREE
+from compiled_fsdp.ir.collectives import ALL_TO_ALL, GATHERS, STARTS, WAIT
+from compiled_fsdp.ir.graph import Builder, aliases, find, order, output
+from compiled_fsdp.ir.schema import FREE
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def free(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -21,16 +21,16 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.collectives import ALL_GATHER, GATHERS
-from compiled_fsdp.graph import Builder, is_backward, value
-from compiled_fsdp.meta import consume
-from compiled_fsdp.regions import Region, find_regions
-from compiled_fsdp.schema import GATHER_AHEAD
+from compiled_fsdp.ir.collectives import ALL_GATHER, GATHERS
+from compiled_fsdp.ir.graph import Builder, is_backward, value
+from compiled_fsdp.ir.meta import consume
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.schema import GATHER_AHEAD
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:

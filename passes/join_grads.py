@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import ADD, Builder, erase_unused, find, sum_leaves, value
-from compiled_fsdp.schema import FLATTEN_GRAD, REDUCE_GRAD
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, sum_leaves, value
+from compiled_fsdp.ir.schema import FLATTEN_GRAD, REDUCE_GRAD
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def join_grads(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -33,16 +33,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.graph import Builder, downstream, erase_all, output, value
-from compiled_fsdp.meta import consume
-from compiled_fsdp.planner import UNITS_IN_FLIGHT
-from compiled_fsdp.regions import Region, find_regions
-from compiled_fsdp.schema import MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.ir.graph import Builder, downstream, erase_all, output, value
+from compiled_fsdp.ir.meta import consume
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.planning.planner import UNITS_IN_FLIGHT
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def leave_in_flight(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.graph import ADD, Builder, erase_unused, find, output, sum_root, value
-from compiled_fsdp.meta import CommTag, consume
-from compiled_fsdp.schema import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.spec import ParamSpec
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, output, sum_root, value
+from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def lower(gm: GraphModule, plan: Plan) -> GraphModule:

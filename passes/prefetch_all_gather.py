@@ -33,16 +33,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.graph import is_backward, move_before, point
-from compiled_fsdp.meta import consume
-from compiled_fsdp.plan import DISTANCES
-from compiled_fsdp.planner import gather_anchors
-from compiled_fsdp.regions import Region, find_regions
+from compiled_fsdp.ir.graph import is_backward, move_before, point
+from compiled_fsdp.ir.meta import consume
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.planner import gather_anchors
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:

@@ -32,16 +32,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_fsdp.choices import worth_reading_strided
-from compiled_fsdp.fusion import is_generated, readers
-from compiled_fsdp.graph import Builder, find, value
-from compiled_fsdp.meta import consume, get_tag
-from compiled_fsdp.planner import predict
+from compiled_fsdp.ir.fusion import is_generated, readers
+from compiled_fsdp.ir.graph import Builder, find, value
+from compiled_fsdp.ir.meta import consume, get_tag
+from compiled_fsdp.planning.choices import worth_reading_strided
+from compiled_fsdp.planning.planner import predict
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 aten = torch.ops.aten
 

@@ -39,17 +39,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp import meta
-from compiled_fsdp.graph import Builder, backward_nodes, find, is_view
-from compiled_fsdp.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.spec import ParamSpec
+from compiled_fsdp.ir import meta
+from compiled_fsdp.ir.graph import Builder, backward_nodes, find, is_view
+from compiled_fsdp.ir.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 aten = torch.ops.aten
 CHEAP = (

@@ -28,15 +28,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.graph import Builder, find, last_read, order, output
-from compiled_fsdp.meta import consume, get_tag
-from compiled_fsdp.schema import MARK_GRADS, STEP
-from compiled_fsdp.spec import IN_BACKWARD, ParamSpec
+from compiled_fsdp.ir.graph import Builder, find, last_read, order, output
+from compiled_fsdp.ir.meta import consume, get_tag
+from compiled_fsdp.ir.schema import MARK_GRADS, STEP
+from compiled_fsdp.ir.spec import IN_BACKWARD, ParamSpec
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 
 def step_in_backward(gm: GraphModule, plan: Plan) -> GraphModule:

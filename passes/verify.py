@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp import schema
-from compiled_fsdp.collectives import ALL_TO_ALL, GATHERS, WAIT
-from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import (
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import schema
+from compiled_fsdp.ir.collectives import ALL_TO_ALL, GATHERS, WAIT
+from compiled_fsdp.ir.graph import (
     aliases,
     find,
     is_backward,
@@ -32,12 +31,9 @@ from compiled_fsdp.graph import (
     sum_root,
     value,
 )
-from compiled_fsdp.meaning import interface
-from compiled_fsdp.meta import get_captured, get_tag, saved_for_backward
-from compiled_fsdp.plan import DISTANCES
-from compiled_fsdp.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
-from compiled_fsdp.regions import Region, find_regions
-from compiled_fsdp.schema import (
+from compiled_fsdp.ir.meta import get_captured, get_tag, saved_for_backward
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
     FREE,
     GATHER_AHEAD,
@@ -48,14 +44,18 @@ from compiled_fsdp.schema import (
     UNSHARD,
     UNSHARD_SLICE,
 )
-from compiled_fsdp.spec import ParamSpec
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
+from compiled_fsdp.verification.invariant import GraphInvariantError
+from compiled_fsdp.verification.meaning import Captured, interface
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.fx import GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
     Violations = Iterator[tuple[Node, str]]
 
@@ -365,7 +365,7 @@ def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
 
 def same_interface(gm: GraphModule, plan: Plan) -> Violations:
     """The inputs of the graph are those that were captured, and so is the number of its outputs."""
-    captured = get_captured(gm)
+    captured: Captured | None = get_captured(gm)
     if captured is None:
         return
     now, end = interface(placeholders(gm.graph)), output(gm.graph)
@@ -378,7 +378,7 @@ def same_interface(gm: GraphModule, plan: Plan) -> Violations:
 
 def same_meaning(gm: GraphModule, plan: Plan) -> Violations:
     """The graph returns the values that were captured, with the same effects, of the communications that its settings name."""
-    captured = get_captured(gm)
+    captured: Captured | None = get_captured(gm)
     if captured is not None:
         yield from captured.differences(gm.graph)
 

@@ -26,8 +26,10 @@ import torch.distributed as dist
 from pool import IMPORTS
 from torch import nn
 
-from compiled_fsdp import agreement, fully_shard, together
-from compiled_fsdp.state import get_state
+from compiled_fsdp import fully_shard
+from compiled_fsdp.frontend import together
+from compiled_fsdp.frontend.state import get_state
+from compiled_fsdp.wire import agreement
 
 EXPECTED = {"end": 0, "sys.exit": 3, "exception": 1, "destroy_process_group": 0, "fork": 0}
 TIMEOUT_S = 120.0

@@ -21,18 +21,18 @@ from simulation import Hang, is_same
 from subjects import Subject, subjects
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.collectives import ALL_REDUCE, ALL_TO_ALL, WAIT
-from compiled_fsdp.graph import aliases, find, output, starts
-from compiled_fsdp.meta import get_tag
-from compiled_fsdp.schema import ADD_RETAINED, FREE, MARK_GRADS, RETAIN
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.collectives import ALL_REDUCE, ALL_TO_ALL, WAIT
+from compiled_fsdp.ir.graph import aliases, find, output, starts
+from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, RETAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.fx import Graph, GraphModule, Node
 
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.planning.plan import Plan
 
 aten = torch.ops.aten
 

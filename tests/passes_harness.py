@@ -19,12 +19,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
-import compiled_fsdp.backend  # registers "compiled_fsdp_eager"
-from compiled_fsdp.dump import show
-from compiled_fsdp.graph import Builder
-from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.spec import ParamSpec
+import compiled_fsdp.compiler.backend  # registers "compiled_fsdp_eager"
+from compiled_fsdp.ir.graph import Builder
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.planning.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

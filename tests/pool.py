@@ -44,7 +44,7 @@ IMPORTS = [
     "torch.distributed.tensor.experimental",
     "torch.export._trace",
     "compiled_fsdp.passes.pipeline",
-    "compiled_fsdp.splitting",
+    "compiled_fsdp.compiler.splitting",
 ]
 
 
@@ -177,7 +177,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
 def begin() -> None:
     """Count messages and runs from a new number: a test in which only some ranks fail leaves them at different ones."""
-    from compiled_fsdp import agreement, errors, gloo
+    from compiled_fsdp import errors
+    from compiled_fsdp.wire import agreement, gloo
 
     number = next(_numbers) << 16
     gloo._tags.update((group, itertools.count(number)) for group in list(gloo._tags))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from compiled_fsdp.schema import ADD_RETAINED, FREE, KEEP_SLICE, MARK_GRADS, RETAIN
-from compiled_fsdp.spec import ParamSpec
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, KEEP_SLICE, MARK_GRADS, RETAIN
+from compiled_fsdp.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-import compiled_fsdp.backend as backend_module
+import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp import FullyShardedDataParallel, fully_shard
-from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.meta import get_captured, set_captured
-from compiled_fsdp.plan import Plan
+from compiled_fsdp.ir.meta import get_captured, set_captured
+from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.invariant import GraphInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import Graph, GraphModule
 
-    from compiled_fsdp.meaning import Captured
+    from compiled_fsdp.verification.meaning import Captured
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from compiled_fsdp.passes.pipeline import HALF
 from passes_harness import PLAN, Hand, numel, unit
 from test_planner import chain, costs
 
-from compiled_fsdp import budget
-from compiled_fsdp.choices import Choices, break_even, faster
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.memory import StepProfile, profile
-from compiled_fsdp.plan import Plan
-from compiled_fsdp.spec import OWN_MESSAGE
-from compiled_fsdp.splitting import fit_split
-from compiled_fsdp.trial import Trial
+from compiled_fsdp.compiler import budget
+from compiled_fsdp.compiler.splitting import fit_split
+from compiled_fsdp.compiler.trial import Trial
+from compiled_fsdp.ir.spec import OWN_MESSAGE
+from compiled_fsdp.planning.choices import Choices, break_even, faster
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.memory import StepProfile, profile
+from compiled_fsdp.planning.plan import Plan
 
 
 def machine(message: float = 0.0, scatter: float = 0.0, exchange: float = 0.0, bandwidth: float = 1e6) -> Costs:

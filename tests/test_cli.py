@@ -17,7 +17,7 @@ from torch import nn
 
 import compiled_fsdp
 from compiled_fsdp import fully_shard, planned
-from compiled_fsdp.cli import main
+from compiled_fsdp.command.cli import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +30,7 @@ def dump(folder: Path, **plan: object) -> None:
         fully_shard(layer, reshard_after_forward=True)
     compiled = torch.compile(fully_shard(model), backend="compiled_fsdp_eager")
     optimizer = torch.optim.SGD(compiled.parameters())
-    with mock.patch("compiled_fsdp.dump._number", 0), planned(**plan), compiled_fsdp.dumped_to(folder):
+    with mock.patch("compiled_fsdp.dump.writer._number", 0), planned(**plan), compiled_fsdp.dumped_to(folder):
         compiled(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, fully_shard, set_plan
-from compiled_fsdp.costs import Costs, Link
+from compiled_fsdp.planning.costs import Costs, Link
 
 if TYPE_CHECKING:
-    from compiled_fsdp.runtime import Runtime
+    from compiled_fsdp.eager.runtime import Runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -220,7 +220,7 @@ def test_streams_race_with_nothing(compiled: bool) -> None:
 
 
 def streams(compiled: bool) -> None:
-    from compiled_fsdp import runtime
+    from compiled_fsdp.eager import runtime
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     reshard = runtime.Runtime.reshard

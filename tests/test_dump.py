@@ -14,9 +14,10 @@ from passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, getitem, tra
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
-from compiled_fsdp.dump import around, collectives, folder, provenance, show
-from compiled_fsdp.inductor import Chain, HalfPass, JointPass
-from compiled_fsdp.schema import FREE
+from compiled_fsdp.compiler.inductor import Chain, HalfPass, JointPass
+from compiled_fsdp.dump.writer import folder
+from compiled_fsdp.ir.printer import around, collectives, provenance, show
+from compiled_fsdp.ir.schema import FREE
 
 (W,) = unit("layers.0#7", {"layers.0.w": (4, 2)})
 
@@ -139,7 +140,7 @@ class TestFolder(GraphTest):
 
     def test_files(self):
         """One folder a graph, numbered in the order of compilation; one text a pass, and what it changed."""
-        with fake_ranks(2), tempfile.TemporaryDirectory() as name, mock.patch("compiled_fsdp.dump._number", 0):
+        with fake_ranks(2), tempfile.TemporaryDirectory() as name, mock.patch("compiled_fsdp.dump.writer._number", 0):
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
             found = sorted(str(p.relative_to(name)) for p in Path(name).rglob("*.*"))
             self.assertExpectedInline(
@@ -309,7 +310,7 @@ return [None, %add]
                     self.assertIsNone(hook.uuid())
 
     def test_nothing_is_written_by_default(self):
-        with fake_ranks(2), mock.patch("compiled_fsdp.dump.Dump._write") as write, mock.patch.dict(os.environ):
+        with fake_ranks(2), mock.patch("compiled_fsdp.dump.writer.Dump._write") as write, mock.patch.dict(os.environ):
             os.environ.pop("COMPILED_FSDP_DUMP", None)
             model = torch.compile(fully_shard(nn.Linear(4, 4)), backend="compiled_fsdp_eager")
             model(torch.ones(2, 4)).sum().backward()

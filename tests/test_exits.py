@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import exits
 
-from compiled_fsdp import watcher
-from compiled_fsdp.watcher import EndedError, Watcher
+from compiled_fsdp.wire import watcher
+from compiled_fsdp.wire.watcher import EndedError, Watcher
 
 if TYPE_CHECKING:
     import pytest

@@ -23,8 +23,8 @@ from compiled_fsdp import (
     fully_shard,
     overlap_optimizer,
     planned,
-    runs,
 )
+from compiled_fsdp.wire import runs
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -408,6 +408,6 @@ def test_the_summary_can_be_silenced(level, stderr_of):
 
 def test_only_rank_0_sums_up(stderr_of):
     model = build()
-    with mock.patch("compiled_fsdp.explain.dist.get_rank", return_value=1):
+    with mock.patch("compiled_fsdp.inspection.collect.dist.get_rank", return_value=1):
         step(model, torch.optim.SGD(model.parameters()))
     assert stderr_of() == ""

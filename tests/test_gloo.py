@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from compiled_fsdp import gloo
+from compiled_fsdp.wire import gloo
 
 wait = torch.ops._c10d_functional.wait_tensor
 

@@ -15,16 +15,18 @@ from compiled_fsdp.passes.verify import check
 from passes_harness import PLAN, Hand, aten, fake_ranks, getitem, trace, unit
 from torch import nn
 
-from compiled_fsdp import MixedPrecisionPolicy, fully_shard, graph_json, planned
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.dump import collectives, show
-from compiled_fsdp.dump_folder import read_folder
-from compiled_fsdp.graph import value
-from compiled_fsdp.graph_json import FormatError, Opaque, of_text, to_text
-from compiled_fsdp.meaning import Captured
-from compiled_fsdp.memory import profile
-from compiled_fsdp.meta import saved_for_backward, set_captured
-from compiled_fsdp.plan import Plan
+from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
+from compiled_fsdp.dump import graph_json
+from compiled_fsdp.dump.graph_json import FormatError, of_text, to_text
+from compiled_fsdp.inspection.dump_folder import read_folder
+from compiled_fsdp.ir.graph import value
+from compiled_fsdp.ir.meta import saved_for_backward, set_captured
+from compiled_fsdp.ir.opaque import Opaque
+from compiled_fsdp.ir.printer import collectives, show
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.memory import profile
+from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.meaning import Captured
 
 COSTS = Costs(1e12, 1e10, 1e-6, (("0", Link(1e-5, 1e9, 1e-6, 2e9, 3e9, 1e-7, 1e-12)),), is_fused=False)
 

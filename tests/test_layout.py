@@ -9,8 +9,9 @@ from models import OddMLP, loss_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import flat, fully_shard
-from compiled_fsdp.layout import flat_layout
+from compiled_fsdp import fully_shard
+from compiled_fsdp.units import flat
+from compiled_fsdp.units.layout import flat_layout
 
 pytestmark = pytest.mark.usefixtures("fake_world")
 

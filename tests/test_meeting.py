@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from compiled_fsdp.meeting import meet
+from compiled_fsdp.wire.meeting import meet
 
 SIZE = 3
 

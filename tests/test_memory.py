@@ -16,13 +16,14 @@ from measure import peak_tensor_bytes
 from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch.utils.checkpoint import checkpoint
 
-import compiled_fsdp.backend as backend_module
-import compiled_fsdp.inductor as inductor_module
+import compiled_fsdp.compiler.backend as backend_module
+import compiled_fsdp.compiler.inductor as inductor_module
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
-from compiled_fsdp.collectives import ALL_GATHER, WAIT
-from compiled_fsdp.memory import BUCKET, GATHERED, IN_FLIGHT, Lifetimes, profile, profile_of, profile_step
-from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import FREE
+from compiled_fsdp.ir.collectives import ALL_GATHER, WAIT
+from compiled_fsdp.ir.schema import FREE
+from compiled_fsdp.planning.lifetimes import BUCKET, GATHERED, IN_FLIGHT, Lifetimes
+from compiled_fsdp.planning.memory import profile, profile_of, profile_step
+from compiled_fsdp.planning.plan import Plan
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -201,7 +202,7 @@ class TestHalves(GraphTest):
             x = hand(aten.mm.default, x, hand.unshard(hand.input(f"flat_{name}", 8), spec))
         graph = run_pipeline(hand.returns(x), Plan(prefetch=0, bucket_bytes=0), HALF).graph
         for room, first in ((32, 32), (31, 16), (0, 0)):
-            with mock.patch("compiled_fsdp.lifetimes.MAX_AHEAD_BYTES", room * FLOAT):
+            with mock.patch("compiled_fsdp.planning.lifetimes.MAX_AHEAD_BYTES", room * FLOAT):
                 self.assertEqual(profile(graph).curve.during[0] // FLOAT, first)
         hand = Hand()
         (spec,) = unit("a", {"w": (4, 4)}, overlap="step")

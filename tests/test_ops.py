@@ -14,14 +14,14 @@ import torch.distributed as dist
 from passes_harness import unit
 from torch._subclasses import FakeTensorMode
 
-from compiled_fsdp import schema
-from compiled_fsdp.ops import own
-from compiled_fsdp.schema import FREE, KEEP_SLICE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir import schema
+from compiled_fsdp.ir.schema import FREE, KEEP_SLICE, MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.wire.ops import own
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compiled_fsdp.spec import ParamSpec
+    from compiled_fsdp.ir.spec import ParamSpec
 
 
 # Running the ops as they are is the point here.

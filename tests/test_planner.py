@@ -23,15 +23,15 @@ from passes_harness import PLAN, Hand, aten, numel, unit
 from torch.fx import GraphModule
 from torch.utils.flop_counter import flop_registry
 
-import compiled_fsdp.backend  # noqa: F401  # registers "compiled_fsdp_eager"
+import compiled_fsdp.compiler.backend  # noqa: F401  # registers "compiled_fsdp_eager"
 from compiled_fsdp import fully_shard
-from compiled_fsdp.collectives import STARTS, WAIT
-from compiled_fsdp.costs import Costs, Link, flops, traffic
-from compiled_fsdp.dump import show
-from compiled_fsdp.graph import find, is_matmul, starts
-from compiled_fsdp.inductor import HalfPass, JointPass
-from compiled_fsdp.plan import Plan, current_plan, planned
-from compiled_fsdp.planner import AHEAD, REDUCTIONS, gather_anchors, program, simulate, wait_anchors
+from compiled_fsdp.compiler.inductor import HalfPass, JointPass
+from compiled_fsdp.ir.collectives import STARTS, WAIT
+from compiled_fsdp.ir.graph import find, is_matmul, starts
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.planning.costs import Costs, Link, flops, traffic
+from compiled_fsdp.planning.plan import Plan, current_plan, planned
+from compiled_fsdp.planning.planner import AHEAD, REDUCTIONS, gather_anchors, program, simulate, wait_anchors
 
 MM = torch.ops.aten.mm.default
 WIDTH = 64

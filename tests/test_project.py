@@ -1,95 +1,110 @@
-"""Rules about the source itself: who imports whom, who owns `node.meta`, where private torch is used."""
+"""Rules about the source itself: who imports whom, what is public, who owns `node.meta`, where private torch is used."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import unittest
-from functools import cache
+from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("passes", "report", "fsdp1")
-FSDP1 = sorted((ROOT / "compiled_fsdp" / "fsdp1").glob("*.py"))
-REPORT = sorted((ROOT / "compiled_fsdp" / "report").glob("*.py"))
-FILES = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "passes").glob("*.py"), *REPORT, *FSDP1])
-# Each line may import the lines above it, and within a line what stands further left. `passes` and `report` are the folders' files.
-ORDER = """
-    version options torch_private ranges log spec layout keys errors precision plan
-    meeting ablation watcher agreement runs gloo schema views mesh tensor_parallel collectives extension handles
-    optimizer_steps resident reads registered meta writes left_out ops
-    graph heads regions meaning costs consensus choices planner
-    fusion origins lifetimes halves memory
-    records graph_json graph_record
-    dump sequence
-    report
-    passes
-    partition trial splitting budget pin_order inductor backend
-    arguments calibrate deferred in_flight gathers flat unit clock finalization tree
-    full_params runtime stock_state entry fallback together first_call
-    state limits fsdp_module module api warmup kernel_times overlap
-    measured explanation explain dump_folder
-    fsdp1 replacement cli __main__ fully_sharded_data_parallel wrap sharded_grad_scaler
-""".split()
-# Calls at run time against the order, each inside a function: errors show nodes with the printer, the first step is summed up.
-AGAINST = {("errors", "dump"), ("first_call", "explain")}
+from rooms import (
+    LEAVES,
+    MAY_IMPORT,
+    PUBLIC,
+    ROOT,
+    STARTERS,
+    against_the_table,
+    arrows,
+    circles,
+    files,
+    imports,
+    name_of,
+    tree,
+)
+
+import compiled_fsdp
+from compiled_fsdp.compiler.inductor import sources
+
+FILES = files()
+PASSES = [path for path in FILES if path.parent.name == "passes"]
+# Of what users read: what it imports, and what it says of the package by name.
+IMPORTED = re.compile(r"^from (compiled_fsdp(?:\.\w+)*) import ([\w, ]+)", re.MULTILINE)
+NAMED = re.compile(r"`compiled_fsdp\.(\w+(?:\.\w+)*)\b(?!/)")
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+class TestRooms(unittest.TestCase):
+    def test_every_file_is_in_a_room(self):
+        top = {p.stem for p in (ROOT / "compiled_fsdp").glob("*.py")}
+        self.assertEqual(top, PUBLIC | STARTERS | LEAVES - {"torch_private"})
+        folders = {p.parent.name for p in (ROOT / "compiled_fsdp").glob("*/__init__.py")} | {"passes"}
+        self.assertEqual(folders, {*MAY_IMPORT} - {"leaves"} | {"torch_private"})
+
+    def test_imports_keep_to_the_table(self):
+        self.assertEqual(against_the_table(), [])
+
+    def test_the_table_allows_no_circle_and_nothing_above(self):
+        rooms = [*MAY_IMPORT]
+        for i, name in enumerate(rooms):
+            self.assertLessEqual({*MAY_IMPORT[name].split()}, {*rooms[:i]}, name)
+
+    def test_the_table_is_told_as_it_is(self):
+        rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+        told = {name: "" if allowed == "nothing" else allowed.replace(",", "") for name, allowed in rows}
+        self.assertEqual(told, MAY_IMPORT)
+
+    def test_modules_import_each_other_in_no_circle(self):
+        self.assertEqual(circles(arrows(at_run_time=True)), [])
+
+    def test_imports_are_relative_inside_a_room(self):
+        for path in FILES:
+            package = name_of(path).rpartition(".")[0]
+            if path.parent.name != "compiled_fsdp":
+                absolute = [n.module for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom) and not n.level]
+                inside = [m for m in absolute if m is not None and (m == package or m.rpartition(".")[0] == package)]
+                self.assertEqual(inside, [], path)
 
 
-def layer(path: Path) -> str:
-    return path.parent.name if path.parent.name in FOLDERS else path.stem
+class TestPublic(unittest.TestCase):
+    def test_only_the_root_hands_names_on(self):
+        """Elsewhere a name is imported from where it is made, and a room's `__init__` says what the room is for."""
+        for path in FILES:
+            if path.parent.name == "compiled_fsdp":
+                continue
+            body = tree(path).body
+            if path.stem == "__init__" and path.parent.name != "passes":
+                self.assertEqual([type(node) for node in body], [ast.Expr], path)
+            ours = [
+                n
+                for n in ast.walk(tree(path))
+                if isinstance(n, ast.ImportFrom) and (n.level or "compiled_fsdp" in str(n.module))
+            ]
+            self.assertEqual([a.name for n in ours for a in n.names if a.name == a.asname], [], path)
 
+    def test_public_files_say_what_they_hold(self):
+        for name in PUBLIC - {"__init__"}:
+            module = import_module(f"compiled_fsdp.{name}")
+            self.assertTrue(all(hasattr(module, entry) for entry in module.__all__), name)
 
-def is_typing_only(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def imports(path: Path) -> list[str]:
-    """Full names of what a file imports when it runs: imports for annotations are left out."""
-    found: list[str] = []
-    stack: list[ast.AST] = [tree(path)]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            package = "compiled_fsdp" + (f".{path.parent.name}" if path.parent.name in FOLDERS else "")
-            above = f"{package}." if node.level else ""
-            module = f"{above}{node.module or ''}".rstrip(".")
-            found.extend(f"{module}.{alias.name}" for alias in node.names)
-        else:
-            stack.extend(n for n in ast.iter_child_nodes(node) if not (isinstance(n, ast.If) and is_typing_only(n)))
-    return found
-
-
-def layers_imported(path: Path) -> set[str]:
-    names = (name.split(".") for name in imports(path))
-    return {parts[1] for parts in names if parts[0] == "compiled_fsdp" and len(parts) > 1 and parts[1] in ORDER}
+    def test_users_are_told_of_public_names_only(self):
+        for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+            text = path.read_text()
+            for module, names in IMPORTED.findall(text):
+                told = {name.split(" as ")[0].strip() for name in names.split(",")}
+                self.assertLessEqual(told, set(import_module(module).__all__), path)
+                self.assertIn(module.partition(".")[2] or "__init__", PUBLIC, path)
+            for name in NAMED.findall(text):
+                part = name.partition(".")[0]
+                self.assertTrue(part in compiled_fsdp.__all__ or part in PUBLIC, f"{path}: compiled_fsdp.{name}")
 
 
 class TestProject(unittest.TestCase):
-    def test_every_file_has_a_place(self):
-        self.assertEqual({layer(p) for p in FILES} - {"__init__"}, set(ORDER))
-
-    def test_imports_point_one_way(self):
-        wrong = [
-            f"{path.relative_to(ROOT)} imports {name}"
-            for path in FILES
-            if path.stem != "__init__"
-            for name in sorted(layers_imported(path))
-            if name != layer(path) and ORDER.index(name) > ORDER.index(layer(path)) and (layer(path), name) not in AGAINST
-        ]
-        self.assertEqual(wrong, [])
-
     def test_passes_do_not_know_each_other(self):
         """Only the list knows them all."""
-        names = {p.stem for p in FILES if p.parent.name == "passes"} - {"base", "__init__"}
-        for path in (p for p in FILES if p.parent.name == "passes" and p.stem != "pipeline"):
+        names = {p.stem for p in PASSES} - {"base", "__init__"}
+        for path in (p for p in PASSES if p.stem != "pipeline"):
             parts = {part for name in imports(path) for part in name.split(".")[:3] if "passes" in name}
             self.assertEqual(parts & names, set(), path)
 
@@ -105,17 +120,20 @@ class TestProject(unittest.TestCase):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
         self.assertEqual(wrong, [])
 
+    def test_the_key_of_compile_caches_covers_every_file(self):
+        self.assertEqual(sources(), FILES)
+
     def test_private_torch_is_said(self):
         """A file that imports a private module of torch says so, with the version on which it was tried."""
         for path in FILES:
-            private = [n for n in imports(path) if n.startswith("torch.") and "._" in n.replace("__", "")]
+            private = [n for n in imports(path, at_run_time=True) if n.startswith("torch.") and "._" in n.replace("__", "")]
             doc = ast.get_docstring(tree(path)) or ""
             if private:
                 self.assertIn("rivate torch", doc, f"{path.relative_to(ROOT)} imports {private}")
                 self.assertIn("ried on", doc, path)
 
     def test_no_environment_inside_passes(self):
-        for path in (p for p in FILES if p.parent.name == "passes"):
+        for path in PASSES:
             self.assertNotIn("os", [n.split(".")[0] for n in imports(path)], path)
 
     def test_passes_is_no_top_level_package(self):
@@ -126,7 +144,7 @@ class TestProject(unittest.TestCase):
         self.assertIn("ImportError: import compiled_fsdp.passes, not passes", done.stderr)
 
     def test_one_test_file_for_each_pass(self):
-        passes = {p.stem for p in FILES if p.parent.name == "passes"} - {"__init__", "base", "pipeline", "verify"}
+        passes = {p.stem for p in PASSES} - {"__init__", "base", "pipeline", "verify"}
         tests = {p.stem.removeprefix("test_") for p in (ROOT / "tests" / "passes").glob("test_*.py")}
         self.assertEqual(passes, tests)
 

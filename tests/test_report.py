@@ -26,12 +26,13 @@ from torch.fx import Graph
 from trainer import Trainer, variants
 from usage import UsageError
 
-from compiled_fsdp import Costs, Link, fully_shard, planned, records
-from compiled_fsdp.cli import main
-from compiled_fsdp.memory import profile_step
-from compiled_fsdp.planner import predict
+from compiled_fsdp import Costs, Link, fully_shard, planned
+from compiled_fsdp.command.cli import main
+from compiled_fsdp.dump import records
+from compiled_fsdp.inspection.report.measured import AGREE, CARRIED, WAIT
+from compiled_fsdp.planning.memory import profile_step
+from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
-from compiled_fsdp.report.measured import AGREE, CARRIED, WAIT
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -87,8 +88,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]
         graphs.append(deepcopy(graph))  # what is compiled begins with the comparison between ranks
 
     with pytest.MonkeyPatch.context() as patch, fake_ranks(2), planned(costs=COSTS):
-        patch.setattr("compiled_fsdp.dump.write_records", also)
-        patch.setattr("compiled_fsdp.dump._number", 0)
+        patch.setattr("compiled_fsdp.dump.writer.write_records", also)
+        patch.setattr("compiled_fsdp.dump.writer._number", 0)
         trace(fully_shard(nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(3)))), (torch.ones(8, 64),), folder)
     return folder / "rank0", graphs
 
@@ -144,7 +145,7 @@ class TestRecords:
 
     def test_a_backward_without_its_forward(self, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch, fake_ranks(2):
-            patch.setattr("compiled_fsdp.records._is_half", lambda *_: False)
+            patch.setattr("compiled_fsdp.dump.records._is_half", lambda *_: False)
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), tmp_path)
         (backward,) = tmp_path.glob("rank0/*_backward/memory.json")
         assert load(backward)["after"] is None

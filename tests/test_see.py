@@ -15,7 +15,8 @@ from torch import nn
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp import fully_shard, ranges
+from compiled_fsdp import fully_shard
+from compiled_fsdp.wire import ranges
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ def logger():
 @pytest.mark.usefixtures("fake_world")
 def test_a_line_a_pass(logger, caplog):
     logger.setLevel(logging.INFO)
-    with mock.patch("compiled_fsdp.dump._number", 0):
+    with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
     assert lines[:7] == [
@@ -85,7 +86,7 @@ def test_graphs_at_debug(logger, caplog):
 
 @pytest.mark.usefixtures("fake_world")
 def test_no_line_by_default(caplog):
-    with mock.patch("compiled_fsdp.dump.show") as show:
+    with mock.patch("compiled_fsdp.dump.writer.show") as show:
         step(torch.compile(build(), backend=BACKEND))
     assert [r for r in caplog.records if r.name == "compiled_fsdp"] == []
     show.assert_not_called()
@@ -133,7 +134,7 @@ def artifacts(folder: Path) -> list[tuple[str, dict[str, object], str]]:
 @pytest.mark.usefixtures("fake_world")
 def test_artifacts_in_torchs_trace(traced):
     """The texts of a dump, filed under the compilation that they belong to, and no folder."""
-    with mock.patch("compiled_fsdp.dump._number", 0):
+    with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     found = artifacts(traced)
     ours = {name: (head, payload) for name, head, payload in found if name.startswith("compiled_fsdp_")}

@@ -8,9 +8,9 @@ import torch
 from expecttest import TestCase
 from passes_harness import unit
 
-from compiled_fsdp.layout import flat_layout
-from compiled_fsdp.schema import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.spec import ParamSpec, Reduction
+from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.spec import ParamSpec, Reduction
+from compiled_fsdp.units.layout import flat_layout
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 
-from compiled_fsdp.together import REFUSED, Together, as_spans
+from compiled_fsdp.frontend.together import REFUSED, Together, as_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,19 +14,20 @@ import torch
 from harness import Options, batch_of, build, shard
 from torch import nn
 
-from compiled_fsdp import MixedPrecisionPolicy, backend, budget, fully_shard, planned
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.graph import find
-from compiled_fsdp.memory import profile_step
-from compiled_fsdp.schema import UNSHARD
-from compiled_fsdp.spec import ParamSpec
-from compiled_fsdp.trial import copied, is_settled, schedule, split, with_kept
+from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
+from compiled_fsdp.compiler import backend, budget
+from compiled_fsdp.compiler.trial import copied, is_settled, schedule, split, with_kept
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import UNSHARD
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.memory import profile_step
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
 
-    from compiled_fsdp.partition import Halves
-    from compiled_fsdp.plan import Plan
+    from compiled_fsdp.compiler.partition import Halves
+    from compiled_fsdp.planning.plan import Plan
 
 HALF_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

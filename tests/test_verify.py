@@ -19,14 +19,14 @@ from compiled_fsdp.passes.verify import INVARIANTS, check, verify
 from passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
-from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import Builder, find, output
-from compiled_fsdp.meta import CommTag, get_tag
-from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
-from compiled_fsdp.spec import IN_BACKWARD
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from compiled_fsdp.ir.graph import Builder, find, output
+from compiled_fsdp.ir.meta import CommTag, get_tag
+from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.ir.spec import IN_BACKWARD
+from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.invariant import GraphInvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

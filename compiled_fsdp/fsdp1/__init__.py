@@ -1,3 +1,1 @@
 """The FSDP1 front end: `FullyShardedDataParallel` on the same units, ops, runtime and passes as `fully_shard`."""
-
-from .wrapper import FullyShardedDataParallel as FullyShardedDataParallel

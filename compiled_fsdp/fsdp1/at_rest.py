@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from compiled_fsdp.tree import in_backward
+from compiled_fsdp.eager.tree import in_backward
 
 from .stock import FlatParamHandle, StockFSDP, TrainingState
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.tree import map_tensors
+from compiled_fsdp.eager.tree import map_tensors
 
 from . import stock
 from .at_rest import Keeper

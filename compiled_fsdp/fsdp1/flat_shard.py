@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.flat import FlatParam, ShardedParam
-from compiled_fsdp.handles import OPEN, Handle
-from compiled_fsdp.tensor_parallel import Full, key_of
-from compiled_fsdp.views import View, key_of_view, memory_order
+from compiled_fsdp.units.flat import FlatParam
+from compiled_fsdp.units.handles import OPEN, Handle
+from compiled_fsdp.units.param import ShardedParam
+from compiled_fsdp.units.tensor_parallel import Full, key_of
+from compiled_fsdp.units.views import View, key_of_view, memory_order
 
 from .gradients import accumulate, set_grad, show_unsharded_grads
 from .stock import log_post_backward
@@ -20,8 +21,8 @@ from .stock import log_post_backward
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compiled_fsdp.deferred import Deferred
-    from compiled_fsdp.deferred import Value as Recorded
+    from compiled_fsdp.wire.deferred import Deferred
+    from compiled_fsdp.wire.deferred import Value as Recorded
 
     from .stock import FlatParamHandle
 

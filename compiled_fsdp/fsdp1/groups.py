@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
-from compiled_fsdp.mesh import MeshInfo
+from compiled_fsdp.units.mesh import MeshInfo
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

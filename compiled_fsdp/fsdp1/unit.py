@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
 
-from compiled_fsdp.collectives import CUSTOM
-from compiled_fsdp.layout import flat_layout
-from compiled_fsdp.spec import register
-from compiled_fsdp.unit import Unit, taken
+from compiled_fsdp.ir.collectives import CUSTOM
+from compiled_fsdp.ir.spec import register
+from compiled_fsdp.units.layout import flat_layout
+from compiled_fsdp.units.unit import Unit, taken
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatBuffer, FlatShard, members_of
@@ -22,8 +22,9 @@ from .stock import default_hooks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.flat import FlatParam, ShardedParam
-    from compiled_fsdp.spec import ParamSpec
+    from compiled_fsdp.ir.spec import ParamSpec
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
 
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 LOW_PRECISION = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}

@@ -18,15 +18,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from compiled_fsdp.entry import call_of
-from compiled_fsdp.fallback import AGREED
-from compiled_fsdp.first_call import check_optimizers
-from compiled_fsdp.inductor import install_passes
-from compiled_fsdp.limits import CALLS
-from compiled_fsdp.module import swap_class
-from compiled_fsdp.state import State, adopt_nested, enter_state, module_by_key
-from compiled_fsdp.torch_private import cast_floating, is_call_compiled, never_traced_alone, untraced
-from compiled_fsdp.tree import in_backward, map_tensors
+from compiled_fsdp.compiler.inductor import install_passes
+from compiled_fsdp.eager.tree import in_backward, map_tensors
+from compiled_fsdp.frontend.classes import swap_class
+from compiled_fsdp.frontend.entry import call_of
+from compiled_fsdp.frontend.fallback import AGREED
+from compiled_fsdp.frontend.first_call import check_optimizers
+from compiled_fsdp.frontend.limits import CALLS
+from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
+from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.torch_private.modules import cast_floating
 
 from . import stock
 from .at_rest import AtRest, rest
@@ -190,7 +191,7 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
         for module, name in param.owners:
             names.setdefault(module, []).append(name)
     for module, owned in names.items():
-        swap_class(module, tuple(owned), is_root=False)
+        swap_class(module, tuple(owned))
         module.__dict__["_fsdp_owner"] = state
     enter_state(wrapper, state)
     adopt_nested(wrapper)

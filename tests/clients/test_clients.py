@@ -18,9 +18,9 @@ import torch.distributed as dist
 from compat.oracle import communications, mesh_of
 from torch._dynamo.utils import counters
 
-import compiled_fsdp.backend as backend_module
+import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp import fully_shard, replace_stock
-from compiled_fsdp.collectives import STARTS
+from compiled_fsdp.ir.collectives import STARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import compiled_fsdp
-from compiled_fsdp.torch_private import reduces_in_grad_dtype
+from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
 
 
 class Branches(nn.Module):

@@ -45,7 +45,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-from compiled_fsdp.torch_private import forgets_gradients
+from compiled_fsdp.torch_private.modules import forgets_gradients
 
 
 class Methods(nn.Module):
@@ -805,10 +805,12 @@ def pickle_wrapped(api: Api) -> Any:
 
 @rows("16.1")
 def test_no_environment_variables() -> None:
-    """But for those that ask for dumps of graphs, records, checks after every pass, and a step without its communication."""
-    sources = Path(compiled_fsdp.__file__).parent.glob("*.py")
+    """But for those that ask for dumps of graphs, records, checks after every pass, and a step without its communication; and
+    the rank, which torchrun sets.
+    """
+    sources = Path(compiled_fsdp.__file__).parent.rglob("*.py")
     found = {p.name for p in sources if "environ" in p.read_text() or "getenv" in p.read_text()}
-    assert found == {"ablation.py", "dump.py", "full_params.py", "inductor.py", "records.py"}
+    assert found == {"ablation.py", "full_params.py", "inductor.py", "records.py", "replacement.py", "writer.py"}
 
 
 class Lines(logging.Handler):

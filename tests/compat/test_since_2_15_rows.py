@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 
 import compiled_fsdp
-from compiled_fsdp import extension
+from compiled_fsdp.units import extension
 
 HAS_STOCK = hasattr(StockFSDPModule, "finalize_backward")
 

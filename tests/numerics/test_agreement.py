@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
-from compiled_fsdp import DivergenceError, agreement, fully_shard, warmup
+from compiled_fsdp import DivergenceError, fully_shard, warmup
+from compiled_fsdp.wire import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

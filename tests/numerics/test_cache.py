@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pool import Pool
 
 import compiled_fsdp
-from compiled_fsdp import consensus
+from compiled_fsdp.planning import consensus
 
 if TYPE_CHECKING:
     from pathlib import Path

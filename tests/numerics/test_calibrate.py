@@ -14,13 +14,15 @@ from numerics.test_graphs import captured
 from pool import Pool
 
 import compiled_fsdp
-from compiled_fsdp import budget, calibrate, fully_shard
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.graph import is_matmul
-from compiled_fsdp.inductor import HalfPass, JointPass
-from compiled_fsdp.plan import Plan, current_plan, set_plan
-from compiled_fsdp.regions import find_regions
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compiler import budget
+from compiled_fsdp.compiler.inductor import HalfPass, JointPass
+from compiled_fsdp.ir.graph import is_matmul
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.planning import calibrate
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.plan import Plan, current_plan, set_plan
+from compiled_fsdp.wire import launch
 
 
 def test_measured_once_and_agreed(two: Pool) -> None:
@@ -229,14 +231,14 @@ def measured_differently() -> str:
 
     def call(op: Any, *args: Any) -> Any:
         sizes.extend(a.nbytes for a in args if isinstance(a, torch.Tensor))
-        return comm.call(op, *args)
+        return launch.call(op, *args)
 
     def slower(run: Any, device: torch.device) -> float:
         return original(run, device) * (1 + 9 * dist.get_rank())
 
     with (
         mock.patch.object(calibrate, "_seconds", slower),
-        mock.patch.object(calibrate, "comm", SimpleNamespace(**{**vars(comm), "call": call})),
+        mock.patch.object(calibrate, "launch", SimpleNamespace(call=call)),
     ):
         costs = calibrate.calibrate([model._get_fsdp_state().unit.mesh_info])
     assert costs is not None

@@ -13,9 +13,9 @@ from pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import planned
-from compiled_fsdp.collectives import ALL_TO_ALL, REDUCE_SCATTER
-from compiled_fsdp.graph import find
-from compiled_fsdp.regions import find_regions
+from compiled_fsdp.ir.collectives import ALL_TO_ALL, REDUCE_SCATTER
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.regions import find_regions
 
 FROM_COSTS: dict[str, Any] = dict.fromkeys(
     (

@@ -15,9 +15,10 @@ from torch._dynamo.utils import counters
 from torch.optim import optimizer as torch_optimizer
 
 import compiled_fsdp
-from compiled_fsdp import first_call, fully_shard
-from compiled_fsdp.resident import _there
-from compiled_fsdp.tree import TREES
+from compiled_fsdp import fully_shard
+from compiled_fsdp.eager.resident import _there
+from compiled_fsdp.eager.tree import TREES
+from compiled_fsdp.frontend import first_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

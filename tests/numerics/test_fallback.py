@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from compiled_fsdp import FullyShardedDataParallel, fully_shard, together
-from compiled_fsdp.state import states_below
+from compiled_fsdp import FullyShardedDataParallel, fully_shard
+from compiled_fsdp.frontend import together
+from compiled_fsdp.frontend.state import states_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,8 @@ from pool import Pool, WorkerError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp import fully_shard, gloo
+from compiled_fsdp import fully_shard
+from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

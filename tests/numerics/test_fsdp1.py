@@ -19,11 +19,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 import compiled_fsdp
-from compiled_fsdp import gloo, planned
-from compiled_fsdp.collectives import GATHERS, STARTS
-from compiled_fsdp.graph import find, is_backward, output, value
-from compiled_fsdp.meta import saved_for_backward
-from compiled_fsdp.regions import find_regions
+from compiled_fsdp import planned
+from compiled_fsdp.ir.collectives import GATHERS, STARTS
+from compiled_fsdp.ir.graph import find, is_backward, output, value
+from compiled_fsdp.ir.meta import saved_for_backward
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
     from pool import Pool

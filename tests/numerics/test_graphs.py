@@ -14,9 +14,9 @@ from harness import Options, batch_of, make
 from models import loss_of
 from pool import Pool
 
-import compiled_fsdp.backend as backend_module
-from compiled_fsdp.collectives import ALL_GATHER, STARTS
-from compiled_fsdp.regions import find_regions
+import compiled_fsdp.compiler.backend as backend_module
+from compiled_fsdp.ir.collectives import ALL_GATHER, STARTS
+from compiled_fsdp.ir.regions import find_regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -36,11 +36,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import Plan, fully_shard, inductor, pin_order, planned
-from compiled_fsdp.collectives import GATHERS, STARTS, WAIT
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.graph import find, is_matmul, starts
-from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp import Plan, fully_shard, planned
+from compiled_fsdp.compiler import inductor, pin_order
+from compiled_fsdp.ir.collectives import GATHERS, STARTS, WAIT
+from compiled_fsdp.ir.graph import find, is_matmul, starts
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.planning.costs import Costs, Link
 
 ROUNDING = (1e-4, 1e-5)
 SLOW = 400.0  # seconds: a C++ compiler runs

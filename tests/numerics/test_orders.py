@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.state import states_below
-from compiled_fsdp.torch_private import TRACES_TO_DTENSORS
+from compiled_fsdp.frontend.state import states_below
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.torch_private.dynamo import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -330,7 +330,7 @@ def compile_again() -> None:
 
 
 def test_plan_default_asks_nobody() -> None:
-    from compiled_fsdp.consensus import depends_on_shapes
+    from compiled_fsdp.planning.consensus import depends_on_shapes
 
     assert not depends_on_shapes(Plan())
     assert not depends_on_shapes(Plan(memory_budget=1.0))

@@ -14,9 +14,10 @@ from models import loss_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-from compiled_fsdp import fully_shard, gloo, overlap_optimizer
-from compiled_fsdp.in_flight import InFlight
-from compiled_fsdp.state import states_below
+from compiled_fsdp import fully_shard, overlap_optimizer
+from compiled_fsdp.frontend.state import states_below
+from compiled_fsdp.units.in_flight import InFlight
+from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from compiled_fsdp import fully_shard, overlap_optimizer
-from compiled_fsdp.state import states_below
+from compiled_fsdp.frontend.state import states_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,9 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from gpt import GPT, GPTConfig
 
-from compiled_fsdp import Plan, backend, fully_shard, planned
-from compiled_fsdp.partition import Partitioner, install_partitioner
+from compiled_fsdp import Plan, fully_shard, planned
+from compiled_fsdp.compiler import backend
+from compiled_fsdp.compiler.partition import Partitioner, install_partitioner
 
 if TYPE_CHECKING:
     from pool import Pool

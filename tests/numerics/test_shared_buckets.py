@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from compiled_fsdp import fully_shard, planned
-from compiled_fsdp.plan import BUCKET_BYTES
-from compiled_fsdp.regions import find_regions
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.planning.plan import BUCKET_BYTES
 
 ALL = 1 << 30
 

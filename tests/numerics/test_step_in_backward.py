@@ -24,10 +24,10 @@ from numerics.test_overlap import (
 )
 from torch import nn
 
-from compiled_fsdp.graph import find
-from compiled_fsdp.in_flight import is_spent
-from compiled_fsdp.schema import MARK_GRADS, REDUCE_LATER, STEP
-from compiled_fsdp.state import states_below
+from compiled_fsdp.frontend.state import states_below
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_LATER, STEP
+from compiled_fsdp.units.in_flight import is_spent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

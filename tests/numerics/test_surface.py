@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compiled_fsdp import MixedPrecisionPolicy, errors, fully_shard
-from compiled_fsdp.first_call import check_devices
+from compiled_fsdp.frontend.first_call import check_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,10 +35,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from compiled_fsdp import backend, fully_shard
-from compiled_fsdp.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
-from compiled_fsdp.graph import find
-from compiled_fsdp.schema import ALL_GATHER as GLOO_GATHER
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compiler import backend
+from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import ALL_GATHER as GLOO_GATHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,10 +8,10 @@ from compiled_fsdp.passes.lower import lower
 from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import bucket_all_gather as module
-from compiled_fsdp.regions import find_regions
-from compiled_fsdp.spec import ParamSpec
 
 
 def gathers(*specs: ParamSpec, flat_numel: int = 0) -> GraphModule:

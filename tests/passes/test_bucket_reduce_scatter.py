@@ -8,10 +8,10 @@ from compiled_fsdp.passes.lower import lower
 from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import bucket_reduce_scatter as module
-from compiled_fsdp.regions import find_regions
-from compiled_fsdp.spec import ParamSpec
 
 TWO = unit("u", {"a": (4, 2), "b": (2,)})
 

@@ -6,11 +6,11 @@ from compiled_fsdp.passes.choose_collectives import choose_collectives
 from passes_harness import GraphTest, Hand, numel, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.costs import Costs, Link
-from compiled_fsdp.graph import find
-from compiled_fsdp.plan import Plan
-from compiled_fsdp.schema import REDUCE_GRAD, UNSHARD
-from compiled_fsdp.spec import OWN_MESSAGE, ParamSpec
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.ir.spec import OWN_MESSAGE, ParamSpec
+from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.plan import Plan
 
 COSTS = Costs(1e9, 2e6, 0.0, (("shard", Link(1e-3, 1e6, message=1.0, scatter=1.0, exchange=2.0)),))
 

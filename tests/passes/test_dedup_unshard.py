@@ -6,10 +6,10 @@ import torch
 from compiled_fsdp.passes.dedup_unshard import dedup_unshard
 from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 
-from compiled_fsdp.dump import show
-from compiled_fsdp.graph import ADD, erase_unused, sum_leaves
+from compiled_fsdp.ir.graph import ADD, erase_unused, sum_leaves
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.schema import REDUCE_GRAD
 from compiled_fsdp.passes import dedup_unshard as module
-from compiled_fsdp.schema import REDUCE_GRAD
 
 (W,) = unit("u", {"w": (4, 2)})
 A, B = unit("u", {"a": (4, 2), "b": (2,)})

@@ -7,9 +7,9 @@ from compiled_fsdp.passes.lower import lower
 from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
 from compiled_fsdp.passes import delay_wait as module
-from compiled_fsdp.plan import Plan
+from compiled_fsdp.planning.plan import Plan
 
 HSDP = {"replicate_size": 2, "replicate_group": "replicate", "post_divide": 4.0}
 

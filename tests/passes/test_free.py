@@ -6,7 +6,7 @@ from compiled_fsdp.passes.lower import lower
 from passes_harness import PLAN, GraphTest, Hand, aten, getitem, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp import collectives as comm
+from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.passes import free as module
 
 (W,) = unit("u", {"w": (4, 2)})

@@ -3,8 +3,8 @@
 from compiled_fsdp.passes.join_grads import join_grads
 from passes_harness import PLAN, GraphTest, Hand, unit
 
+from compiled_fsdp.ir.schema import FLATTEN_GRAD
 from compiled_fsdp.passes import join_grads as module
-from compiled_fsdp.schema import FLATTEN_GRAD
 
 (FLAT,) = unit("u", {"flat": (8,)})
 

@@ -10,7 +10,7 @@ from compiled_fsdp.passes.verify import verify
 from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.graph import output
+from compiled_fsdp.ir.graph import output
 from compiled_fsdp.passes import leave_in_flight as module
 
 HSDP = {"replicate_size": 2, "replicate_group": "replicate", "post_divide": 4.0}

@@ -6,9 +6,9 @@ from compiled_fsdp.passes.verify import cast_by_policy
 from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import lower as module
-from compiled_fsdp.spec import ParamSpec
 
 PADDED, _ = unit("u", {"w": (3, 2), "b": (2,)})
 

@@ -9,9 +9,9 @@ from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from passes_harness import PLAN, GraphTest, Hand, ops, unit
 from torch.fx import GraphModule
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
 from compiled_fsdp.passes import prefetch_all_gather as module
-from compiled_fsdp.plan import Plan
+from compiled_fsdp.planning.plan import Plan
 
 aten = torch.ops.aten
 

@@ -17,14 +17,14 @@ from test_planner import costs
 from torch.fx import GraphModule
 
 from compiled_fsdp import fully_shard, planned
-from compiled_fsdp.costs import Costs
-from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import find
-from compiled_fsdp.lifetimes import Lifetimes
-from compiled_fsdp.meaning import Captured
-from compiled_fsdp.meta import set_captured
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.meta import set_captured
 from compiled_fsdp.passes import read_strided as module
-from compiled_fsdp.plan import Plan
+from compiled_fsdp.planning.costs import Costs
+from compiled_fsdp.planning.lifetimes import Lifetimes
+from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.invariant import GraphInvariantError
+from compiled_fsdp.verification.meaning import Captured
 
 STRIDED = replace(PLAN, copy_out="strided")
 

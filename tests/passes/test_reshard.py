@@ -8,9 +8,9 @@ from passes_harness import PLAN, GraphTest, Hand, aten, getitem, unit
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compiled_fsdp.dump import show
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import reshard as module
-from compiled_fsdp.spec import ParamSpec
 
 (GATHER,) = unit("u", {"w": (4, 4)}, world=4)
 (KEEP,) = unit("u", {"w": (4, 4)}, world=4, reshard="keep")

@@ -13,15 +13,15 @@ from compiled_fsdp.passes.verify import check
 from passes_harness import PLAN, GraphTest, Hand, aten, numel, unit
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp import collectives as comm
-from compiled_fsdp.errors import GraphInvariantError
-from compiled_fsdp.graph import find, output
-from compiled_fsdp.lifetimes import Lifetimes
-from compiled_fsdp.meaning import Captured
-from compiled_fsdp.meta import set_captured
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import find, output
+from compiled_fsdp.ir.meta import set_captured
+from compiled_fsdp.ir.schema import MARK_GRADS, STEP
+from compiled_fsdp.ir.spec import IN_BACKWARD
 from compiled_fsdp.passes import step_in_backward as module
-from compiled_fsdp.schema import MARK_GRADS, STEP
-from compiled_fsdp.spec import IN_BACKWARD
+from compiled_fsdp.planning.lifetimes import Lifetimes
+from compiled_fsdp.verification.invariant import GraphInvariantError
+from compiled_fsdp.verification.meaning import Captured
 
 
 def half(hand: Hand, *returned: Node | None) -> GraphModule:

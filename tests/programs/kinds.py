@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-from compiled_fsdp.state import get_state
+from compiled_fsdp.frontend.state import get_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

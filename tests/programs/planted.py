@@ -64,7 +64,7 @@ def _ours(name: str) -> Any:
 @plant
 def substitutions_are_ignored() -> Iterator[None]:
     """What `functional_call` puts in a parameter's place is not read in a graph."""
-    registered = _ours("registered").Registered
+    registered = _ours("units.registered").Registered
     assign = registered.__setitem__
 
     def forget(self: Any, name: str, value: object) -> None:
@@ -80,7 +80,7 @@ def substitutions_are_ignored() -> Iterator[None]:
 @plant
 def iterating_yields_sharded_parameters() -> Iterator[None]:
     """`self.parameters()` in a graph gives what is registered at rest."""
-    with mock.patch.object(_ours("registered"), "is_in_forward", _no):
+    with mock.patch.object(_ours("units.registered"), "is_in_forward", _no):
         yield
 
 
@@ -91,7 +91,7 @@ def _no(_unit: str) -> bool:
 @plant
 def ties_after_sharding_are_forgotten() -> Iterator[None]:
     """A parameter of another unit, assigned, counts as a new value of the one in its place."""
-    with mock.patch.object(_ours("registered"), "sharded_behind", return_value=None):
+    with mock.patch.object(_ours("units.registered"), "sharded_behind", return_value=None):
         yield
 
 
@@ -99,7 +99,7 @@ def ties_after_sharding_are_forgotten() -> Iterator[None]:
 def every_backward_counts_as_whole() -> Iterator[None]:
     """`autograd.grad(loss, x)` marks, keeps and steps what a full backward would."""
     with contextlib.ExitStack() as stack:
-        for name in ("flat", "runtime"):
+        for name in ("units.flat", "eager.runtime"):
             stack.enter_context(mock.patch.object(_ours(name), "accumulates", return_value=True))
         yield
 
@@ -107,14 +107,14 @@ def every_backward_counts_as_whole() -> Iterator[None]:
 @plant
 def writes_in_a_trace_are_not_settled() -> Iterator[None]:
     """After `clamp_` in a graph the second read of a parameter is of the old value."""
-    with mock.patch.object(_ours("writes"), "_written_storages", return_value=set()):
+    with mock.patch.object(_ours("frontend.writes"), "_written_storages", return_value=set()):
         yield
 
 
 @plant
 def unused_heads_get_zeros() -> Iterator[None]:
     """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then moves."""
-    with mock.patch.object(_ours("flat").FlatParam, "leave_out", return_value=None):
+    with mock.patch.object(_ours("units.flat").FlatParam, "leave_out", return_value=None):
         yield
 
 
@@ -128,14 +128,14 @@ def collectives_of_the_user_are_judged() -> Iterator[None]:
 @plant
 def freezing_is_not_followed() -> Iterator[None]:
     """A parameter that is frozen or unfrozen between steps stays as it was in its unit."""
-    with mock.patch.object(_ours("unit").Unit, "follow_requires_grad", return_value=None):
+    with mock.patch.object(_ours("units.unit").Unit, "follow_requires_grad", return_value=None):
         yield
 
 
 @plant
 def compiling_in_place_begins_in_torch() -> Iterator[None]:
     """`module.compile()` starts at a frame of torch's own, where no graph begins."""
-    with mock.patch.object(_ours("entry"), "_begins_in_torch", return_value=False):
+    with mock.patch.object(_ours("frontend.entry"), "_begins_in_torch", return_value=False):
         yield
 
 
@@ -144,14 +144,14 @@ def full_parameters_outlive_a_step() -> Iterator[None]:
     """Full parameters that are kept are used again after a step of an optimizer that no version counts."""
     with contextlib.ExitStack() as stack:
         for name, value in (("num_steps", 0), ("_check_unwritten", None)):
-            stack.enter_context(mock.patch.object(_ours("full_params"), name, return_value=value))
+            stack.enter_context(mock.patch.object(_ours("eager.full_params"), name, return_value=value))
         yield
 
 
 @plant
 def writes_without_a_version_are_missed() -> Iterator[None]:
     """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was started."""
-    with mock.patch.object(_ours("flat").FlatParam, "check_unwritten", return_value=None):
+    with mock.patch.object(_ours("units.flat").FlatParam, "check_unwritten", return_value=None):
         yield
 
 
@@ -162,12 +162,12 @@ def each_rank_fits_its_own_budget() -> Iterator[None]:
     def mine(_graph: object, _plan: object, _what: str, words: list[int], _combine: object) -> list[int]:
         return words
 
-    with mock.patch.object(_ours("budget"), "agreed", mine):
+    with mock.patch.object(_ours("compiler.budget"), "agreed", mine):
         yield
 
 
 @plant
 def a_traced_backward_is_not_refused() -> Iterator[None]:
     """`loss.backward()` traced into a compiled function leaves every `.grad` as it is."""
-    with mock.patch.object(_ours("ops"), "is_dynamo_faking", return_value=False):
+    with mock.patch.object(_ours("wire.ops"), "is_dynamo_faking", return_value=False):
         yield

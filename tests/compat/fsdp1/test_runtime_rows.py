@@ -32,9 +32,9 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from compiled_fsdp import gloo
-from compiled_fsdp.runtime import Runtime
+from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
+from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

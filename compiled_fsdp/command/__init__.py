@@ -1,0 +1,1 @@
+"""For whole programs: the command line, and torch's names replaced by ours."""

@@ -1,0 +1,109 @@
+"""Our backends for `torch.compile`: "compiled_fsdp" (Inductor, said explicitly) and "compiled_fsdp_eager" (no Inductor).
+
+The second runs the same passes and executes the final FX graph as it is: it compiles in about a second and computes with the
+same kernels as eager mode, which makes it the one to test and to debug with.
+
+Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx import Interpreter
+
+from compiled_fsdp.dump.writer import kind_of, trace_schedule
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.graph import starts
+from compiled_fsdp.ir.heads import add_heads
+from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.sequence import add_agreement, owner
+from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.tracing import is_profiling
+from compiled_fsdp.wire.ranges import title
+
+from .inductor import install_passes, run_half, run_joint, use_gloo
+from .partition import partition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Graph, GraphModule, Node
+
+
+def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    return partition(run_joint(joint), inputs, current_plan(), **options)
+
+
+def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+    gm = run_half(gm)
+    add_heads(gm.graph)
+    add_agreement(gm.graph)
+    use_gloo(gm.graph)
+    trace_schedule(gm.graph, is_fused=False)
+    gm.recompile()
+    plain: Callable[..., Any] = boxed_nop(gm, inputs)
+    names = _names(gm.graph)
+    if not names:
+        return plain
+
+    def run(args: list[Any]) -> Any:
+        return Named(gm, names).boxed_run(args) if is_profiling() else plain(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _names(graph: Graph) -> dict[Node, str]:
+    """Names in profiles of torch's own collectives, and of the waits for them."""
+    phase, found = kind_of(graph), {}
+    for node in (n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)):
+        op = node.target._opname  # type: ignore[union-attr]
+        found[node] = title(op, phase, owner(node))
+        found.update({user: title(f"wait {op}", phase, owner(node)) for user in node.users if user.target is WAIT})
+    return found
+
+
+class Named(Interpreter):
+    """Runs a graph with a range around each of these nodes; only while a profiler is on."""
+
+    def __init__(self, gm: GraphModule, names: dict[Node, str]) -> None:
+        super().__init__(gm)
+        self.names = names
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node."""
+        if n not in self.names:
+            return super().run_node(n)
+        with torch.profiler.record_function(self.names[n]):
+            return super().run_node(n)
+
+
+def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+    return _compile_half(run_joint(gm), inputs)
+
+
+@register_backend(name="compiled_fsdp_eager")
+def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """All passes, no Inductor."""
+    compile_graph = aot_autograd(
+        fw_compiler=_compile_half,
+        bw_compiler=_compile_half,
+        inference_compiler=_compile_inference,
+        partition_fn=_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compile_graph(gm, inputs, **options)
+
+
+@register_backend(name="compiled_fsdp")
+def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """Inductor with our passes; the same as the default backend once a module was sharded."""
+    from torch._inductor.compile_fx import compile_fx
+
+    install_passes()
+    return compile_fx(gm, inputs, **options)

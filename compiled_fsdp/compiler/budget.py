@@ -1,0 +1,220 @@
+"""Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's memory budget.
+
+Every all-gather that backward need not repeat takes its time off the wire, and its bytes into memory. The parameters that forward
+uses last are needed first in backward: they stay for the shortest, so they are kept first. Before that, parameters with a
+smaller mesh get slices, from which backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`)
+finds room for.
+
+A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each
+parameter, and when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The
+others check, and correct, what that says. They are split anew only where that may turn out differently: with slices, or where
+backward computes something again from parameters and other values. Units are whole in trials, also where costs may cut them into
+parts, which need less, unless nothing fits otherwise. The record is frozen before any rewriting, and a function of graph and plan
+alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate, pairwise
+from operator import and_, itemgetter
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir import meta
+from compiled_fsdp.ir.graph import backward_nodes, find, last_read, order
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.ir.schema import UNSHARD
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
+
+from .splitting import fit_split
+from .trial import as_it_is, is_settled, schedule, split, with_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.fx import Graph, GraphModule
+
+    from compiled_fsdp.planning.plan import Plan
+
+    from .trial import Trial
+
+SLICE, KEEP = "slice", "keep"
+TRIALS = 5  # at most, after the first
+
+
+def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+    """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or without a backward."""
+    mine = _fit_here(gm, plan, is_fused=is_fused)
+    if mine is plan or not depends_on_shapes(plan):
+        return mine
+    candidates = [move.param for move in _moves(gm.graph)]
+    kept, dropped = set(mine.kept), set(mine.dropped)
+    words = [(param in kept) + 2 * (param not in dropped) for param in candidates]
+    words = agreed(gm.graph, plan, "memory", words, lambda told: [reduce(and_, each) for each in zip(*told, strict=True)])
+    chosen = dict(zip(candidates, words, strict=True))
+    return replace(
+        mine,
+        kept=tuple(param for param in mine.kept if chosen[param] & 1),
+        dropped=tuple(dict.fromkeys(param for param in candidates if not chosen[param] & 2)),
+    )
+
+
+def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+    """The same for this rank's shapes."""
+    if plan.memory_budget is None or not backward_nodes(gm.graph):
+        return plan
+    meta.begin_pass(gm, "fit_budget")
+    meta.consume(gm, "Plan.memory_budget")
+    candidates = _moves(gm.graph)
+    none, every = 0, len(candidates)
+
+    def record(num: int) -> Plan:
+        """With the first moves made."""
+        kept = tuple(move.param for move in candidates[:num] if move.kind == KEEP)
+        dropped = tuple(move.param for move in candidates[num:] if move.kind == SLICE)
+        return replace(plan, kept=kept, dropped=dropped)
+
+    if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
+        return record(every)
+    split_once = split(gm, record(none))
+    is_split_anew = any(move.kind == SLICE for move in candidates) or not is_settled(split_once)
+    fit: Callable[[GraphModule, Plan], Plan] = as_it_is
+
+    def trial(num: int) -> Trial:
+        under = record(num)
+        halves = split(gm, under) if num and is_split_anew else with_kept(split_once, under.kept)
+        return schedule(halves, under, is_fused=is_fused, fit=fit)
+
+    growth = Growth.of(trial(none), candidates)
+    has_parts = plan.split_bytes is None and plan.costs is not None
+    if has_parts and isinstance(plan.memory_budget, int) and growth.peak(none) > plan.memory_budget:
+        fit = fit_split  # units in parts need less; to decide on them takes long
+        growth = Growth.of(trial(none), candidates)
+    least = growth.peak(none)
+    budget = float(plan.memory_budget)
+    if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
+        budget = least + budget * max(0, growth.peak(every) - least)
+    if least > budget:
+        warn_once(
+            f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs {least / 1e6:.1f} MB above what is at "
+            "rest even with every parameter dropped after forward, so that is what it gets. Shard into smaller units, or "
+            "checkpoint activations"
+        )
+        return record(none)
+    return record(most(lambda num: trial(num).profile.peak, growth.peak, budget, every))
+
+
+def most(peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int) -> int:
+    """The most moves that fit, given that none fits, in few calls of `peak`, which are dear: by `expected`, corrected by what the
+    calls found, in between along a line. What is returned fits; more might, where neither `expected` nor a line is right.
+    """
+    fits, too_many = 0, every + 1
+    off = {fits: 0}
+
+    def corrected(num: int) -> float:
+        low, high = off[fits], off.get(too_many, off[fits])
+        return expected(num) + low + (high - low) * (num - fits) / (too_many - fits)
+
+    for _ in range(TRIALS):
+        num = bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=corrected) - 1
+        if num == fits:  # none, or the line is wrong
+            num = (fits + bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=expected)) // 2
+        if num == fits:
+            break
+        found = peak(num)
+        off[num] = found - expected(num)
+        if found <= budget:
+            fits = num
+        else:
+            too_many = num
+    return fits
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What more memory buys.
+
+    kind: a slice, or a whole parameter.
+    param: unit and name.
+    num_bytes: that stay from forward to backward.
+    """
+
+    kind: str
+    param: tuple[str, str]
+    num_bytes: int
+
+
+def _moves(graph: Graph) -> tuple[Move, ...]:
+    """In this order: slices of the parameters that have a smaller mesh, then whole parameters; of both, the last that forward
+    gathers first.
+    """
+    specs = [ParamSpec.of(node.args[1:]) for node in find(graph, UNSHARD)]
+    dropped = [s for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1]
+    slices = [s.over_post_group() for s in dropped if s.reshard == "slice"]
+    sliced = [Move(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
+    whole = [Move(KEEP, (s.unit, s.fqn), s.group_size * s.shard_numel * s.dtype.itemsize) for s in dropped]
+    return (*sliced, *whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What moves add to the memory of a step in which nothing is kept.
+
+    forward, backward: most bytes alive in each stretch of nodes; no move begins or ends within one.
+    moves: for each, from which stretch of forward on its bytes are alive longer, before which one of backward (0: it is not
+        gathered there), and how many they are.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    moves: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(trial: Trial, candidates: Sequence[Move]) -> Growth:
+        """From a trial without any."""
+        dropped, gathered = _gathers(trial.forward), _gathers(trial.backward)
+        slices = {move.param: move.num_bytes for move in candidates if move.kind == SLICE}
+        moves = []
+        for move in candidates:
+            _, last = dropped.get(move.param, (0, 0))
+            first, _ = gathered.get(move.param, (0, 0))
+            in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
+            moves.append((last + 1, first, move.num_bytes - in_place_of))
+        begins, ends = (sorted({0, *places}) for places in (map(itemgetter(n), moves) for n in (0, 1)))
+        halves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
+        forward, backward = (_stretches(*half) for half in zip(halves, (begins, ends), strict=True))
+        placed = ((bisect_left(begins, begin), bisect_left(ends, end), num_bytes) for begin, end, num_bytes in moves)
+        return Growth(forward, backward, tuple(placed))
+
+    def peak(self, num: int) -> int:
+        """Of the step with the first moves made."""
+        more, less = [0] * (len(self.forward) + 1), [0] * (len(self.backward) + 1)
+        for begin, end, num_bytes in self.moves[:num]:
+            if end:  # backward does gather it again
+                more[begin] += num_bytes
+                less[end] += num_bytes
+        kept = sum(more)
+        forward = (alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False))
+        backward = (alive + kept - gone for alive, gone in zip(self.backward, accumulate(less), strict=False))
+        return max(*forward, *backward)
+
+
+def _stretches(curve: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+    """The most bytes alive from each of these positions to the next."""
+    return tuple(max(curve[begin:end], default=0) for begin, end in pairwise((*begins, len(curve))))
+
+
+def _gathers(graph: Graph) -> dict[tuple[str, str], tuple[int, int]]:
+    """For each parameter that a graph gathers, from where to where its bucket is alive."""
+    position = order(graph)
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for region in find_regions(graph, "gather"):
+        first = position[region.starts[0]] if region.starts else position[region.nodes[0]]
+        last = last_read(region.waits[0], position) if region.waits else first
+        for spec in region.tag.specs:
+            found.setdefault((spec.unit, spec.fqn), (first, last))
+    return found

@@ -1,0 +1,110 @@
+"""Keep the planned order through Inductor's scheduler.
+
+Inductor knows no time: `reorder_for_peak_memory` moves an early all-gather back to its wait, and horizontal fusion copies all
+parameters out of a bucket at once. Both undo the plan. So before fusion, in graphs of ours only, every kernel that is not
+generated (collectives, waits, matmuls, attention) is made to follow the one before it in the graph, and every copy into or
+out of a bucket to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
+
+Inductor also knows no sends and receives of ours: it writes the next value into a buffer that nothing reads any more, be it
+still on its way to other ranks. So the wait of a collective counts as a reader of what the collective reads: until then the
+buffer is neither reused nor freed. What no wait in the graph follows (left in flight) is never reused.
+
+From torch 2.15 on, Inductor ends its scheduling by moving collectives up and waits down (`simple_overlap`), past generated kernels
+that no dependency of ours orders. What the plan has started late, to hold less at once, would be started early. So nodes of a graph
+of ours stay where they are; other people's graphs are moved as ever, and the setting itself is theirs.
+
+Private torch used here (tried on 2.13 and 2.15): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `StarDep`,
+`NodeUser`, `add_fake_dep`, `compute_ancestors`, `V.graph.never_reuse_buffers`; on 2.15 `torch._inductor.comms.simple_overlap`,
+which the scheduler finds in its module. `tests/numerics/test_inductor.py` compares the generated code with the plan and would
+notice a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch._inductor import comms
+from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NodeUser
+from torch._inductor.virtualized import V
+
+from compiled_fsdp.ir import meta
+from compiled_fsdp.ir.collectives import STARTS, WAIT
+from compiled_fsdp.ir.schema import REDUCE_LATER
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+ASYNCHRONOUS = (*STARTS, REDUCE_LATER)
+
+
+def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Add the ordering dependencies; the list itself is returned as it came."""
+    _keep_inputs(nodes)
+    ours = [node for node in nodes if _is_ours(node)]
+    if not ours:
+        return nodes
+    pinned = set(ours)
+    anchor: BaseSchedulerNode | None = None
+    for node in sorted(nodes, key=_number):
+        is_anchor = isinstance(node, ExternKernelSchedulerNode) or node.is_template()
+        if anchor is not None and (is_anchor or node in pinned):
+            _follow(node, anchor)
+        if is_anchor:
+            anchor = node
+    nodes[0].scheduler.compute_ancestors()
+    return nodes
+
+
+def keep_simple_overlap_out() -> None:
+    """Let `simple_overlap`, where torch has it, leave graphs of ours as they are; once."""
+    found: Any = comms
+    move = getattr(found, "simple_overlap", None)
+    if move is None or hasattr(move, "__wrapped__"):
+        return
+
+    @functools.wraps(move)
+    def move_others(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        is_ours = any(_is_ours(part) for node in nodes for part in node.get_nodes())
+        moved: list[BaseSchedulerNode] = nodes if is_ours else move(nodes)
+        return moved
+
+    found.simple_overlap = move_others
+
+
+def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:
+    """Let the wait of each collective read what the collective reads; of tensor parallelism's own too, which belong to no unit."""
+    under_way: dict[str, list[str]] = {}  # for each result not awaited yet: what is read for it
+    for node in nodes:
+        target = getattr(node.node, "op_overload", None)
+        reads = [read.name for read in node.read_writes.reads]
+        if target in ASYNCHRONOUS:
+            under_way.update(dict.fromkeys(node.get_buffer_names(), reads))
+        elif target is WAIT:
+            for name in {name for result in reads for name in under_way.pop(result, ())}:
+                node.add_fake_dep(StarDep(name))
+                if name in node.scheduler.name_to_buf:
+                    node.scheduler.name_to_buf[name].users.append(NodeUser(node))
+        else:  # a result on its way under another name
+            for sent in [under_way.pop(result) for result in reads if result in under_way]:
+                under_way.update(dict.fromkeys(node.get_buffer_names(), sent))
+    V.graph.never_reuse_buffers.update(name for reads in under_way.values() for name in reads)
+
+
+def _is_ours(node: BaseSchedulerNode) -> bool:
+    origins = node.node.get_origins() if node.node is not None else ()
+    return any(meta.get_tag(origin) is not None for origin in origins)
+
+
+def _number(node: BaseSchedulerNode) -> int:
+    """Position in the order in which the graph was lowered: operations are named op0, op1, ..."""
+    match = re.search(r"\d+", node.get_name())
+    return int(match.group()) if match else 0
+
+
+def _follow(node: BaseSchedulerNode, earlier: BaseSchedulerNode) -> None:
+    # Nothing mutates; naming the earlier buffer makes the scheduler find no write to compare, and leave the edge alone.
+    for buffer in earlier.get_buffer_names():
+        node.add_fake_dep(WeakDep(buffer, mutating_buf=buffer, is_fake=True))

@@ -1,0 +1,1 @@
+"""What is written while a model compiles."""

@@ -1,0 +1,143 @@
+"""What a finished graph is, in a few lines of JSON that travel with the compiled code: read by `explain` once the graph has run.
+
+A graph that comes out of a compile cache was made in another process, where its passes ran; its record says what they did.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from compiled_fsdp.ir.collectives import group_of
+from compiled_fsdp.ir.graph import is_backward
+from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.options import text
+from compiled_fsdp.planning.costs import traffic
+from compiled_fsdp.planning.memory import profile
+from compiled_fsdp.planning.plan import ASKED
+from compiled_fsdp.planning.planner import predict
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+    from compiled_fsdp.ir.meta import Consumed
+    from compiled_fsdp.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One communication of a graph.
+
+    units: keys, in order.
+    params: names, in the order of the buffer.
+    num_bytes: of the full parameters or gradients, in the dtype that travels.
+    sent: bytes that each rank sends.
+    """
+
+    units: list[str]
+    params: list[str]
+    num_bytes: int
+    dtype: str
+    ops: list[str]
+    groups: list[str]
+    sent: int
+
+    @classmethod
+    def of(cls, region: Region) -> Bucket:
+        """From a communication in a graph."""
+        specs = region.tag.specs
+        dtypes = [s.reduce_dtype if region.tag.kind == "reduce" else s.dtype for s in specs]
+        sizes = [s.shard_numel * s.group_size * d.itemsize for s, d in zip(specs, dtypes, strict=True)]
+        return cls(
+            units=list(dict.fromkeys(s.unit for s in specs)),
+            params=[s.fqn for s in specs],
+            num_bytes=sum(sizes),
+            dtype=str(dtypes[0]).removeprefix("torch."),
+            ops=[getattr(n.target, "_opname", str(n.target)) for n in region.starts],
+            groups=list(dict.fromkeys(group_of(n) for n in region.starts)),
+            sent=int(sum(traffic(n)[0] for n in region.starts)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """A graph after all passes.
+
+    kind: "forward" or "backward".
+    is_fused: whether Inductor compiles it.
+    consumed: (option, passes, units).
+    plan: what the fields of the plan were, as text.
+    peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are, in bytes.
+    predicted: seconds in total, exposed, and on the wire; None where nothing is known of costs.
+    """
+
+    kind: str
+    is_fused: bool
+    num_nodes: int
+    gathers: list[Bucket]
+    reductions: list[Bucket]
+    consumed: list[tuple[str, list[str], list[str]]]
+    plan: dict[str, str]
+    peak: int
+    peak_at: str
+    peak_kinds: dict[str, int]
+    predicted: dict[str, float] | None = None
+    units: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: Graph, plan: Plan, asked: Plan, consumed: Consumed, *, is_fused: bool) -> GraphRecord:
+        """From a finished graph, the plan that its passes got and as the user set it, and what they have consumed."""
+        gathers = [Bucket.of(r) for r in find_regions(graph, "gather")]
+        reductions = [Bucket.of(r) for r in find_regions(graph, "reduce")]
+        memory = profile(graph, is_fused)
+        kinds: dict[str, int] = {}
+        for alive in memory.alive:
+            kinds[alive.kind] = kinds.get(alive.kind, 0) + alive.num_bytes
+        predicted = None
+        if plan.costs is not None:
+            line = predict(graph, plan.costs.fused(is_fused))
+            on_wire = sum(done - begin for begin, done in line.carried.values())
+            consumed.setdefault(("Plan.costs", ""), {})["predictions"] = None
+            predicted = {"total": line.total, "exposed": sum(line.exposed.values()), "wire": on_wire}
+        return cls(
+            kind="backward" if is_backward(graph) else "forward",
+            is_fused=is_fused,
+            num_nodes=len(graph.nodes),
+            gathers=gathers,
+            reductions=reductions,
+            consumed=_by_option(consumed),
+            plan={name: text(getattr(asked, name)) for name in ASKED},
+            peak=memory.peak,
+            peak_at=memory.node.name,
+            peak_kinds=kinds,
+            predicted=predicted,
+            units=list(dict.fromkeys(u for bucket in (*gathers, *reductions) for u in bucket.units)),
+        )
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> GraphRecord:
+        """From `text`.
+
+        Raises:
+            ValueError: it is no such JSON.
+        """
+        values: dict[str, Any] = json.loads(text)
+        known = {f.name for f in fields(cls)}
+        if not isinstance(values, dict) or set(values) != known:
+            raise ValueError(f"a graph's record should have the fields {sorted(known)}")
+        for name in ("gathers", "reductions"):
+            values[name] = [Bucket(**bucket) for bucket in values[name]]
+        values["consumed"] = [(option, by, units) for option, by, units in values["consumed"]]
+        return cls(**values)
+
+
+def _by_option(consumed: Consumed) -> list[tuple[str, list[str], list[str]]]:
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (option, unit), by in consumed.items():
+        found.setdefault((option, tuple(by)), []).append(unit)
+    return [(option, list(by), units) for (option, by), units in found.items()]

@@ -1,0 +1,1 @@
+"""Units without a graph: gathered before they compute, freed after, reduced in backward."""

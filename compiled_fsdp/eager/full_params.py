@@ -1,0 +1,364 @@
+"""The full parameters of one unit in eager mode: gathered in the background, registered, and freed.
+
+One all-gather for each (compute dtype, group), with the arithmetic of `collectives.py`, and one for each group of what brings
+an all-gather of its own. The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what
+autograd saved stays valid.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
+from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
+from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
+from compiled_fsdp.units.handles import APART
+from compiled_fsdp.units.precision import policy_of
+from compiled_fsdp.wire import agreement, launch, ranges
+from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire.ops import TRACED
+
+from .resident import drop as drop_resident
+from .resident import num_steps
+from .tree import in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
+
+    from compiled_fsdp.ir.spec import ParamSpec
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.units.unit import Unit
+    from compiled_fsdp.wire.deferred import Value as Recorded
+
+
+WHO = "eager runtime"  # consumes options
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
+    """A range in the profile, named as stock names it."""
+    return ranges.stock(f"FSDP::{what} ({unit})")
+
+
+class FullParams:
+    """Gathers and frees the parameters of one unit.
+
+    is_unsharded: the modules hold full parameters.
+    full_versions: of the full parameters when they were filled: users may write to them.
+    full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count writes through `.data`.
+    were_trained: whether each was trained when it was registered: users may freeze or unfreeze either form since then.
+    slices: what int reshard keeps between forward and backward, by parameter.
+    versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
+    pending: gathers under way.
+    checksums: of the flat buffers when gathers under way were started ahead.
+    ahead_of: what they were started ahead of, for errors.
+    kept: checksums of the flat buffers when full parameters began to be kept for another forward.
+    num_gathered: how often full parameters were registered.
+    pending_extensions: the same of `extensions`.
+    extensions: how parameters that bring an all-gather of their own are gathered.
+    resident_versions: of the flat buffers when `resident.prepare` gathered them.
+    is_agreed: the other ranks ran this unit eagerly too.
+    freed: full parameters without memory, and their versions of before.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.is_unsharded = False
+        self.full_versions: list[tuple[ShardedParam, tuple[int, int]]] = []
+        self.full_checksums: list[tuple[ShardedParam, Tensor]] = []
+        self.were_trained: list[tuple[ShardedParam, bool]] = []
+        self.slices: dict[ShardedParam, Tensor] = {}
+        self.versions: list[int] = []
+        self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
+        self.pending_versions: list[int] = []
+        self.checksums: list[tuple[FlatParam, Tensor]] = []
+        self.kept: list[tuple[FlatParam, Tensor]] = []
+        self.ahead_of = IN_FORWARD
+        self.num_gathered = 0
+        self.extensions: dict[ShardedParam, Extension] = {}
+        self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
+        self.resident_versions: list[int] = []
+        self.is_agreed = False
+        self.freed: list[tuple[Tensor, int]] = []
+
+    def start_unshard(self) -> None:
+        """Start to gather ahead of use, unless gathered or under way already."""
+        if self.is_unsharded or self._has_pending():
+            return
+        self._start()
+        if not in_backward():  # what runs between here and a forward may write to parameters
+            self._sum_up(IN_FORWARD)
+
+    def _start(self) -> None:
+        self._check_not_meta()
+        self.drop_pending()
+        self.pending_versions = self.versions_now()
+        with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
+            self.pending = self.start_gathers()
+            self.pending_extensions = self._extension_gathers()
+            for program, *_ in self.pending_extensions:
+                program.advance()
+
+    def _sum_up(self, ahead_of: str) -> None:
+        self.ahead_of, self.checksums = ahead_of, [(flat, flat.checksum()) for flat in self.unit.flats]
+
+    def keep(self) -> None:
+        """Full parameters stay for another forward: from now on, writes to the sharded ones count, unless both are the same."""
+        if self.is_unsharded:
+            apart = [flat for flat in self.unit.flats if not all(param.is_borrowed for param in flat.params)]
+            self.kept = [(flat, flat.checksum()) for flat in apart]
+
+    def drop_stale(self) -> None:
+        """Before a forward: full parameters that were kept are not used if the sharded ones have changed."""
+        if self.is_unsharded and self.versions != self.versions_now():
+            self.reshard()
+        elif self.is_unsharded:
+            _check_unwritten(self.kept, WHILE_KEPT)
+
+    @property
+    def flats(self) -> list[FlatParam]:
+        """See `gathers.Gather`."""
+        return self.unit.flats
+
+    @property
+    def num_bytes(self) -> int:
+        """See `gathers.Gather`."""
+        sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
+        return sum(numel * itemsize for numel, itemsize in sizes)
+
+    def part(self, flat: FlatParam) -> tuple[int, int]:
+        """See `gathers.Gather`."""
+        return 0, flat.layout.numel
+
+    def start(self) -> None:
+        """See `gathers.Gather`."""
+        self.unit.options.consume(WHO, "overlap_optimizer")
+        self.start_unshard()
+        self._sum_up(BEFORE_FORWARD)
+
+    def unshard(self) -> None:
+        """Gather, unless gathered already, and register the full parameters."""
+        if not in_backward():
+            self.unit.on_gather(self)
+        if self.is_unsharded:
+            return
+        if self._has_pending():
+            _check_unwritten(self.checksums, self.ahead_of)
+        else:
+            self._start()
+        pending, self.pending = self.pending, []
+        extensions, self.pending_extensions = self.pending_extensions, []
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            span("all_gather_copy_out", self.unit.name),
+        ):
+            for program, gathered, members in pending:
+                program.finish()
+                specs = [spec for _, spec in members]
+                for place, (param, _) in enumerate(members):
+                    _fill(param, gathered.tensor, specs, place)
+            self._unmark_freed()
+            for program, gathered, inputs in extensions:
+                program.finish()
+                fill_all(gathered.tensor, inputs)
+        for param in self.unit.params:
+            assert param.unsharded is not None
+            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            param.register(param.unsharded)
+        self.is_unsharded = True
+        self.full_versions = [(p, _version(p)) for p in self.unit.params]
+        self.full_checksums = [(p, checksum(p.gathered)) for p in self._own_memory()] if _verifies() else []
+        self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
+        self.checksums = []
+        self.num_gathered += 1
+        self.versions = self.pending_versions
+
+    def reshard(self, *, keeps_storage: bool = False) -> None:
+        """Register the sharded parameters and empty the storage of the full ones, unless what autograd saved of it is needed."""
+        drop_resident(self)
+        if not self.is_unsharded:
+            return
+        self.follow_requires_grad()
+        written = {param for param, version in self.full_versions if _version(param) != version}
+        written |= {param for param, before in self.full_checksums if checksum(param.gathered) != before}
+        say_they_are_lost([p.fqn for p in self._own_memory() if p in written])
+        for param in self.unit.params:
+            param.register(param.sharded)
+        self.is_unsharded = False
+        self.kept = []
+        if not keeps_storage:
+            self.free()
+
+    def _own_memory(self) -> list[ShardedParam]:
+        """Parameters that are gathered into memory apart from their shards."""
+        return [p for p in self.unit.params if not (p.is_borrowed or p in self.extensions)]
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or unfreeze what is hidden as the user did what is registered, or the other way around: both are one parameter."""
+        for param, was_trained in self.were_trained if self.is_unsharded else ():
+            full, sharded = param.unsharded, param.sharded
+            assert full is not None
+            is_trained = full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
+            full.requires_grad_(is_trained)
+            sharded.requires_grad_(is_trained)
+        self.were_trained = [(param, param.sharded.requires_grad) for param, _ in self.were_trained]
+
+    def free(self) -> None:
+        """Empty the storage of full parameters that are not registered, unless it is to be kept."""
+        self.unit.options.consume(WHO, "set_keep_unsharded_storage")
+        if self.unit.settings.keep_unsharded_storage:
+            return
+        freed = []
+        for param in self.unit.params if not self.is_unsharded else ():
+            if param in self.extensions:
+                self.extensions[param].free()
+            elif param.unsharded is not None and not param.is_borrowed:
+                param.gathered.untyped_storage().resize_(0)
+                freed.append(param.unsharded)
+        if self.unit.settings.unshard_in_backward:
+            self._mark_freed(freed)
+
+    def _mark_freed(self, full: Iterable[Tensor]) -> None:
+        """Let a backward raise where it comes to what another unit's forward read of them: nothing gathers it again."""
+        known = {id(tensor) for tensor, _ in self.freed}
+        marked = [(tensor, tensor._version) for tensor in full if id(tensor) not in known]
+        set_versions([tensor for tensor, _ in marked], [version + 1 for _, version in marked])
+        self.freed += marked
+
+    def _unmark_freed(self) -> None:
+        """They are filled again, with what autograd has saved."""
+        set_versions([tensor for tensor, _ in self.freed], [version for _, version in self.freed])
+        self.freed = []
+
+    def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
+        """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
+        that it has started for the next forward.
+        """
+        for program, *_ in (*self.pending, *self.pending_extensions):
+            program.finish()
+        self.pending, self.pending_extensions, self.checksums = [], [], []
+        for flat in self.unit.flats:
+            if not (is_end_of_backward and flat.is_stepped):
+                flat.drop_ahead()
+
+    def _has_pending(self) -> bool:
+        if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():
+            self.drop_pending()
+        return bool(self.pending or self.pending_extensions)
+
+    def versions_now(self) -> list[int]:
+        """How often optimizers stepped, and the flat buffers were written."""
+        return [num_steps()] + [version for flat in self.unit.flats for version in flat.version()]
+
+    def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
+        """Start one all-gather for each (compute dtype, group) over all flat buffers."""
+        self.unit.was_read = True
+        if not self.is_agreed or self.unit.key in TRACED:  # others may be in a graph
+            self._agree()
+        buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
+        for flat in self.unit.flats:
+            whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
+            for param in flat.params:
+                if param.handle is APART:
+                    continue
+                spec, source = param.spec, whole
+                if param in self.slices:
+                    spec = spec.over_post_group()
+                    kept = self.slices[param]
+                    source = comm.Source(kept, kept.numel(), kept.dtype)
+                buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
+        gathers = []
+        for members in buckets.values():
+            names = ", ".join(param.fqn for _, _, param in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][1]))
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
+            gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
+            run.advance()
+            gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
+        return gathers
+
+    def _extension_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
+        """One all-gather for each group, of what the subclasses contribute."""
+        for flat in self.unit.flats:
+            for param in flat.params:
+                if param.handle is APART and param not in self.extensions:
+                    own = policy_of(self.unit.mp_policy, param.compute)
+                    self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
+        gathers = []
+        for members in buckets(self.extensions.values()):
+            names = ", ".join(extension.param.fqn for extension, _ in members)
+            self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
+            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
+            gathers.append((run, gather(run, members), members))
+        return gathers
+
+    def _agree(self) -> None:
+        """Before the first gather, and before each of a unit that graphs read too: the other ranks are about to gather the same,
+        eagerly too.
+        """
+        names = ", ".join(param.fqn for param in self.unit.params)
+        groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
+        agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
+        self.is_agreed = True
+
+    def _check_not_meta(self) -> None:
+        meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
+        if meta:
+            raise RuntimeError(
+                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
+                "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
+            )
+
+
+def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
+    for flat, before in checksums:
+        flat.check_unwritten(before, why)
+
+
+def _verifies() -> bool:
+    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
+
+
+def _version(param: ShardedParam) -> tuple[int, int]:
+    """Of a full parameter: changes when a user writes to it, or puts other memory in its place (`.data = x`)."""
+    assert param.unsharded is not None
+    return param.unsharded._version, param.gathered.untyped_storage()._cdata
+
+
+def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
+    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
+    spec = specs[place]
+    if param.is_shard_whole:
+        if param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr():  # the first time, or it has moved
+            param.set_gathered(param.local.detach())  # with its version: autograd sees an optimizer's step before backward
+        return
+    if param.unsharded is None or param.is_borrowed or param.unsharded.dtype != spec.dtype:
+        full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
+        param.set_gathered(full)
+    full = param.gathered
+    columns = comm.columns(launch.call, gathered, specs, place)
+    with preserve_version(full):
+        allocate(full, columns.numel() * columns.element_size())
+        padded = full.as_strided(spec.padded_shape, full.stride())
+        apart = padded.view(*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])
+        apart.movedim(spec.dim, 0).copy_(columns.view(spec.group_size, *spec.shard_shape))
+
+
+def say_they_are_lost(fqns: Sequence[str]) -> None:
+    """Announce writes to full parameters, which last no longer than those do."""
+    if not fqns:
+        return
+    others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
+    warn_once(
+        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. What follows in the same forward "
+        "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
+        "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
+    )

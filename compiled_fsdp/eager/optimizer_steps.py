@@ -1,0 +1,98 @@
+"""What is to happen around the steps of optimizers, of all in the process, be they traced by Dynamo or not.
+
+A step that runs as it is calls `before` and `after` what was registered. One that is traced must not break its graph for us, the
+less so if it is somebody else's: each traced optimizer gets a mark while it is traced, its compiled step sets the mark, and
+`catch_up` calls what was registered once a mark is found set. That is before the next forward, the first moment at which anything
+of ours depends on it.
+
+Private torch used here (tried on 2.11, 2.13): `torch._dynamo.comptime`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.comptime import comptime
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    OnStep = Callable[[Optimizer], None]
+
+_before: list[OnStep] = []
+_after: list[OnStep] = []
+_traced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Mark:
+    """On a traced optimizer: whether it has stepped since anybody looked."""
+
+    def __init__(self) -> None:
+        self.has_stepped = False
+
+
+def before(call: OnStep) -> None:
+    """Call this before every step, once registered."""
+    if call not in _before:
+        _before.append(call)
+
+
+def after(call: OnStep) -> None:
+    """Call this after every step, once registered."""
+    if call not in _after:
+        _after.append(call)
+
+
+def catch_up() -> None:
+    """Make the calls for compiled steps since the last time; several steps of an optimizer count as one."""
+    for optimizer in list(_traced):
+        mark: Mark = optimizer._fsdp_mark  # type: ignore[attr-defined]
+        if mark.has_stepped:
+            mark.has_stepped = False
+            _call(_before, optimizer)
+            _call(_after, optimizer)
+
+
+@untraced
+def _call(calls: list[OnStep], optimizer: Optimizer) -> None:
+    for call in calls:
+        call(optimizer)
+
+
+def _pre_hook(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_mark)
+    else:
+        _call(_before, optimizer)
+
+
+def _post_hook(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        mark = getattr(optimizer, "_fsdp_mark", None)
+        if mark is not None:
+            mark.has_stepped = True
+    else:
+        _call(_after, optimizer)
+
+
+def _mark(tracing: Any) -> None:
+    """While the first hook is traced: the optimizer that it is called with gets its mark."""
+    variable = tracing.get_local("optimizer")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    optimizer = getattr(variable, "value", None)
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _traced:
+        optimizer._fsdp_mark = Mark()  # type: ignore[attr-defined]
+        _traced.add(optimizer)
+
+
+# Met by Dynamo as frames of their own, outside any trace of the step, they run as they stand.
+never_traced_alone(_pre_hook)
+never_traced_alone(_post_hook)
+register_optimizer_step_pre_hook(_pre_hook)
+register_optimizer_step_post_hook(_post_hook)

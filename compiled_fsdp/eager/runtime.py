@@ -1,0 +1,423 @@
+"""The eager runtime: the same units where there is no graph, because the user did not compile or Dynamo could not.
+
+A unit is gathered before its forward and freed after it, gathered again before its backward, and its gradients are reduced
+after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`, in the background of what is
+computed meanwhile.
+
+What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.schema import KEEP_SLICE
+from compiled_fsdp.torch_private.autograd import accumulates
+from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.units.handles import OPEN
+from compiled_fsdp.wire.deferred import Deferred
+
+from .full_params import WHO, FullParams, span
+from .tree import Reduction, Tree, in_backward, log, map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.units.unit import Unit
+    from compiled_fsdp.wire.deferred import Value as Recorded
+
+
+class Runtime(FullParams):
+    """Gathers, frees and reduces one unit, called by the hooks on its modules.
+
+    has_run: members of a list unit that ran in this forward; the last of them frees.
+    indices: places of this unit in `tree.order` that backward has not come to.
+    prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
+    is_apart: its last forward ran without grad mode inside one with it; then its gather is not started ahead.
+    was_reached: a backward has come to it.
+    lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit)
+        self.tree = Tree()
+        self.tree.members.add(self)
+        self.has_run: set[nn.Module] = set()
+        self.indices: list[int] = []
+        self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
+        self.lenders: list[Runtime] = []
+        self.borrowers: list[Runtime] = []
+        self.is_in_forward = self.is_apart = self.was_reached = False
+        self._root = weakref.ref(self)
+
+    @property
+    def root(self) -> Runtime:
+        """That of the outermost sharded module around this one's, or itself."""
+        return self._root() or self
+
+    def enter(self, root: Runtime) -> None:
+        """This unit is inside the outermost module of another by now."""
+        self._root = weakref.ref(root)
+
+    def borrow(self, lender: Runtime) -> None:
+        """Parameters of `lender`'s unit are read in this unit's forward too."""
+        if lender is not self and lender not in self.lenders:
+            self.lenders.append(lender)
+            lender.borrowers.append(self)
+
+    def set_prefetch(self, direction: str, targets: list[Runtime]) -> None:
+        """Replace the explicit list of what this unit's forward or backward starts to gather."""
+        for target in self.prefetch[direction]:
+            target.unit.prefetched_by[direction].remove(self.unit)
+            target.unit.publish()
+        self.prefetch[direction] = targets
+        for target in targets:
+            target.unit.prefetched_by[direction].append(self.unit)
+            target.unit.publish()
+
+    # -- forward
+
+    @untraced
+    def pre_forward(self, module: nn.Module, inputs: Any) -> Any:
+        """Gather; watch the inputs, so that the reduction runs when their gradients are done."""
+        if self.unit.is_outermost:
+            log.debug("FSDP::root_pre_forward")
+        self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
+        with span("pre_forward", self.unit.name):
+            self.tree.recover()
+            is_first = not self.has_run or module in self.has_run
+            if is_first:
+                self.has_run.clear()
+            if not in_backward():
+                self.tree.forget_double()
+                self.drop_stale()
+            for runtime in (*self.lenders, self):
+                runtime.unshard()
+                runtime._open()
+            self.is_in_forward = True
+            if in_backward():
+                return self._pre_recompute(inputs)
+            self._note_mode()
+            self._note_forward()
+            if not torch.is_grad_enabled() or not is_first:
+                return inputs
+            return self._watch_inputs(inputs)
+
+    def _pre_recompute(self, inputs: Any) -> Any:
+        """A forward inside backward, by activation checkpointing; when reentrant, the first that autograd records."""
+        if self in self.tree.used or not torch.is_grad_enabled():
+            return inputs
+        self.tree.enter_backward(self)
+        return self._watch_inputs(inputs)
+
+    def _note_mode(self) -> None:
+        """A unit that runs under `no_grad` inside a forward that is recorded, and that no backward comes to, may be a momentum
+        encoder: what forward writes to it must be there when it is gathered.
+        """
+        is_recorded = torch.is_grad_enabled()
+        if self.unit.is_outermost:
+            self.tree.is_recorded = is_recorded
+        self.is_apart = self.tree.is_recorded and not is_recorded and not self.was_reached
+
+    def _note_forward(self) -> None:
+        tree = self.tree
+        if tree.last_forward is not None and tree.last_forward is not self:
+            tree.next_forward[tree.last_forward] = self
+        tree.last_forward = self
+        tree.entered.pop(self, None)
+        tree.entered[self] = None
+        following = tree.next_forward.get(self)
+        if self.prefetch["forward"]:
+            self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
+        may_prefetch = following is not None and self.unit.settings.forward_prefetch and not following.is_apart
+        by_default = [following] if following is not None and may_prefetch else []
+        for target in self.prefetch["forward"] or by_default:
+            target.start_unshard()
+
+    @untraced
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Free according to the policy; watch the outputs, so that backward gathers before it needs the parameters."""
+        self._log("post_forward")
+        self.is_in_forward = False
+        for runtime in (*self.lenders, self):
+            runtime._close()
+        if in_backward():  # recomputation by activation checkpointing: backward frees
+            return output
+        with span("post_forward", self.unit.name):
+            self.has_run.add(module)
+            if len(self.has_run) == len(self.unit.modules):
+                self._end_of_forward()
+            if self.unit.is_outermost:
+                for runtime in self.tree.in_order():  # list units of which this forward left out a member
+                    if runtime.has_run:
+                        runtime._end_of_forward()
+            if torch.is_grad_enabled():
+                self.tree.used.setdefault(self)
+                map_tensors(self._watch_output, output)
+        return output
+
+    def end_failed_forward(self) -> None:
+        """An exception left a forward of the unit; not the one by which activation checkpointing ends a recomputation early."""
+        if in_backward():
+            return
+        self.is_in_forward = False
+        for runtime in (*self.lenders, self):
+            runtime._close()
+
+    def _watch_output(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            if tensor._is_view():
+                warn_once(
+                    f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on it may drop the hook that "
+                    "gathers before backward. Return a copy, or do not write to it"
+                )
+            tensor.register_hook(self._pre_backward)
+        return tensor
+
+    def _end_of_forward(self) -> None:
+        self.has_run.clear()
+        self._close()
+        self._reshard_after_forward()
+        if torch.is_grad_enabled():
+            self.indices.append(len(self.tree.order))
+            self.tree.order.append(self)
+
+    def _watch_inputs(self, inputs: Any) -> Any:
+        found: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                found.append(tensor)
+            return tensor
+
+        map_tensors(collect, inputs)
+        if not found:
+            return inputs
+        function: Any = _Watch
+        watched = iter(function.apply(self, _probe(), *found))
+        return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
+
+    def _reshard_after_forward(self) -> None:
+        if any(borrower.is_in_forward for borrower in self.borrowers):
+            return
+        for lender in self.lenders:
+            if not lender.is_in_forward:
+                lender._reshard_after_forward()
+        self.unit.options.consume(WHO, "reshard_after_forward")
+        if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+            self.keep()
+            return
+        if self.unit.post_meshes and torch.is_grad_enabled():
+            for flat in self.unit.flats:
+                for param in flat.params:
+                    if param.spec.reshard != "slice":
+                        continue
+                    self.slices[param] = KEEP_SLICE(param.gathered.detach(), *param.spec.args())
+        self.reshard(keeps_storage=self.tree.has_double)
+
+    # -- backward
+
+    @untraced
+    def _pre_backward(self, grad: Tensor) -> Tensor:
+        """A hook; Dynamo would trace it where `backward()` is called in a compiled function that broke its graph."""
+        tree = self.tree
+        if self not in tree.backward:
+            self._log("pre_backward")
+            with span("pre_backward", self.unit.name):
+                tree.enter_backward(self)
+                tree.note_double(self)
+                self._unshard_for_backward()
+                if self.unit.settings.backward_prefetch == "pre" or self.prefetch["backward"]:
+                    self._prefetch_backward()
+        else:
+            self._unshard_for_backward()
+        return grad
+
+    def _unshard_for_backward(self) -> None:
+        """Gather; what activation checkpointing computes once more inside the unit finds it as it was in forward."""
+        for runtime in (*self.lenders, self):
+            runtime.unit.options.consume(WHO, "set_unshard_in_backward")
+            if runtime.unit.settings.unshard_in_backward:
+                runtime.unshard()
+            for param in runtime.unit.params if runtime.is_unsharded else ():
+                param.show_handle(OPEN)
+                param.begin_backward()
+
+    def _prefetch_backward(self) -> None:
+        tree = self.tree
+        index = self.indices.pop() if self.indices else 0
+        before = tree.order[index - 1] if index else None
+        if self.prefetch["backward"]:
+            self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
+        for target in self.prefetch["backward"] or ([before] if before else []):
+            if target.unit.settings.unshard_in_backward:
+                target.start_unshard()
+
+    def post_backward(self, *, is_end: bool = False) -> None:
+        """Free the parameters and reduce what gradients there are; does nothing when called again."""
+        if self.borrowers and not is_end:  # more gradients of these parameters may come
+            return
+        self._log("post_backward")
+        self.slices.clear()
+        self._close()
+        self.unit.options.consume(WHO, "set_reshard_after_backward")
+        if self.unit.settings.reshard_after_backward:
+            self.reshard(keeps_storage=self.tree.has_double)
+        else:
+            self.keep()
+            self._say_where_gradients_are()
+        for param in self.unit.params:
+            param.end_backward()
+        if self.unit.settings.backward_prefetch == "post" and not is_end:
+            self._prefetch_backward()
+        with span("post_backward_reduce", self.unit.name), torch.no_grad():
+            programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
+            if programs:
+                self.tree.add_reduction(Reduction(programs))
+
+    def _say_where_gradients_are(self) -> None:
+        """Full parameters stay, and the sharded ones get the gradients."""
+        trained = [p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None]
+        if not trained or self.unit.settings.sync == "retain" or self.unit.is_flat:
+            return
+        warn_once(
+            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that reduces gradients, since "
+            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() gives these, whose .grad is None, "
+            f"as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the optimizer's "
+            "parameters, call reshard() before, or set_reshard_after_backward(True) before the last backward of a step",
+            about="kept full parameters",
+        )
+
+    def _reduce(self, flat: FlatParam) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
+        ready: list[tuple[ShardedParam, Tensor]] = []
+        for param in flat.params:
+            full = param.unsharded
+            if full is not None and full.grad is not None:
+                grad, full.grad = full.grad, None
+                if param.sharded.requires_grad:
+                    ready.append((param, param.local_grad(grad)))
+        if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
+            self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
+            have = {param for param, _ in ready}
+            missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
+            ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
+            ready.sort(key=lambda entry: entry[0].layout.offset)
+        if ready:
+            yield self._program(flat, ready)
+
+    def _program(
+        self, flat: FlatParam, ready: list[tuple[ShardedParam, Tensor]]
+    ) -> tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]:
+        """What becomes of these gradients."""
+        specs = [param.spec for param, _ in ready]
+        names = ", ".join(param.fqn for param, _ in ready)
+        self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))
+        run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
+        grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
+        reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
+        if reduced is not None:
+            reduced = comm.place_bucket(run, reduced, specs, flat.layout.numel)
+        return run, flat, reduced, [param for param, _ in ready]
+
+    def reduce_retained(self) -> None:
+        """At the end of a backward that reduces: what earlier ones left, where this one brought nothing new."""
+        for flat in self.unit.flats:
+            goes_on = {"retain": (), "scatter": ("rows",), "reduce": ("rows", "partial")}
+            left = {(where, offset) for where, offset in flat.retained}
+            params = [p for p in flat.params if any((where, p.layout.offset) in left for where in goes_on[p.spec.sync])]
+            if not params:
+                continue
+            zeros = [(p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device)) for p in params]
+            with torch.no_grad():
+                self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
+
+    def watch_leaves(self) -> None:
+        """A backward through a backward need not come to the unit's outputs: its parameters' gradients say that it was here."""
+        me = weakref.ref(self)
+
+        @untraced
+        def enter(_: Tensor) -> None:
+            runtime = me()
+            if runtime is not None:
+                runtime.tree.enter_backward(runtime)
+
+        for param in self.unit.params:
+            full = param.unsharded
+            if full is not None and full.requires_grad and not hasattr(full, "_fsdp_enters"):
+                full._fsdp_enters = True  # type: ignore[attr-defined]
+                full.register_post_accumulate_grad_hook(enter)
+
+    def is_reached(self) -> bool:
+        """Whether the running backward adds to gradients of full parameters."""
+        trained = (p.unsharded for p in self.unit.params if p.unsharded is not None and p.unsharded.requires_grad)
+        return any(map(accumulates, trained))
+
+    # -- at rest
+
+    def reshard_if_idle(self) -> None:
+        """Reshard, unless the backward that is running still needs the full parameters."""
+        if self not in self.tree.backward and self.unit.settings.reshard_after_backward:
+            self.reshard()
+
+    def reset(self) -> None:
+        """Back to rest after an exception; gradients that a failed backward has not reduced are nobody's."""
+        for param in self.unit.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        self.is_in_forward = False
+        self.drop_pending()
+        self._close()
+        self.has_run.clear()
+        self.slices.clear()
+        self.indices.clear()
+        self.reshard()
+
+    def _log(self, what: str) -> None:
+        """A line as stock writes it."""
+        log.debug("FSDP::%s%s", what, "" if self.unit.is_outermost else f" ({self.unit.name})")
+
+    def _open(self) -> None:
+        """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""
+        for param in self.unit.params:
+            param.show_handle(OPEN)
+            param.begin_forward()
+
+    def _close(self) -> None:
+        for param in self.unit.params:
+            param.show_handle(param.handle)
+            param.end_forward()
+
+
+@cache
+def _probe() -> Tensor:
+    """A leaf that nobody asks for: what adds to its gradient is a whole backward."""
+    return torch.zeros(0, requires_grad=True)
+
+
+class _Watch(torch.autograd.Function):
+    """Identity whose backward runs once all gradients inside the module are done."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.runtime = runtime
+        return tensors
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tree = ctx.runtime.tree
+        tree.enter_backward(ctx.runtime)
+        tree.note_double(ctx.runtime)
+        tree.delivers = tree.delivers or accumulates(_probe())
+        ctx.runtime.post_backward()
+        return None, None, *grads

@@ -1,0 +1,238 @@
+"""What the units of one model share in eager mode: their order, reductions under way, the end of a backward.
+
+[Note: order]
+The units below one outermost module form a `Tree`. Forward starts the gather of the unit that came next in the forward before;
+backward starts that of the unit whose forward came before; explicit lists replace both. A reduction is awaited when the next
+but one starts, or at the end of backward. Every rank takes these decisions from the same history, so all agree.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.wire import ranges
+
+from .clock import Clock
+from .finalization import Finalization
+from .resident import num_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.wire.deferred import Deferred
+    from compiled_fsdp.wire.deferred import Value as Recorded
+
+    from .runtime import Runtime
+
+
+log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
+
+
+# Of all models; those without members were absorbed by others.
+TREES: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
+class Tree:
+    """What the units below one outermost module share.
+
+    members: the units' runtimes.
+    order: post-forwards of this iteration, with repeats.
+    next_forward: which unit's forward followed which in the last forward.
+    in_flight: reductions under way, oldest first.
+    backward: units that the running backward has reached, in order.
+    used: units that ran a forward which backward may come back to.
+    delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
+    creates_graph: the running backward records itself (`create_graph=True`).
+    has_double: one has, so that the storage of full parameters stays for a backward through it; until a whole backward that does
+        not record itself, or an optimizer's step.
+    double_step: how often optimizers had stepped then.
+    is_recorded: whether the last forward of the outermost module began in grad mode.
+    entered: units in the order in which their last forwards began.
+    clock: of its optimizer's steps.
+    finalization: what the end of a backward does.
+    """
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self.clock = Clock()
+        self.finalization = Finalization(self)
+        TREES.add(self)
+        self.order: list[Runtime] = []
+        self.next_forward: dict[Runtime, Runtime] = {}
+        self.last_forward: Runtime | None = None
+        self.in_flight: deque[Reduction] = deque()
+        self.backward: dict[Runtime, None] = {}
+        self.used: dict[Runtime, None] = {}
+        self.double_step = 0
+        self.entered: dict[Runtime, None] = {}
+        self.is_last_backward = True
+        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = self.has_double = False
+
+    def in_order(self) -> list[Runtime]:
+        """The units by their numbers: the same on every rank, which a set's own order is not."""
+        return sorted(self.members, key=lambda runtime: runtime.unit.number)
+
+    def absorb(self, other: Tree) -> None:
+        """Take over the units of another tree."""
+        for runtime in list(other.members):
+            runtime.tree = self
+            self.members.add(runtime)
+        self.finalization.manual.update(other.finalization.manual)
+        other.members.clear()
+
+    def enter_backward(self, runtime: Runtime) -> None:
+        """Note that the running backward reaches a unit, and have its end noticed."""
+        self.queue_callback()
+        self.backward.setdefault(runtime)
+        runtime.was_reached = True
+        self.delivers = self.delivers or runtime.is_reached()
+
+    def note_double(self, runtime: Runtime) -> None:
+        """In a node or hook of the running backward, which reaches a unit: if it records itself, another may come through it."""
+        if torch.is_grad_enabled():
+            self.creates_graph = self.has_double = True
+            self.double_step = num_steps()
+            runtime.watch_leaves()
+
+    def forget_double(self) -> None:
+        """Before a forward: after an optimizer's step, no backward goes through what an earlier one has recorded."""
+        if self.has_double and self.double_step != num_steps():
+            self.free_double()
+
+    def free_double(self) -> None:
+        """Empty what was kept for a backward through a backward."""
+        self.has_double = False
+        for runtime in self.members:
+            runtime.free()
+
+    def queue_callback(self) -> None:
+        """Have the end of the running backward noticed, once."""
+        if not self.has_callback:
+            self.has_callback, self.delivers, self.creates_graph = True, False, False
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def add_reduction(self, reduction: Reduction) -> None:
+        """Let a reduction run in the background; await the oldest if too many are under way."""
+        self.in_flight.append(reduction)
+        for runtime in self.members:
+            if runtime.unit.settings.max_reductions_in_flight:
+                runtime.unit.options.consume("eager runtime", "set_reduce_scatter_max_input_buffers")
+        limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
+        while len(self.in_flight) > limit:
+            self.in_flight.popleft().finish()
+
+    @untraced
+    def end_of_backward(self) -> None:
+        """Autograd has come to the end of a backward; see `Finalization`."""
+        self.has_callback = False
+        is_over = self.has_double and self.delivers and not self.creates_graph
+        log.debug("FSDP::root_post_backward")
+        with ranges.stock("FSDP::root_post_backward_callback"):
+            self.finalization.end_of_backward()
+        if is_over:
+            self.free_double()
+
+    def end_iteration(self, *, is_last: bool) -> None:
+        """Nothing of a backward is left; after the last one, its order counts no more."""
+        for runtime in self.members:
+            runtime.unit.options.consume("eager runtime", "set_is_last_backward")
+        if is_last:
+            self.order.clear()
+            for runtime in self.members:
+                runtime.indices.clear()
+                runtime.drop_pending(is_end_of_backward=True)
+
+    def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
+        """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
+        gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
+        """
+        backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
+        return [*backwards, *(r for r in reached if r not in backwards)]
+
+    def await_or_leave(self) -> None:
+        """Await all reductions, but for those that are left to whoever reads the gradients."""
+        while self.in_flight:
+            self.in_flight.popleft().finish(may_leave=True)
+
+    def recover(self) -> None:
+        """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
+        if self.has_callback and not in_backward():
+            self.reset()
+        self.finalization.before_forward()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception ended: await what is under way, free everything."""
+        while self.in_flight:
+            self.in_flight.popleft().discard()
+        self.has_callback = self.delivers = False
+        self.last_forward = None
+        self.finalization.reset()
+        for collection in (self.order, self.backward, self.used):
+            collection.clear()
+        for runtime in self.members:
+            runtime.reset()
+        self.free_double()
+
+
+class Reduction:
+    """The gradients of a unit on their way: one program for each flat buffer."""
+
+    def __init__(self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]) -> None:
+        self.programs = programs
+        for program, *_ in programs:
+            program.advance()
+
+    def finish(self, *, may_leave: bool = False) -> None:
+        """Await it and write `.grad`; or leave the waiting to whoever reads it, if the unit asked for that (`overlap`)."""
+        with torch.no_grad():
+            for program, flat, result, params in self.programs:
+                if may_leave and result is not None and flat.unit.settings.overlap and program.is_local:
+                    flat.unit.options.consume("eager runtime", "overlap_optimizer")
+                    flat.deliver_later(program, result, params)
+                    continue
+                program.finish()
+                if result is not None:
+                    flat.accumulate_grad(result.tensor, params)
+
+    def discard(self) -> None:
+        """Await it, so that the ranks stay in step, and drop the result."""
+        for program, *_ in self.programs:
+            program.finish()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, so that a forward now is a recomputation."""
+    return backward_number() != -1
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same object."""
+    leaves, structure = tree_flatten(value)
+    mapped = [_map_leaf(fn, leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return fn(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields_ = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
+    changed = {name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old}
+    return replace(leaf, **changed) if changed else leaf

@@ -1,0 +1,186 @@
+"""The classes that sharded modules get: `FSDPX` for the modules of a call, and reads of parameters that trace to ops.
+
+[Note: how a parameter is read]
+The class of every module that owns a sharded parameter is replaced by a subclass with one property per parameter. While Dynamo
+traces, the property yields an `fsdp::unshard` of the unit's flat buffer; otherwise it yields what is registered under the
+name: the unsharded parameter inside an eager forward, the sharded DTensor outside. So it does not matter how a compiled
+region is reached, or how much of the model it covers: what is read is gathered, exactly once after `dedup_unshard`.
+What a user has put in a parameter's place is what is read instead, and iterating over parameters yields what an eager forward
+would find: `registered.py`.
+Inside an eager forward (a graph break in the unit, a submodule compiled by itself) the full parameters are there already:
+compiled parts read them as inputs, and the eager runtime reduces their gradients.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.torch_private.dtensors import starting_at_zero
+from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
+from compiled_fsdp.units.reads import traced
+from compiled_fsdp.units.unit import original_class, originals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compiled_fsdp.units.handles import Handle
+
+    from .state import State
+
+
+_classes: dict[tuple[type, type | None], type] = {}
+
+
+def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = None) -> None:
+    """Give `module` the subclass of its original class that reads parameters as ops; modules of one class share it.
+
+    root: for a module that a call was given, the class of what users call on it.
+    """
+    original = original_class(module)
+    if (original, root) not in _classes:
+        _classes[original, root] = _make_class(original, root)
+    made = _classes[original, root]
+    for name in names:
+        if name not in vars(made):
+            setattr(made, name, property(*_accessors(name)))
+    module.__dict__.setdefault("_fsdp_handles", {})
+    module.__dict__.setdefault("_fsdp_replaced", {})
+    if not READS_DICTS:
+        module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
+    object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
+
+
+class Attributes:
+    """What a module holds in its `__dict__`, as attributes that no property hides: for traces where Dynamo sees the property even
+    when the dict is asked.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        if module is not None:
+            self.__dict__ = module.__dict__
+
+    def __reduce__(self) -> Any:
+        """A copy is empty: it would not be of the copied module."""
+        return Attributes, ()
+
+
+def _make_class(original: type, root: type | None) -> type:
+    body: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    bases: tuple[type, ...] = (original,)
+    name = original.__name__
+    if root is not None:
+        name = f"FSDP{name}"
+        bases = (root, original)
+        body |= {"__qualname__": name, "__deepcopy__": _no_deepcopy}
+        if original.__module__.startswith("torch.nn."):
+            body["forward"] = _own_forward(original)
+    else:
+        body |= {"__call__": _checked_call(original), "__reduce_ex__": _as_original}
+    made = type(name, bases, body)
+    originals[made] = original
+    return made
+
+
+def _own_forward(original: Any) -> Callable[..., Any]:
+    """A forward outside torch's own files: for those, `torch.compile` starts its graph inside our `__call__`."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], None]]:
+    """Get, set and delete for a property; on an object of the class whose `name` is not a sharded parameter, as if without it."""
+
+    def read(self: nn.Module) -> Any:
+        owner: Any = self
+        if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles and name not in owner._fsdp_replaced:
+            handle = owner._fsdp_handles[name]
+            if handle.key:
+                return traced(owner, name)
+        if name in self._parameters:
+            return self._parameters[name]
+        if name in self.__dict__:
+            if torch.compiler.is_dynamo_compiling() and not READS_DICTS:
+                return getattr(owner._fsdp_attributes, name)
+            return self.__dict__[name]
+        return nn.Module.__getattr__(self, name)
+
+    def write(self: nn.Module, value: object) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        self.__dict__.pop(name)
+
+    for accessor in (read, write, delete):  # a read by itself would be a graph, and what is written to its result is lost
+        never_traced_alone(accessor)
+    return read, write, delete
+
+
+def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
+    """`__call__` of a module that owns sharded parameters and is not a unit's own: in eager mode they must be gathered."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            _check_gathered(self, args)
+        return original.__call__(self, *args, **kwargs)
+
+    never_traced_alone(call)
+    return call
+
+
+@untraced
+def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
+    handles: dict[str, Handle] = module.__dict__.get("_fsdp_handles", {})
+    closed = [name for name, handle in handles.items() if handle.key and isinstance(module._parameters.get(name), DTensor)]
+    if not closed or any(isinstance(a, DTensor) for a in args):
+        return
+    state: State = module.__dict__["_fsdp_owner"]
+    sharded = [
+        p
+        for p in state.unit.params
+        for name in closed
+        if (module, name) in p.owners and module._parameters[name] is p.sharded
+    ]
+    if not sharded:
+        return
+    param = sharded[0]
+    raise RuntimeError(
+        f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit {state.unit.name!r} was not "
+        "entered by its forward, but from another method. Either call register_fsdp_forward_method(sharded_module, name) "
+        "for that method, or sharded_module.unshard() before and .reshard() after it"
+    )
+
+
+def _as_original(self: Any, _protocol: object) -> tuple[Any, ...]:
+    """To copy and to pickle: a module of the original class that holds what is registered, DTensors at rest, and is no part of a
+    unit, as with torch's `fully_shard`.
+    """
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if not name.startswith(("_fsdp_", "_is_fsdp_"))}
+        state["_parameters"] = {name: _movable(value) for name, value in dict.items(self._parameters)}
+    return copyreg._reconstructor, (original_class(self), object, None), state  # type: ignore[attr-defined]
+
+
+def _movable(param: Any) -> Any:
+    """A parameter that `copy.deepcopy` and `torch.save` take."""
+    if not isinstance(param, DTensor):
+        return param
+    made: Any = starting_at_zero(param).requires_grad_(param.requires_grad)
+    made._is_param = True  # `nn.Parameter(made)` would say the offset again
+    return made
+
+
+def _no_deepcopy(*_: object) -> NoReturn:
+    raise AssertionError(
+        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict"
+    )

@@ -1,0 +1,105 @@
+"""`explain`: what became of a sharded model; and an error where options changed nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.eager import optimizer_steps
+from compiled_fsdp.errors import named
+from compiled_fsdp.inspection import measured
+from compiled_fsdp.inspection.collect import Ran, collect
+from compiled_fsdp.inspection.explanation import Explanation
+from compiled_fsdp.planning.plan import options as plan_options
+from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.units.unit import original_class
+from compiled_fsdp.wire.runs import all_runs
+
+from .state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from compiled_fsdp.options import Options
+    from compiled_fsdp.units.unit import Unit
+
+
+class UnusedOptionError(RuntimeError):
+    """An option was set, a whole step has run, and nothing took a decision from it."""
+
+    def __init__(self, text: str, explanation: Explanation) -> None:
+        super().__init__(text)
+        self.explanation = explanation
+
+
+def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False) -> Explanation:
+    """Say what became of a sharded model: which units are in a graph, what communicates them, what it costs, what each option did.
+
+    Print the result, or take its fields; `as_dict()` is for JSON. Works before the first step, compiled or not, on any rank, and
+    communicates nothing.
+
+    Args:
+        model: what `fully_shard` or `torch.compile` returned, or any module with sharded ones inside.
+        profile: a finished `torch.profiler.profile` of some steps, from which exposed communication is taken, and with
+            `profile_memory=True` the peak.
+        allow_unused: do not raise for options that nothing consumed; they are in the result.
+
+    Raises:
+        TypeError: nothing in the model is sharded, or `profile` is no profile.
+        UnusedOptionError: a step has run since an option was set, and nothing consumed it; `.explanation` has the rest.
+    """
+    inner = uncompiled(model)
+    states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
+    if not states:
+        raise TypeError(f"explain: {named(model)} has no sharded module. Call fully_shard on it first")
+    measured.check(profile)
+    optimizer_steps.catch_up()
+    units = sorted((s.unit for s in states), key=lambda unit: unit.number)
+    found = collect(original_class(inner).__name__, units, states[0].runtime.tree, profile)
+    if not allow_unused:
+        _check_unused(found, units)
+    return found
+
+
+def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
+    """Only where a backward has run since: before, nothing had the chance."""
+    runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
+    wrong = []
+    for option in found.unused():
+        names = [u.name for u in units if u.name in option.units and _has_trained(u, u.options, option.name, runs)]
+        is_of_plan = not option.units and any(_has_trained(u, plan_options, option.name, runs) for u in units)
+        if names or is_of_plan:
+            wrong.append(
+                f"  {option.name}={option.value}" + (f" of {', '.join(names[:5])}" if names else "") + _hint(option.name)
+            )
+    if wrong:
+        raise UnusedOptionError(
+            "explain: these options were set, a step has run since, and nothing took a decision from them, so they changed "
+            "nothing:\n" + "\n".join(wrong) + "\nLeave them out, or pass allow_unused=True to see the rest",
+            found,
+        )
+
+
+def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bool:
+    since = options.asked[name].moment
+    eager = unit.options.consumed.get("mp_policy.reduce_dtype", {})
+    graphs = [run.last for run, record in runs if record.kind == "backward" and unit.key in record.units]
+    return max([*eager.values(), *graphs], default=0) > since
+
+
+HINTS = {
+    "Plan.": "a plan is for graphs: compile the model, before the step and after set_plan",
+    "set_requires_all_reduce": "without a replicate axis (HSDP) there is no all-reduce",
+    "set_reshard_after_backward": "a graph keeps parameters only with reshard_after_forward=False",
+    "set_is_last_backward": "a graph awaits its reductions itself",
+    "set_modules_to_": "in a graph, the unit has neither a gather nor a reduction to begin at",
+    "ignored_params": "none of them is a parameter of the module",
+}
+
+
+def _hint(name: str) -> str:
+    return next((f" ({text})" for start, text in HINTS.items() if name.startswith(start)), "")

@@ -1,0 +1,178 @@
+"""Say, once for each reason, which unit runs eagerly inside a compiled model; or refuse.
+
+Private torch used here (tried on 2.13): `torch._dynamo.utils.graph_break_reasons`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch._dynamo.utils as dynamo
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.torch_private.dynamo import last_recompile
+from compiled_fsdp.units.unit import original_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from traceback import FrameSummary
+    from types import CodeType
+
+    from compiled_fsdp.units.unit import Unit
+
+LIMIT = "torch._dynamo.config.recompile_limit"
+AGREED = "compiled_fsdp: all ranks run this unit eagerly"  # in the reason of graph breaks that were told of already
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+_policy: Literal["warn", "error"] = "warn"
+_overrun: set[int] = set()  # numbers of units that were told of
+_last_seen: object = None  # the newest entry of Dynamo's list that was looked at
+
+
+class FallbackError(RuntimeError):
+    """Dynamo could not trace a unit, and `set_fallback("error")` asked for an error."""
+
+
+def set_fallback(policy: Literal["warn", "error"]) -> None:
+    """What to do when a part of a compiled model cannot be traced and its units run eagerly: "warn" (once a reason) or "error".
+
+    Raises:
+        ValueError: another value.
+    """
+    global _policy
+    if policy not in ("warn", "error"):
+        raise ValueError(f'set_fallback: got {policy!r}; should be "warn" or "error"')
+    _policy = policy
+
+
+def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
+    """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is why."""
+    global _last_seen
+    reasons = dynamo.graph_break_reasons
+    if not reasons or reasons[-1] is _last_seen:
+        return
+    known = [i for i, entry in enumerate(reasons) if entry is _last_seen]
+    fresh = reasons[known[0] + 1 :] if known else list(reasons)
+    _last_seen = reasons[-1]
+    for entry in [e for e in fresh if AGREED not in e.reason]:
+        frames = [frame for frame in reversed(entry.user_stack) if not frame.filename.startswith(NOT_THE_USERS)]
+        where, found = "a call", [unit]
+        if frames:
+            frame = frames[0]
+            where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+            found = next(filter(None, ([u for u in neighbours if _contains(u, f)] for f in frames)), [unit])
+        names = [u.name for u in found]
+        why = " ".join(line.strip() for line in entry.reason.strip().splitlines()[:2])
+        for broken in found:
+            broken.why_eager[f"{why} (at {where})"] = None
+        text = (
+            f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo broke the graph at {where}\n"
+            f"  {why}\n"
+            "Its gathers are overlapped by a fixed rule instead of the plan, and so are those around it. Results are the same"
+        )
+        if _policy == "error":
+            raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+        warn_once(text)
+
+
+def note_skipped(unit: Unit) -> None:
+    """A unit whose call is compiled runs outside a graph, and Dynamo has broken none: it skips the frame from now on.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    text = (
+        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo has broken no graph: "
+        "it has given up the call for good, as after an exception while that was traced. torch._dynamo.reset() lets it "
+        "begin anew. Results are the same"
+    )
+    unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text)
+
+
+def note_overrun(unit: Unit, times: int, why: str, then: str) -> None:
+    """Dynamo will not compile a unit's call again, or would not if other ranks were not to stop at the same time; then what.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    unit.why_eager[f"compiled {times} times ({LIMIT})"] = None
+    _tell_overrun(unit, f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because {why}\n{then}")
+
+
+def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
+    """All ranks run a unit eagerly from now on, and all units inside it.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    for below in units:
+        below.runs_eagerly = True
+        below.why_eager[f"{why} ({LIMIT})"] = None
+    names = _listed([below.name for below in units])
+    _tell_overrun(unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}")
+
+
+def _tell_overrun(unit: Unit, what: str) -> None:
+    """Once for each unit."""
+    text = (
+        f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call with "
+        "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
+    )
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    if unit.number not in _overrun:
+        _overrun.add(unit.number)
+        warn_once(text)
+
+
+def note_larger(unit: Unit, code: CodeType, why: str) -> None:
+    """A function that calls a sharded module was compiled as often as Dynamo would, and is compiled on.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    text = (
+        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n  last because {why}\n"
+        "It is compiled on for every new kind of input, since other ranks may be in a graph. Mark sizes that change from call to "
+        "call with torch._dynamo.mark_dynamic, or pass numbers that change as tensors"
+    )
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text, about=f"{_place(code)} and unit {unit.number}")
+
+
+def note_part(unit: Unit, code: CodeType, times: int) -> None:
+    """A frame inside the forward of a unit that runs eagerly anyway runs as it is from now on."""
+    warn_once(
+        f"compiled_fsdp: {_place(code)} was compiled {times} times inside unit "
+        f"{unit.name!r}, which is {LIMIT}\n  last because {last_recompile(code)}\nIt is run as it is. Results are the same",
+        about=f"{_place(code)} in unit {unit.number}",
+    )
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _contains(unit: Unit, frame: FrameSummary) -> bool:
+    """Whether the line stands in the code of one of the unit's modules."""
+    for module in unit.own_modules():
+        for entry in vars(original_class(module)).values():
+            code = getattr(inspect.unwrap(entry) if callable(entry) else entry, "__code__", None)
+            if code is None or code.co_filename != frame.filename or frame.lineno is None:
+                continue
+            lines = [line for _, _, line in code.co_lines() if line is not None]
+            if lines and code.co_firstlineno <= frame.lineno <= max(lines):
+                return True
+    return False
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

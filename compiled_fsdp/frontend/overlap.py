@@ -1,0 +1,356 @@
+"""Overlap the optimizer's step with the last reductions of backward and the first all-gathers of the next forward.
+
+Backward returns while its last reductions are under way (`passes/leave_in_flight.py`), and their gradients wait when they are read
+(`in_flight.py`). The step goes unit by unit: first those whose gradients are there, in the order of forward, then the others in the
+order in which their reductions were started. As soon as the units that forward uses first are stepped, their gathers start, and the
+next forward finds them under way (`passes/gather_ahead.py`).
+
+With `in_backward`, units whose reductions are awaited in backward are stepped right there (`passes/step_in_backward.py`), and
+gathers of the next forward start beside the rest of backward; the step does what is left.
+
+Collectives start in the same order as without all this, on every rank: reductions in the order of backward, gathers in the order of
+forward. In which order units are stepped may differ between ranks (somebody looked at a gradient on one of them); nothing is
+communicated by that.
+
+Private torch used here (tried on 2.13): `Optimizer._patch_step_function`, which runs the step hooks, and what it leaves on `step`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn, optim
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir.spec import IN_BACKWARD
+from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
+from compiled_fsdp.torch_private.autograd import backward_number
+from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
+from compiled_fsdp.units.in_flight import Spent, is_spent
+
+from .state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+    from compiled_fsdp.eager.runtime import Runtime
+    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.gathers import Gather
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.units.unit import Unit
+
+Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
+
+# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts of a step make up the whole.
+ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+)
+
+
+def overlap_optimizer(
+    model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES, in_backward: bool = False
+) -> Optimizer:
+    """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the numbers stay the same.
+
+    Call it once, on every rank, after building the optimizer and before its learning rate scheduler. The training loop
+    stays as it is. Returns the optimizer.
+
+    Args:
+        model: the sharded module, compiled or not.
+        optimizer: of one of the classes in `ONE_BY_ONE`.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none. Inside
+            backward, at most half of them.
+        in_backward: step units in a compiled backward as soon as their gradients are reduced, and drop these gradients: every
+            backward that reduces is then a step, with the hyperparameters of that moment, and `.grad` raises where it is read.
+            Not for clipping, gradient scaling, adding up gradients of several backwards (but for `set_requires_gradient_sync`), or
+            hooks on the optimizer's step. `step()` does the rest and stays in the loop: a forward before it, or after a backward
+            that failed or whose step is left out, computes with some units stepped and others not.
+
+    Raises:
+        NotImplementedError: the model is a `FullyShardedDataParallel`.
+        TypeError: the optimizer is of another class.
+        ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
+        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler; with `in_backward`, from
+            backward: gradients of an earlier backward are still there, or the optimizer has hooks on its step.
+    """
+    states = states_below(uncompiled(model))
+    units = [state.unit for state in states]
+    base: type[optim.Optimizer] = type(optimizer)
+    _check(units, optimizer, max_ahead_bytes)
+    for unit in units:
+        unit.settings.overlap = IN_BACKWARD if in_backward else "step"
+        unit.options.ask("overlap_optimizer", True)
+        unit.publish()
+    overlap = Overlap([state.runtime for state in states], optimizer, max_ahead_bytes)
+    for unit in units:
+        unit.on_gather = overlap.note
+        if in_backward:
+            unit.on_reduced = overlap.take
+            unit.on_kept = overlap.forget
+    optimizer._fsdp_overlap = overlap  # type: ignore[attr-defined]
+    optimizer.__class__ = _overlapped(base)  # type: ignore[assignment]
+    optimizer._patch_step_function()
+    return optimizer
+
+
+def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: object) -> None:
+    name = type(optimizer).__name__
+    if not units:
+        raise ValueError(
+            "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the optimizer from the sharded "
+            "model's parameters, then call overlap_optimizer(model, optimizer)"
+        )
+    if any(unit.is_flat for unit in units):
+        raise NotImplementedError(
+            "overlap_optimizer: flat parameters of FullyShardedDataParallel are not supported yet. Use fully_shard, or leave it out"
+        )
+    if hasattr(optimizer, "_fsdp_overlap"):
+        raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")
+    if type(optimizer) not in ONE_BY_ONE:
+        raise TypeError(
+            f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose step can be taken unit by unit; "
+            f"known are {[kind.__name__ for kind in ONE_BY_ONE]} of torch.optim, not subclasses. Leave out overlap_optimizer"
+        )
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            f"overlap_optimizer: step of this {name} was replaced already, as a learning rate scheduler does. Call "
+            "overlap_optimizer directly after building the optimizer, then build the scheduler"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p.sharded) in held for unit in units for p in unit.params):
+        raise ValueError(
+            f"overlap_optimizer: the {name} holds no parameter of the model's units. Build it from the sharded model's parameters"
+        )
+    if isinstance(max_ahead_bytes, bool) or not isinstance(max_ahead_bytes, int) or max_ahead_bytes < 0:
+        raise ValueError(f"overlap_optimizer: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, at least 0")
+
+
+_classes: dict[type[optim.Optimizer], type[optim.Optimizer]] = {}
+
+
+def _overlapped(base: type[optim.Optimizer]) -> type[optim.Optimizer]:
+    """A subclass whose step goes unit by unit; hooks, profiles and schedulers see one step, as ever."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise ValueError(
+                f"{base.__name__}.step(closure): not with overlap_optimizer, since a closure runs backward inside the step. Run "
+                "backward before, and call step()"
+            )
+        self._fsdp_overlap.step(self)
+
+    if base not in _classes:
+        _classes[base] = type(base.__name__, (base,), {"__module__": base.__module__, "step": step})
+    return _classes[base]
+
+
+class Overlap:
+    """The step of one optimizer of one model.
+
+    order: gathers that forward came to since the last step, in order.
+    early: of these, those that backward has started again for the next forward.
+    reads: for each buffer, what forward has gathered of it since the last step or backward, as (first element, end).
+    shared: buffers of which something was gathered twice, by several graphs or eagerly: their backwards will gather it again.
+    """
+
+    def __init__(self, runtimes: list[Runtime], optimizer: optim.Optimizer, max_ahead_bytes: int) -> None:
+        base = type(optimizer)
+        self.runtimes = runtimes
+        self.max_ahead_bytes = max_ahead_bytes
+        self.order: dict[Gather, None] = {}
+        self.early: dict[Gather, None] = {}
+        self.reads: dict[FlatParam, list[tuple[int, int]]] = {}
+        self.shared: set[FlatParam] = set()
+        self._optimizer = weakref.ref(optimizer)
+        self._backward = -1
+        self._said: set[str] = set()
+        self._held_now: dict[FlatParam | None, set[int]] = {}
+        step: Any = base.step
+        self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._base = base
+
+    def note(self, gather: Gather) -> None:
+        """Forward comes to a gather. A graph gathers no element of a buffer twice."""
+        self.order.setdefault(gather)
+        for flat in gather.flats:
+            start, end = gather.part(flat)
+            reads = self.reads.setdefault(flat, [])
+            if any(start < other_end and other < end for other, other_end in reads):
+                self.shared.add(flat)
+            if (start, end) not in reads:
+                reads.append((start, end))
+
+    @untraced
+    def step(self, optimizer: optim.Optimizer) -> None:
+        """Step unit by unit, and start gathers as soon as their units are stepped."""
+        for runtime in self.runtimes:
+            runtime.drop_pending(is_end_of_backward=True)
+        held = self._held(optimizer)
+        spent = {id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)}
+        left = {part: params - spent for part, params in held.items() if params - spent}
+        ahead = self._first_gathers(held)
+        waiting = self._sorted(left)
+        for part in list(waiting):
+            self._step_part(optimizer, left[part])
+            waiting.remove(part)
+            while ahead and not any(flat in waiting for flat in ahead[0].flats):
+                ahead.pop(0).start()
+        for flat in self._flats():
+            flat.is_stepped = False
+        self.order.clear()
+        self.early.clear()
+        self.reads.clear()
+        self.shared.clear()
+
+    def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+        """Step these parameters inside backward, which has reduced their gradient, and start gathers of the next forward; not if
+        they are not all of the buffer's, some are another optimizer's or have a gradient already, or another backward may still
+        gather the buffer: then they get their gradient, and the step is to come. All of that is the same on every rank.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return False
+        self._begin_backward(optimizer)
+        self._check(optimizer, params)
+        if why := self._why_not(flat, params):
+            if why not in self._said:  # once, whatever the unit
+                self._said.add(why)
+                warn_once(
+                    f"compiled_fsdp: overlap_optimizer(in_backward=True): {flat.unit.name} is stepped by optimizer.step(), not "
+                    f"inside backward, since {why}. The numbers are the same; of other units it is not said again"
+                )
+            return False
+        flat.settle()
+        flat.is_stepped = True
+        for param in params:
+            param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        for param in params:
+            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(param.sharded)
+        self._step_part(optimizer, {id(p.sharded) for p in params})
+        for param in params:
+            param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+        self._start_early()
+        return True
+
+    def _why_not(self, flat: FlatParam, params: Sequence[ShardedParam]) -> str:
+        """Why a buffer may not be stepped inside backward; "" if it may."""
+        trained = _trained(flat)
+        if not trained <= self._held_now.get(flat, set()):
+            return "the optimizer does not hold all of its parameters"
+        if trained != {id(p.sharded) for p in params}:
+            return "this graph has no gradients for some of its parameters"
+        if flat in self.shared:
+            return "forward has read it more than once since the last backward, and another backward may gather it"
+        if flat not in self.reads:
+            return "forward has not gathered it by an all-gather of its own"
+        if any(p.sharded.grad is not None for p in params):
+            return "its parameters have gradients already"
+        return ""
+
+    def forget(self, flat: FlatParam) -> None:
+        """What forward has read of a buffer was for a backward that has come to it now, and did not reduce."""
+        self.reads.pop(flat, None)
+        self.shared.discard(flat)
+
+    def _begin_backward(self, optimizer: optim.Optimizer) -> None:
+        """Once for each backward: look who holds what, and drop gathers of an earlier step that no forward has used."""
+        backward = backward_number()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self._held_now = self._held(optimizer)
+        for flat in self._flats():  # no longer, if the user went on without a step
+            flat.is_stepped = any(is_spent(p.sharded.grad) for p in flat.params)
+        if not any(flat.is_stepped for flat in self._flats()):
+            self.early.clear()
+            for flat in self._flats():
+                flat.drop_ahead()
+
+    def _check(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
+        name = type(optimizer).__name__
+        if taken := [p.fqn for p in params if is_spent(p.sharded.grad)]:
+            raise RuntimeError(
+                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which still has a gradient of an "
+                "earlier backward. Each backward is a step: call zero_grad() between them, add up gradients by "
+                "set_requires_gradient_sync(False), or leave out in_backward=True"
+            )
+        # Its own; among those of all optimizers are Dynamo's.
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise RuntimeError(
+                f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is taken in parts inside backward. "
+                "Remove the hooks, or leave out in_backward=True"
+            )
+
+    def _start_early(self) -> None:
+        """Gathers of the next forward whose units are stepped, in the order in which backward comes to them."""
+        room = self.max_ahead_bytes // 2 - sum(gather.num_bytes for gather in self.early)
+        for gather in reversed(self.order):
+            is_ready = gather not in self.early and all(flat.is_stepped for flat in gather.flats)
+            if is_ready and gather.num_bytes <= room:
+                room -= gather.num_bytes
+                self.early[gather] = None
+                gather.start()
+
+    def _flats(self) -> list[FlatParam]:
+        return [flat for runtime in self.runtimes for flat in runtime.unit.flats]
+
+    def _held(self, optimizer: optim.Optimizer) -> dict[FlatParam | None, set[int]]:
+        """The optimizer's parameters, by the flat buffer that they lie in; None for those of no unit."""
+        owners = {id(p.sharded): flat for flat in self._flats() for p in flat.params}
+        held: dict[FlatParam | None, set[int]] = {}
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            held.setdefault(owners.get(id(param)), set()).add(id(param))
+        return held
+
+    def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
+        """Those whose gradients are there in the order of forward, then those that wait, oldest reduction first."""
+        forward = {flat: i for i, flat in enumerate(dict.fromkeys(f for gather in self.order for f in gather.flats))}
+
+        def key(flat: FlatParam | None) -> tuple[int, int]:
+            if flat is None:
+                return 0, -1
+            if flat.arrival is not None and not flat.arrival.is_done:
+                return 1, flat.arrival.number
+            return 0, forward.get(flat, len(forward))
+
+        return sorted(held, key=key)
+
+    def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[Gather]:
+        """The first gathers of forward that fit, up to the first buffer which is not only this optimizer's to change."""
+        found = []
+        room = self.max_ahead_bytes - sum(gather.num_bytes for gather in self.early)
+        for gather in (g for g in self.order if g not in self.early):
+            room -= gather.num_bytes
+            if room < 0 or not all(_trained(flat) <= held.get(flat, set()) for flat in gather.flats):
+                break
+            found.append(gather)
+        return found
+
+    def _step_part(self, optimizer: optim.Optimizer, params: set[int]) -> None:
+        """The optimizer's own step, for some parameters: on a stand-in that shares its state, settings and hyperparameters."""
+        groups = []
+        for group in optimizer.param_groups:
+            part: list[Tensor] = [p for p in group["params"] if id(p) in params]
+            if part:
+                groups.append({**group, "params": part})
+        stand_in = object.__new__(self._base)
+        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
+        self._plain_step(stand_in)
+
+
+def _trained(flat: FlatParam) -> set[int]:
+    return {id(p.sharded) for p in flat.params if p.sharded.requires_grad}

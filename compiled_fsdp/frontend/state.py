@@ -1,0 +1,302 @@
+"""What one `fully_shard` call leaves behind, and how to find it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from compiled_fsdp.eager import optimizer_steps
+from compiled_fsdp.eager.resident import drop, prepare
+from compiled_fsdp.eager.runtime import Runtime
+from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
+from compiled_fsdp.eager.tree import in_backward
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.options import of_unit
+from compiled_fsdp.planning.calibrate import calibrate_plan
+from compiled_fsdp.torch_private.dynamo import (
+    TRACES_TO_DTENSORS,
+    code_in_trace,
+    codes_under_way,
+    never_trace_hooks_alone,
+    never_traced_alone,
+    traces_autograd,
+    untraced,
+)
+from compiled_fsdp.torch_private.modules import cast_floating, plain_name
+from compiled_fsdp.units.extension import WHY_EAGER
+from compiled_fsdp.units.reads import begin_forward, end_forward
+
+from .fallback import AGREED, note_eager_unit, note_skipped, run_eagerly
+from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
+from .together import meet
+from .writes import watch_writes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import CodeType
+
+    from compiled_fsdp.units.unit import Unit
+
+    from .together import Together
+
+
+class State:
+    """The unit of a call, the eager runtime that serves it, and the hooks around its modules' forward."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.runtime = Runtime(unit)
+        self.pre_forward = PreForward(self)
+        self.post_forward = PostForward(self)
+        self.stock = StockState(self.runtime)
+        self.is_checked = self.is_use_checked = self.is_call_compiled = False
+        self.together: Together | None = None
+        self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        unit.on_gradients = self.runtime.reshard_if_idle
+        unit.on_retained = self._queue_callback
+        unit.on_shared = self._lend
+
+    def _queue_callback(self) -> None:
+        self.runtime.tree.queue_callback()
+        self.runtime.tree.delivers = True
+
+    def _lend(self, module: nn.Module) -> None:
+        """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
+        borrower: State = module.__dict__["_fsdp_owner"]
+        borrower.runtime.borrow(self.runtime)
+
+    def _check(self) -> None:
+        for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
+            if not runtime.is_unsharded:
+                runtime.unit.take_over()
+        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
+        if any(p.sharded.device.type == "meta" for unit in units for p in unit.params):
+            return  # gathering will say so
+        check_devices(units)
+        check_same_model(units)
+        self.together = meet(units)
+        if self.buffers_from_meta:
+            check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
+        calibrate_plan(list(dict.fromkeys(flat.mesh_info for unit in units for flat in unit.flats)))
+        self.is_checked = True
+
+    @untraced
+    def note_eager(self) -> None:
+        """The unit runs outside a graph: say why, if Dynamo gave one up."""
+        note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+        if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
+            note_skipped(self.unit)
+
+    @property
+    def root(self) -> State:
+        """That of the outermost sharded module around this one's, or itself."""
+        return get_state(self.runtime.root.unit.modules[0]) or self
+
+    def below(self) -> list[State]:
+        """The states of this unit's modules and of all inside them, in the same order on every rank."""
+        return distinct(state for module in self.unit.modules for state in states_below(module))
+
+    def _count_call(self) -> None:
+        """A call of the outermost module begins, one that communicates: from here on, units may run eagerly on all ranks."""
+        together = self.together
+        if together is None or not (together.is_sharding or torch.is_grad_enabled()) or in_backward():
+            return
+        for number, why in together.begin():
+            state = self.below()[number]
+            run_eagerly(state.unit, [s.unit for s in state.below()], why)
+
+    def note_callers(self) -> None:
+        """While a call of this unit is compiled: what is under way calls it."""
+        for code in [*filter(None, [code_in_trace()]), *codes_under_way()]:
+            below: weakref.WeakSet[State] = _called_below.setdefault(code, weakref.WeakSet())
+            below.add(self)
+
+    def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
+        """Before a module of this unit is called: notice what the user changed since.
+
+        is_traced: into a larger graph, which is not called yet; otherwise the call begins outside any graph.
+        """
+        self.is_call_compiled = is_compiled
+        tree = self.runtime.tree
+        tree.recover()
+        optimizer_steps.catch_up()
+        if self.unit.is_outermost and not self.is_checked:
+            self._check()
+        elif self.unit.is_outermost and not self.is_use_checked:
+            units = [runtime.unit for runtime in tree.in_order()]
+            self.is_use_checked = any(unit.has_gradients for unit in units)
+            if self.is_use_checked:
+                warn_unread(units)
+        if self.unit.is_outermost and is_traced and self.together is not None:
+            self.together.is_inlined = True
+        elif self.unit.is_outermost:
+            self._count_call()
+        called = tree.in_order() if self.unit.is_outermost else [self.runtime]
+        for runtime in called:
+            if runtime.unit.was_assigned:
+                runtime.unit.adopt_assigned()
+            runtime.follow_requires_grad()
+            runtime.unit.follow_requires_grad()
+        if is_compiled:
+            if self.unit.is_outermost and traces_autograd():
+                warn_once(
+                    "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph break separates the call of "
+                    "a model from loss.backward() in the same compiled function, torch traces a backward that trains "
+                    "nothing, sharded or not, and does not say so. Call loss.backward() outside, or set it to False"
+                )
+            prepare(called)
+
+    def after_error(self, error: Exception) -> None:
+        """A call of this unit has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
+        self.runtime.end_failed_forward()
+        if isinstance(error, RuntimeError):
+            explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+
+    def before_trace(self, module: nn.Module) -> None:
+        """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
+        self.before_call(is_compiled=False, is_traced=True)
+        self.note_callers()
+        if traces_autograd() and not TRACES_TO_DTENSORS:
+            warn_once(
+                "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded module is called in a compiled "
+                "function. If loss.backward() is called there too, Dynamo of this torch ends in an AssertionError without a text, "
+                "as for any DTensor. Call loss.backward() outside, or set it to False"
+            )
+        called = self.runtime.tree.in_order() if self.unit.is_outermost else []
+        for runtime in called:
+            if not runtime.unit.settings.reshard_after_backward:
+                warn_once(
+                    f"compiled_fsdp: set_reshard_after_backward(False) on {runtime.unit.name!r} changes nothing where the call of "
+                    "the sharded module is compiled as part of a larger function. Compile the sharded module itself"
+                )
+            drop(runtime)
+        module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
+
+
+# For each code object (by identity, see `limits.py`): the states of modules that were called below it while Dynamo compiled.
+_called_below: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def called_below(code: CodeType) -> list[State]:
+    """The states of modules that are called, in a graph or outside, while a frame of this code object is under way."""
+    return list(_called_below.get(code, ()))
+
+
+_keys = itertools.count()
+_modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+
+def get_state(module: object) -> State | None:
+    """The state of the `fully_shard` call that was given this very module, or None."""
+    return module.__dict__.get("_fsdp_state") if isinstance(module, nn.Module) else None
+
+
+def set_state(module: nn.Module, state: State) -> None:
+    """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
+    enter_state(module, state)
+    show_to_schedules(module, state.stock)
+
+
+def enter_state(module: nn.Module, state: State) -> None:
+    """As `set_state`, without showing it to torch as a module that `fully_shard` was given."""
+    module.__dict__["_fsdp_state"] = state
+    module.__dict__["_fsdp_key"] = key = f"module {next(_keys)}"
+    _modules[key] = module
+
+
+def module_by_key(key: str) -> nn.Module:
+    """The sharded module whose `_fsdp_key` this is: torch 2.11 takes no module for a constant while it traces."""
+    return _modules[key]
+
+
+def distinct(states: Iterable[State | None]) -> list[State]:
+    """Each state once, in order."""
+    return list({id(s): s for s in states if s is not None}.values())
+
+
+def states_below(module: nn.Module, *, recurse: bool = True) -> list[State]:
+    """The states of a module and, with `recurse`, of all modules inside it."""
+    return distinct(get_state(m) for m in (module.modules() if recurse else [module]))
+
+
+def adopt_nested(root: nn.Module) -> None:
+    """This module was sharded last: units below are named from here and no longer count as outermost."""
+    outer = get_state(root)
+    assert outer is not None
+    paths = {module: plain_name(path) for path, module in root.named_modules()}
+    for state in distinct(get_state(module) for module in paths):
+        if state is not outer:
+            state.unit.adopt(paths, is_nested=True)
+            state.runtime.enter(outer.runtime)
+            if state.runtime.tree is not outer.runtime.tree:
+                outer.runtime.tree.absorb(state.runtime.tree)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_read(unit_key: str, option: str) -> None:
+    """The hook of a unit reads an option: in eager mode each time, in a graph while it is traced."""
+    options = of_unit(unit_key)
+    if options is not None:
+        options.consume("forward hook", option)
+
+
+class PreForward:
+    """Forward pre-hook of a unit's module: casts inputs, and in eager mode gathers."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.unit_key = f"#{state.unit.number}"
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What forward is to get."""
+        policy = self.state.unit.mp_policy
+        if policy.param_dtype is not None:
+            if policy.cast_forward_inputs:
+                args = cast_floating(args, policy.param_dtype)
+                kwargs = cast_floating(kwargs, policy.param_dtype)
+            else:
+                _note_read(self.unit_key, "mp_policy.cast_forward_inputs")
+        if torch.compiler.is_dynamo_compiling():
+            if self.state.unit.settings.reduce_unused:
+                torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
+            if self.state.unit.has_extensions:
+                torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
+            if self.state.unit.runs_eagerly:
+                torch._dynamo.graph_break(msg=AGREED)
+            begin_forward(self.unit_key)
+            watch_writes()
+            return args, kwargs
+        self.state.note_eager()
+        result: tuple[Any, Any] = self.state.runtime.pre_forward(module, (args, kwargs))
+        return result
+
+
+class PostForward:
+    """Forward hook of a unit's module: in eager mode frees, then casts the output."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.unit_key = f"#{state.unit.number}"
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """What the caller is to get."""
+        if torch.compiler.is_dynamo_compiling():
+            end_forward(self.unit_key)
+        else:
+            output = self.state.runtime.post_forward(module, output)
+        dtype = self.state.unit.mp_policy.output_dtype
+        if dtype is None:
+            return output
+        _note_read(self.unit_key, "mp_policy.output_dtype")
+        return cast_floating(output, dtype)
+
+
+# Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take the graph's branch.
+never_trace_hooks_alone()
+never_traced_alone(PreForward.__call__)
+never_traced_alone(PostForward.__call__)

@@ -1,0 +1,92 @@
+"""`warmup`: compile a model's forward and backward on every rank, before the first step and without any trace of it.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from compiled_fsdp.errors import named
+from compiled_fsdp.torch_private.dynamo import uncompiled
+from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
+
+from .state import states_below
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from .state import State
+
+
+def warmup(model: nn.Module, *example: Any, **more: Any) -> None:
+    """Run one forward and backward on `example`, and return when every rank has done so.
+
+    Compiles both phases: call it after `torch.compile(fully_shard(model))`, on all ranks. Ranks that compile for longer are waited
+    for, up to the timeout of `init_process_group`. Parameters, gradients, buffers and the state of the random generators are
+    afterwards as before.
+
+    Raises:
+        TypeError: the model was not sharded.
+        ValueError: no output requires a gradient.
+        DivergenceError: ranks compiled different graphs.
+    """
+    states = sharded_below(model, "warmup")
+    with without_trace(model):
+        run_both(model, example, more, "warmup")
+    for group in dict.fromkeys(flat.mesh_info.shard_group for s in states for flat in s.unit.flats):
+        texts = agree(group, "the end of warmup")
+        if texts is not None:
+            raise DivergenceError(describe(group, texts))
+
+
+def sharded_below(model: nn.Module, doing: str) -> list[State]:
+    """The states of all sharded modules of a model.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = uncompiled(model)
+    states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
+    if not states:
+        raise TypeError(f"{doing}: {named(model)} has no sharded module. Call fully_shard on it first")
+    return states
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Afterwards, gradients, buffers and the state of the random generators are as they were."""
+    inner = uncompiled(model)
+    device = states_below(inner)[0].unit.mesh_info.device
+    gradients = [(p, p.grad) for p in inner.parameters()]
+    buffers = [(b, b.clone()) for b in inner.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, grad in gradients:
+            parameter.grad = grad
+
+
+def run_both(model: nn.Module, example: tuple[Any, ...], more: dict[str, Any], doing: str) -> None:
+    """One forward, and one backward from the sum of its outputs."""
+    with torch.enable_grad():
+        leaves = tree_leaves(model(*example, **more))
+        outputs = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not outputs:
+            raise ValueError(
+                f"{doing}: none of the {len(leaves)} outputs of {named(model)} requires a gradient, so there is no backward "
+                f"to run. Unfreeze a parameter, or leave {doing} out"
+            )
+        sum(x.float().sum() for x in outputs).backward()  # type: ignore[union-attr]

@@ -1,0 +1,1 @@
+"""The front end `fully_shard`."""

@@ -1,0 +1,110 @@
+"""What `fully_shard` does to modules: their classes (`classes.py`), the hooks on them, and parameters that calls share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.frontend.classes import swap_class
+from compiled_fsdp.frontend.state import State, get_state, set_state
+from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
+from compiled_fsdp.torch_private.dynamo import rebind_compiled, uncompiled, untraced
+from compiled_fsdp.torch_private.modules import register_first
+from compiled_fsdp.units.registered import Registered
+
+from .fsdp_module import FSDPModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.units.unit import Unit
+
+
+def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State) -> None:
+    """Swap classes so that parameters are read through properties, and hook the roots."""
+    names: dict[nn.Module, list[str]] = {}
+    for param in unit.params:
+        for module, name in param.owners:
+            names.setdefault(module, []).append(name)
+    for module, owned in names.items():
+        swap_class(module, tuple(owned), FSDPModule if isinstance(module, FSDPModule) else None)
+        module.__dict__["_fsdp_owner"] = state
+        module.register_state_dict_pre_hook(_reshard_first(state))
+        module.register_state_dict_post_hook(_start_at_zero)
+        module.register_load_state_dict_pre_hook(_reshard_first(state))
+        module.register_load_state_dict_post_hook(_adopt_loaded(state))
+    for root in roots:
+        inner = uncompiled(root)
+        for module in dict.fromkeys((inner, root)):
+            set_state(module, state)
+            swap_class(module, tuple(names.get(module, ())), FSDPModule)
+        register_first(inner, state.pre_forward)
+        inner.register_forward_hook(state.post_forward)
+        if inner is not root:
+            rebind_compiled(root)
+    for module in managed:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def share_params(lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State) -> None:
+    """Let modules of a later call hold parameters of earlier units (tied weights)."""
+    for unit, param, module, name in lent:
+        unit.own(param, module, name)
+        swap_class(module, (name,), FSDPModule if isinstance(module, FSDPModule) else None)
+        if (unit.mp_policy, param.layout.dim) != (borrower.unit.mp_policy, 0) or unit.mesh_info != borrower.unit.mesh_info:
+            warn_once(
+                f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, placement and mp_policy hold "
+                f"for it; those of {borrower.unit.name} differ and do not"
+            )
+        lender = get_state(unit.modules[0])
+        assert lender is not None
+        borrower.runtime.borrow(lender.runtime)
+
+
+def _reshard_first(state: State) -> Callable[..., None]:
+    """A hook before `state_dict` and `load_state_dict`: both are about the sharded parameters."""
+
+    def hook(*_: object) -> None:
+        state.runtime.reshard()
+
+    return hook
+
+
+@untraced
+def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
+    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same.
+
+    Names that are tied get one tensor: `torch.save` would write two.
+    """
+    for name in module._parameters:
+        entry = entries.get(prefix + name)
+        if type(entry) is DTensor and entry.storage_offset() and not entry.requires_grad:
+            on_meta = entry.device.type == "meta"
+            known = None if on_meta else _of_a_tied_name(module, name, entry, entries)
+            made = starting_at_zero(entry) if on_meta else in_own_storage(entry)
+            entries[prefix + name] = made if known is None else known
+
+
+def _of_a_tied_name(module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]) -> DTensor | None:
+    """What another name of the same parameter has got already."""
+    table = module._parameters
+    owner = table.owners.get(name) if isinstance(table, Registered) else None
+    if owner is None or len(owner[1].owners) == 1:
+        return None
+    start = local_tensor(entry).data_ptr()
+    others = (v for v in entries.values() if type(v) is DTensor and v is not entry and not v.storage_offset())
+    return next((v for v in others if v.shape == entry.shape and local_tensor(v).data_ptr() == start), None)
+
+
+def _adopt_loaded(state: State) -> Callable[..., None]:
+    """A hook after `load_state_dict`: with `assign=True` it replaced the parameters."""
+
+    def hook(*_: object) -> None:
+        state.unit.adopt_replaced()
+
+    return hook

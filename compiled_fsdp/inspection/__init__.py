@@ -1,0 +1,1 @@
+"""What is read afterwards: what became of a model, folders of dumps, the report."""

@@ -1,0 +1,236 @@
+"""What became of a sharded model, from what its units, its graphs and its options have left behind."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from compiled_fsdp import log
+from compiled_fsdp.dump import writer as dump
+from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.planning.plan import options as plan_options
+from compiled_fsdp.torch_private.dynamo import recompiles
+from compiled_fsdp.units.extension import WHY_EAGER
+from compiled_fsdp.units.unit import original_class
+from compiled_fsdp.wire.ops import TRACED
+from compiled_fsdp.wire.runs import Run, all_runs
+
+from . import measured
+from .explanation import (
+    BOTH,
+    EAGER,
+    EMPTY,
+    GRAPH,
+    NEVER,
+    NOT_YET,
+    UNLOWERED,
+    Explanation,
+    GraphInfo,
+    OptionInfo,
+    Param,
+    Shared,
+    Step,
+    UnitInfo,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from compiled_fsdp.eager.tree import Tree
+    from compiled_fsdp.units.unit import Unit
+
+Ran = tuple[Run, GraphRecord]
+
+
+def after_first_step(tree: Tree) -> None:
+    """Log the summary of a model, on rank 0, and write what is known of it beside the dumps of its graphs."""
+    units = [runtime.unit for runtime in tree.in_order()]
+    outermost = next((unit for unit in units if unit.is_outermost), units[0])
+    found = collect(original_class(outermost.modules[0]).__name__, units, tree, None)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.summarise(found.summary)
+    folder = dump.rank_folder()
+    if folder is not None:
+        (folder / "explain.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+
+
+def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Explanation:
+    """Everything that is known of a model of these units; `profile` is a finished one, or None."""
+    keys = {unit.key: unit.name for unit in units}
+    parsed = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
+    ours = [(run, record) for run, record in parsed if any(key in keys for key in record.units)]
+    moments = tree.clock.moments
+    last_step = [entry for entry in ours if len(moments) < 2 or entry[0].last > moments[0]]
+    graphs = [record for _, record in last_step]
+    in_graphs = {key for _, record in ours for key in record.units}
+    has_run = bool(ours) or any(unit.num_eager_forwards or unit.key in TRACED for unit in units)
+    return Explanation(
+        model=name,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        units=[_unit(unit, graphs, in_graphs, keys, has_run) for unit in units],
+        graphs=[_graph(run, record, keys) for run, record in last_step],
+        options=[*_unit_options(units, ours), *_plan_options(parsed)],
+        step=_step(tree, graphs, profile, units),
+        recompiles=[{"function": function, "reason": reason} for function, reason in recompiles()],
+    )
+
+
+# -- units
+
+
+def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict[str, str], has_run: bool) -> UnitInfo:
+    params = [
+        Param(
+            p.fqn,
+            list(p.layout.shape),
+            _dtype(p.sharded.dtype),
+            p.sharded.dtype.itemsize * torch.Size(p.layout.shape).numel(),
+            not p.sharded.requires_grad,
+        )
+        for p in unit.params
+    ]
+    infos = list(dict.fromkeys(flat.mesh_info for flat in unit.flats)) or [unit.mesh_info]
+    where = _where(unit, in_graphs, has_run=has_run)
+    return UnitInfo(
+        name=unit.name,
+        where=where,
+        why=_why(unit, bool(in_graphs)) if where in (EAGER, BOTH) else [],
+        params=params,
+        num_bytes=sum(p.num_bytes for p in params),
+        compute_dtype="/".join(dict.fromkeys(_dtype(p.spec.dtype) for p in unit.params)),
+        reshard="/".join(dict.fromkeys(p.spec.reshard for p in unit.params)),
+        mesh=", ".join(_mesh(info) for info in infos),
+        groups=list(dict.fromkeys(name for info in infos for name in _groups(info))),
+        gathers=_shared(unit, [record.gathers for record in graphs], keys),
+        reductions=_shared(unit, [record.reductions for record in graphs], keys),
+    )
+
+
+def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:
+    if not unit.flats:
+        return EMPTY
+    if not has_run:
+        return NOT_YET
+    if unit.key in in_graphs:
+        return BOTH if unit.num_eager_forwards else GRAPH
+    if unit.num_eager_forwards:
+        return EAGER
+    return UNLOWERED if unit.key in TRACED else NEVER
+
+
+def _why(unit: Unit, has_graphs: bool) -> list[str]:
+    if unit.why_eager:
+        return list(unit.why_eager)
+    if unit.has_extensions:
+        return [WHY_EAGER]
+    return ["its forward was called from outside any graph" if has_graphs else "the model is not compiled"]
+
+
+def _mesh(info: Any) -> str:
+    text = f"sharded over {info.shard_size}" if info.is_sharding else "not sharded"
+    return text + (f", replicated over {info.replicate_size}" if info.replicate_size > 1 else "")
+
+
+def _groups(info: Any) -> list[str]:
+    shard = [info.shard_group.group_name]
+    return [*shard, info.replicate_group.group_name] if info.replicate_size > 1 else shard
+
+
+def _shared(unit: Unit, by_graph: list[list[Any]], keys: dict[str, str]) -> list[Shared]:
+    return [
+        Shared(graph, number, [keys.get(key, key) for key in bucket.units])
+        for graph, buckets in enumerate(by_graph)
+        for number, bucket in enumerate(buckets)
+        if unit.key in bucket.units
+    ]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- graphs and the step
+
+
+def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
+    def shown(buckets: Iterable[Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "units": [keys.get(key, key) for key in b.units],
+                "params": b.params,
+                "num_bytes": b.num_bytes,
+                "dtype": b.dtype,
+                "ops": b.ops,
+                "groups": b.groups,
+                "sent": b.sent,
+            }
+            for b in buckets
+        ]
+
+    return GraphInfo(
+        kind=record.kind,
+        num_runs=run.count,
+        is_fused=record.is_fused,
+        num_nodes=record.num_nodes,
+        gathers=shown(record.gathers),
+        reductions=shown(record.reductions),
+        peak=record.peak,
+        peak_at=record.peak_at,
+        peak_kinds=record.peak_kinds,
+        predicted=record.predicted,
+    )
+
+
+def _step(tree: Tree, graphs: list[GraphRecord], profile: Any, units: Sequence[Unit]) -> Step:
+    times = [record.predicted for record in graphs if record.predicted is not None]
+    is_known = bool(graphs) and len(times) == len(graphs)
+    device = units[0].mesh_info.device.type
+    return Step(
+        count=tree.clock.count,
+        predicted_seconds=sum(t["total"] for t in times) if is_known else None,
+        predicted_exposed=sum(t["exposed"] for t in times) if is_known else None,
+        predicted_peak=max((record.peak for record in graphs), default=None),
+        measured_seconds=tree.clock.median,
+        measured_exposed=None if profile is None else measured.exposed(profile),
+        measured_peak=None if profile is None else measured.peak(profile, device),
+    )
+
+
+# -- options
+
+
+def _unit_options(units: Sequence[Unit], ours: list[Ran]) -> list[OptionInfo]:
+    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for unit in units:
+        for name, asked in unit.options.asked.items():
+            consumers = dict.fromkeys([*unit.options.consumers(name), *_by_passes(unit, name, asked.moment, ours)])
+            found.setdefault((name, asked.value, tuple(consumers)), []).append(unit.name)
+    return [OptionInfo(name, value, names, list(by)) for (name, value, by), names in found.items()]
+
+
+def _by_passes(unit: Unit, name: str, since: int, ours: list[Ran]) -> list[str]:
+    keys = (unit.key, "") if unit.is_outermost else (unit.key,)
+    return [
+        part
+        for run, record in ours
+        if run.last > since
+        for option, by, units in record.consumed
+        if option == name and any(key in units for key in keys)
+        for part in by
+    ]
+
+
+def _plan_options(parsed: list[Ran]) -> list[OptionInfo]:
+    """Graphs of any model count: the plan is the process'."""
+    found = []
+    for name, asked in plan_options.asked.items():
+        field = name.removeprefix("Plan.")
+        alike = [record for _, record in parsed if record.plan[field] == asked.value]
+        consumers = dict.fromkeys(
+            part for record in alike for option, by, _ in record.consumed if option == name for part in by
+        )
+        found.append(OptionInfo(name, asked.value, [], list(consumers)))
+    return found

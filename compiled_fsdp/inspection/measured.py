@@ -1,0 +1,62 @@
+"""What a finished `torch.profiler.profile` of some steps says: exposed communication, and the peak of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_fsdp.torch_private.tracing import allocations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WAITS = "_c10d_functional::wait_tensor"  # what every executor waits by
+STEP = "Optimizer.step#"  # torch's own range around each step
+
+
+def check(profile: Any) -> None:
+    """A profile that has ended, or None.
+
+    Raises:
+        TypeError: something else, or a profile that is still on.
+    """
+    if profile is None:
+        return
+    if not isinstance(profile, torch.profiler.profile):
+        raise TypeError(f"explain: profile is {profile!r}; should be a torch.profiler.profile, or None")
+    if profile.profiler is None or profile.profiler.kineto_results is None:
+        raise TypeError("explain: the profile has no results; leave its `with` block, or call stop(), before explain")
+
+
+def exposed(profile: Any) -> float:
+    """Seconds a step in which the training thread waited for a collective."""
+    events = list(profile.events())
+    spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(WAITS)]
+    steps = sum(e.name.startswith(STEP) for e in events)
+    seconds: float = _union(spans) / max(1, steps) / 1e6
+    return seconds
+
+
+def peak(profile: Any, device: str) -> int | None:
+    """The most bytes allocated at once, above what was there when the profile began; None if memory was not recorded."""
+    live: dict[int, int] = {}
+    now = highest = 0
+    changes = allocations(profile, device)
+    for _, address, size in sorted(changes, key=lambda change: change[0]):
+        if size >= 0:
+            now += size - live.get(address, 0)
+            live[address] = size
+        else:
+            now -= live.pop(address, 0)
+        highest = max(highest, now)
+    return highest if changes else None
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total = reached = 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

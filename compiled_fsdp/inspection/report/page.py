@@ -1,0 +1,72 @@
+"""The page: data as JSON inside a template; what shows them is JavaScript, which only ever sets text.
+
+The page's own policy forbids it to load anything, so that names in it can do no harm even if one were taken for markup.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compiled_fsdp.ir.printer import printable
+
+from .read import read_dump
+from .trace import chrome_trace
+
+if TYPE_CHECKING:
+    from .read import DumpedRank
+
+SCRIPTS = ("dom.js", "axis.js", "timeline.js", "memory.js", "tables.js", "page.js")
+
+
+def write_report(dump_dir: Path, out: Path) -> None:
+    """Write the page for a folder of dumps to `out`: timelines, memory, buckets, what each pass changed, settings.
+
+    Raises:
+        DumpError: there is no dump, or a file of it is garbled; names the file.
+    """
+    ranks = read_dump(Path(dump_dir))
+    Path(out).write_text(page(ranks, "/".join(Path(dump_dir).resolve().parts[-2:])), encoding="utf-8")
+
+
+def page(ranks: list[DumpedRank], title: str) -> str:
+    """The HTML."""
+    data = {"title": title, "ranks": [_rank(rank) for rank in ranks], "trace": chrome_trace(ranks)}
+    parts = {
+        "/*css*/": _file("page.css"),
+        "/*js*/": "\n".join(map(_file, SCRIPTS)),
+        "/*data*/": as_script(_printable(data)),
+    }
+    html = _file("page.html")
+    for mark, text in parts.items():
+        before, after = html.split(mark)
+        html = before + text + after
+    return html
+
+
+def as_script(data: object) -> str:
+    """JSON that cannot end the element that it stands in."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _rank(rank: DumpedRank) -> dict[str, Any]:
+    found = asdict(rank)
+    del found["folder"]
+    return found
+
+
+def _printable(value: Any) -> Any:
+    """Control characters in names are shown as such, line breaks in texts kept."""
+    if isinstance(value, str):
+        return "\n".join(map(printable, value.split("\n")))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
+    return [_printable(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _file(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -1,0 +1,102 @@
+"""The timelines of a dump as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing: predicted and measured tracks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compiled_fsdp.ir.printer import printable
+
+from .read import read_dump
+
+if TYPE_CHECKING:
+    from .read import DumpedGraph, DumpedRank
+
+MICROSECONDS = 1e6
+COMPUTE, WIRE, MEMORY = 1, 2, 3
+LANES = {COMPUTE: "training thread", WIRE: "wire"}
+
+
+def write_trace(dump_dir: Path, out: Path) -> None:
+    """Write the predicted timeline of every dumped rank, and the measured one where `add_profile` left it, to `out`.
+
+    Raises:
+        DumpError: there is no dump, or a file of it is garbled; names the file.
+    """
+    Path(out).write_text(json.dumps(chrome_trace(read_dump(Path(dump_dir)))) + "\n")
+
+
+def chrome_trace(ranks: list[DumpedRank]) -> dict[str, Any]:
+    """The trace as an object. A rank's processes are one for what is predicted and one for what was measured."""
+    events: list[dict[str, Any]] = []
+    for rank in ranks:
+        for source, pid in (("predicted", 2 * rank.rank), ("measured", 2 * rank.rank + 1)):
+            found = _graphs(rank, source, pid)
+            events += [*_names(rank.rank, source, pid), *found] if found else []
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _names(rank: int, source: str, pid: int) -> list[dict[str, Any]]:
+    named = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank}, {source}"}}]
+    named += [{"ph": "M", "pid": pid, "tid": t, "name": "thread_name", "args": {"name": n}} for t, n in LANES.items()]
+    return named
+
+
+def _graphs(rank: DumpedRank, source: str, pid: int) -> list[dict[str, Any]]:
+    """The graphs one after the other, each from where the one before ends."""
+    events: list[dict[str, Any]] = []
+    start = 0.0
+    for graph in rank.graphs:
+        run = graph.measured if source == "measured" else graph.timeline[graph.timeline["executor"]]
+        if run is None:
+            continue
+        events += [{**event, "pid": pid} for event in _graph(graph, run, start)]
+        if source == "predicted":
+            events += _memory(graph, run, start, pid)
+        start += run["total"]
+    return events
+
+
+def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[str, Any]]:
+    events = [_range(graph.name, COMPUTE, start, 0.0, run["total"], {})]
+    for begin, end, *names in run["compute"]:
+        node, module = names or ("compute", "")
+        events.append(_range(module or node, COMPUTE, start, begin, end, {"node": node}))
+    for collective, times in zip(graph.timeline["collectives"], run["times"], strict=True):
+        name = printable(f"{collective['kind']} {', '.join(collective['units']) or collective['module']}")
+        details = {
+            "parameters": [printable(p["name"]) for p in collective["parameters"]],
+            **{key: collective[key] for key in ("node", "op", "bytes", "sent", "dtype", "group")},
+            "exposed_ms": times["exposed"] * 1e3,
+        }
+        events.append(_range(name, WIRE, start, times["begin"], times["end"], details))
+        if times.get("issuing"):
+            events.append(_range(f"start: {name}", COMPUTE, start, times["issued"], times["issued"] + times["issuing"], {}))
+        if times["exposed"] and times["awaited"] is not None:
+            events.append(_range(f"wait: {name}", COMPUTE, start, times["awaited"], times["awaited"] + times["exposed"], {}))
+    return events
+
+
+def _range(name: str, lane: int, start: float, begin: float, end: float, details: dict[str, Any]) -> dict[str, Any]:
+    when = {"ts": (start + begin) * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
+    return {"ph": "X", "name": printable(name), "tid": lane, **when, "args": details}
+
+
+def _memory(graph: DumpedGraph, run: dict[str, Any], start: float, pid: int) -> list[dict[str, Any]]:
+    """A counter of the bytes of each kind; of nodes that begin at the same time the one with the most counts."""
+    profile = graph.memory[graph.memory["executor"]]
+    most: dict[float, int] = {}
+    for index, when in enumerate(run["nodes"]):
+        if when not in most or profile["during"][index] > profile["during"][most[when]]:
+            most[when] = index
+    return [
+        {
+            "ph": "C",
+            "pid": pid,
+            "name": "memory above rest, bytes",
+            "ts": (start + when) * MICROSECONDS,
+            "args": {kind: curve[index] for kind, curve in profile["kinds"].items()},
+        }
+        for when, index in most.items()
+    ]

@@ -1,0 +1,394 @@
+"""The arithmetic around each collective, written once for two executors.
+
+Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager runtime, unlowered IR ops), the
+graph builder in `graph.py` appends a node. So lowering and eager mode cannot drift apart.
+
+Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name). They move when `group_name`
+changes its type, as in 2.13, where a name, a group or an FX node is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
+
+from . import schema
+from .spec import MEAN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.fx import Node
+
+    from .spec import ParamSpec, Reduction
+
+    Value = Any  # a torch.Tensor, or an fx.Node standing for one
+    Run = Callable[..., Value]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+WAIT = c10d.wait_tensor.default
+CONVERT = torch.ops.prims.convert_element_type.default
+GATHERS = (ALL_GATHER, schema.ALL_GATHER)
+ALL_TO_ALL = schema.ALL_TO_ALL
+STARTS = (
+    *GATHERS,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    ALL_REDUCE,
+    schema.ALL_REDUCE,
+    schema.CUSTOM_ALL_GATHER,
+    schema.CUSTOM_REDUCE_SCATTER,
+    schema.GATHER_AHEAD,
+)
+CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
+
+
+def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Value:
+    """Cast, if the dtypes differ."""
+    return x if source == target else run(CONVERT, x, target)
+
+
+def gather_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide how this is gathered."""
+    options = ["mesh", "mp_policy.param_dtype"]
+    return [*options, "set_custom_all_gather"] if spec.gather_algorithm and spec.group_size > 1 else options
+
+
+def reduce_options(spec: ParamSpec) -> list[str]:
+    """The user's options that decide what becomes of this gradient."""
+    how = spec.reduction
+    kept = {"retain": ["set_requires_gradient_sync"], "scatter": ["set_requires_all_reduce"]}.get(how.sync, [])
+    if how.sync == "retain":
+        return ["mp_policy.reduce_dtype", *kept]
+    found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
+    if how.algorithm.startswith(CUSTOM):
+        found.append("set_custom_reduce_scatter")
+    if how.sync == "scatter":
+        return found
+    return [
+        *found,
+        "set_gradient_divide_factor",
+        "set_force_sum_reduction_for_comms",
+        *(["set_all_reduce_hook"] if how.hook else []),
+    ]
+
+
+def all_gather(run: Run, shard: Value, spec: ParamSpec) -> Value:
+    """Gather `shard` [n] from every rank of the spec's group to [group_size * n]; for one rank, the shard itself."""
+    if spec.group_size == 1:
+        return shard
+    if spec.gather_algorithm:
+        return run(WAIT, run(schema.CUSTOM_ALL_GATHER, shard, spec.group_size, spec.group, spec.gather_algorithm))
+    return run(WAIT, run(ALL_GATHER, shard, spec.group_size, spec.group))
+
+
+def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
+    """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and `spec.dtype`."""
+    end = spec.offset + spec.shard_numel
+    shard = flat if (spec.offset, end) == (0, numel) else run(aten.slice.Tensor, flat, 0, spec.offset, end)
+    gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec)
+    return from_rows(run, gathered, spec)
+
+
+def from_rows(run: Run, rows: Value, spec: ParamSpec) -> Value:
+    """From [group_size * shard_numel], the padded shards of all ranks, to one parameter of `spec.shape`."""
+    if spec.dim == 0:
+        return unpad(run, run(aten.view.default, rows, list(spec.padded_shape)), spec)
+    apart = run(aten.view.default, rows, [spec.group_size, *spec.shard_shape])
+    together = run(aten.permute.default, apart, [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)])
+    return run(aten.reshape.default, together, list(spec.shape))
+
+
+def unpad(run: Run, padded: Value, spec: ParamSpec) -> Value:
+    """Drop the rows that only fill up the last shards."""
+    if spec.padded_shape == spec.shape:
+        return padded
+    return run(aten.slice.Tensor, padded, 0, 0, spec.shape[0])
+
+
+def pad_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
+    """From `spec.shape` to `spec.padded_shape`, filled with zeros."""
+    missing = spec.padded_shape[0] - spec.shape[0]
+    if not missing:
+        return full
+    return run(aten.constant_pad_nd.default, full, [0, 0] * (len(spec.shape) - 1) + [0, missing])
+
+
+def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
+    """From `spec.shape` to [group_size, shard_numel]: row r is what rank r owns."""
+    padded = pad_rows(run, full, spec)
+    if spec.dim:
+        apart = run(
+            aten.view.default, padded, list((*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :]))
+        )
+        padded = run(aten.permute.default, apart, [spec.dim, *(d for d in range(len(spec.shape) + 1) if d != spec.dim)])
+    return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
+
+
+def joined(run: Run, rows: Sequence[Value]) -> Value:
+    """Pieces [group_size, n_i] side by side."""
+    return rows[0] if len(rows) == 1 else run(aten.cat.default, rows, 1)
+
+
+def reduce_scatter(
+    run: Run, rows: Sequence[Value], spec: ParamSpec, flat: Value, offsets: list[int], numel: int
+) -> Value | None:
+    """Reduce pieces [group_size, n_i] of `numel` columns over all data-parallel ranks to this rank's row [numel].
+
+    None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept the result.
+    """
+    how, group_size = spec.reduction, spec.group_size
+    if group_size > 1 and how.algorithm == "all_to_all":
+        if how.pre_divide != 1.0:
+            rows = [run(aten.div.Tensor, piece, how.pre_divide) for piece in rows]
+        x = run(aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, list(rows), group_size, spec.reduce_group)), [0])
+        return _after_shard_axis(run, x, spec, flat, offsets)
+    x = run(aten.reshape.default, joined(run, rows), [group_size * numel])
+    if how.pre_divide != 1.0:
+        x = run(aten.div.Tensor, x, how.pre_divide)
+    if group_size > 1 and how.algorithm.startswith(CUSTOM):
+        x = run(WAIT, run(schema.CUSTOM_REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group, how.algorithm))
+    elif group_size > 1:
+        x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group))
+    return _after_shard_axis(run, x, spec, flat, offsets)
+
+
+def _after_shard_axis(run: Run, x: Value, spec: ParamSpec, flat: Value, offsets: list[int]) -> Value | None:
+    """Reduce this rank's row over HSDP's replicate axis, show it to the user's hook, divide."""
+    how = spec.reduction
+    if how.replicate_size > 1:
+        if how.sync == "scatter":
+            run(schema.RETAIN, x, flat, offsets, "partial")
+            return None
+        if how.is_accumulating:
+            run(schema.ADD_RETAINED, x, flat, offsets, "partial")
+        x = run(WAIT, run(ALL_REDUCE, x, how.op, how.replicate_group))
+    return _divide(run, x, how)
+
+
+def _divide(run: Run, x: Value, how: Reduction) -> Value:
+    """From the sum over all ranks (or their mean, see `Reduction.op`) to the gradient; the user's hook sees it."""
+    is_mean = how.hook.startswith(MEAN)
+    if how.hook and not is_mean:
+        x = run(schema.HOOK, x, how.hook)
+    if how.post_divide != 1.0:
+        x = run(aten.div.Tensor, x, how.post_divide)
+    return run(schema.HOOK, x, how.hook.removeprefix(MEAN)) if is_mean else x
+
+
+def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
+    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide, cast to `dtype`."""
+    how = spec.reduction
+    x = run(WAIT, started)
+    if how.algorithm == "all_to_all" and how.replicate_size == 1:
+        x = run(aten.sum.dim_IntList, x, [0])
+    return convert(run, _divide(run, x, how), spec.reduce_dtype, dtype)
+
+
+def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
+    """A flat buffer [numel] of zeros, with `piece` [shard_numel] at `spec.offset`."""
+    after = numel - spec.offset - spec.shard_numel
+    if not spec.offset and not after:
+        return piece
+    return run(aten.constant_pad_nd.default, piece, [spec.offset, after])
+
+
+def reduce_grad(
+    run: Run, grad: Value, grad_dtype: torch.dtype, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec
+) -> Value | None:
+    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`.
+
+    None if the policy is to keep the gradient for a later backward.
+    """
+    piece = reduce_bucket(run, [(grad, grad_dtype, spec)], flat, dtype)
+    return None if piece is None else place(run, piece, numel, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A flat buffer as an input of a bucket: its value, elements and dtype."""
+
+    flat: Value
+    numel: int
+    dtype: torch.dtype
+
+
+def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value]:
+    """The members' shards in the compute dtype; neighbours in one flat buffer come as one slice of it."""
+    ranges: list[tuple[Source, int, int]] = []
+    for source, spec in members:
+        start, end = spec.offset, spec.offset + spec.shard_numel
+        if ranges and ranges[-1][0].flat is source.flat and ranges[-1][2] == start:
+            ranges[-1] = (source, ranges[-1][1], end)
+        else:
+            ranges.append((source, start, end))
+    pieces = []
+    for source, start, end in ranges:
+        is_all = (start, end) == (0, source.numel)
+        piece = source.flat if is_all else run(aten.slice.Tensor, source.flat, 0, start, end)
+        pieces.append(convert(run, piece, source.dtype, members[0][1].dtype))
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Neighbours in a bucket that travel in one message: places in the bucket, and columns `start` to `start + numel`."""
+
+    members: tuple[int, ...]
+    start: int
+    numel: int
+
+
+def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]:
+    """Cut a bucket of these parameters, of `dtype` on the wire, into messages: copying costs time and memory, messages time.
+
+    Large parameters travel by themselves, and are neither packed nor unpacked; runs of small ones travel together.
+    """
+    pieces: list[Message] = []
+    start = 0
+    is_open = False  # whether the next small parameter may join the last piece
+    for place, spec in enumerate(specs):
+        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < spec.own_message
+        if is_small and is_open:
+            last = pieces[-1]
+            pieces[-1] = Message((*last.members, place), last.start, last.numel + spec.shard_numel)
+        else:
+            pieces.append(Message((place,), start, spec.shard_numel))
+        is_open = is_small
+        start += spec.shard_numel
+    return pieces
+
+
+def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
+    """One all-gather for several parameters: flat, [group_size * sum of shard_numel]; `copy_out` finds each in it."""
+    specs = [s for _, s in members]
+    spec = specs[0]
+    parts = _pieces(run, members)
+    shard = parts[0] if len(parts) == 1 else run(aten.cat.default, parts)
+    sizes = [piece.numel for piece in gather_messages(specs)]
+    if spec.group_size == 1:
+        return run(aten.view.default, shard, [sum(sizes)])  # a result of `run`, as every bucket
+    if len(sizes) == 1:
+        return all_gather(run, shard, spec)
+    return run(WAIT, run(schema.ALL_GATHER, shard, sizes, spec.group_size, spec.group))
+
+
+def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
+    """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of pieces."""
+    if specs[0].group_size == 1 or specs[0].gather_algorithm:
+        return [Message(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
+    return messages_of(specs, specs[0].dtype)
+
+
+def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
+    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size, shard_numel], or flat if contiguous."""
+    spec, pieces = specs[place], gather_messages(specs)
+    piece = next(p for p in pieces if place in p.members)
+    rows = gathered
+    if len(pieces) > 1:
+        first = spec.group_size * piece.start
+        rows = run(aten.slice.Tensor, gathered, 0, first, first + spec.group_size * piece.numel)
+    if len(piece.members) == 1:
+        return rows
+    start = sum(specs[n].shard_numel for n in piece.members if n < place)
+    table = run(aten.view.default, rows, [spec.group_size, piece.numel])
+    return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
+
+
+def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, *, is_copied: bool = True) -> Value:
+    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart; without
+    `is_copied`, a reshape that leaves it to the compiler whether to copy.
+    """
+    rows = columns(run, gathered, specs, place)
+    is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gather_messages(specs))
+    if is_apart and is_copied:
+        rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    elif is_apart:
+        rows = run(aten.reshape.default, rows, [specs[place].group_size * specs[place].shard_numel])
+    return from_rows(run, rows, specs[place])
+
+
+def reduce_bucket(
+    run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], flat: Value, dtype: torch.dtype
+) -> Value | None:
+    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`.
+
+    None if the policy is to keep them for a later backward; the owner of `flat` has them then.
+    """
+    spec = grads[0][2]
+    how = spec.reduction
+    offsets = [s.offset for _, _, s in grads]
+    rows = [rank_rows(run, convert(run, g, d, s.reduction.first_dtype), s) for g, d, s in grads]
+    if how.sync == "retain":
+        run(schema.RETAIN, joined(run, rows), flat, offsets, "rows")
+        return None
+    if how.is_accumulating:
+        whole = joined(run, rows)
+        if len(rows) == 1:  # a view of the gradient, which may be somebody else's too
+            whole = run(aten.clone.default, whole, memory_format=torch.contiguous_format)
+        run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
+        rows = [convert(run, whole, how.first_dtype, how.dtype)]
+    elif how.algorithm == "all_to_all":
+        pieces = messages_of([s for _, _, s in grads], spec.reduce_dtype)
+        rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
+    total = sum(s.shard_numel for _, _, s in grads)
+    reduced = reduce_scatter(run, rows, spec, flat, offsets, total)
+    return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
+
+
+def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:
+    """One unit's part of what several units reduced together, in storage of its own: it becomes a gradient."""
+    part = run(aten.slice.Tensor, reduced, 0, start, stop)
+    return run(aten.clone.default, part, memory_format=torch.contiguous_format)
+
+
+def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:
+    """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in the gaps."""
+    total = sum(s.shard_numel for s in specs)
+    if total == numel:
+        return reduced
+    pieces: list[Value] = []
+    position = start = 0
+    for spec in specs:
+        piece = run(aten.slice.Tensor, reduced, 0, start, start + spec.shard_numel)
+        before = spec.offset - position
+        start, position = start + spec.shard_numel, spec.offset + spec.shard_numel
+        after = numel - position if spec is specs[-1] else 0
+        pieces.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+    return pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
+
+
+def flat_piece(run: Run, grad: Value, order: Sequence[int]) -> Value:
+    """The elements of a parameter's gradient as the parameter lies in memory: flat; `order`: its dims, slowest first."""
+    if list(order) != sorted(order):
+        grad = run(aten.permute.default, grad, list(order))
+    return run(aten.reshape.default, grad, [-1])
+
+
+def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], numel: int) -> Value:
+    """A flat gradient [numel] of pieces at their starts, each of so many elements; zeros in the gaps. A copy, never a view."""
+    padded: list[Value] = []
+    position = 0
+    starts = sorted(pieces)
+    for start in starts:
+        before = start - position
+        position = start + sizes[start]
+        after = numel - position if start == starts[-1] else 0
+        piece = pieces[start]
+        padded.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+    if len(padded) == 1:
+        is_copied = sizes[starts[0]] < numel
+        return padded[0] if is_copied else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
+    return run(aten.cat.default, padded)
+
+
+def group_of(start: Node) -> str:
+    """The name of the group that a collective runs over."""
+    return next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(CUSTOM))

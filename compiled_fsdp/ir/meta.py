@@ -1,0 +1,236 @@
+"""The only owner of keys in `node.meta`, "val" and torch's own keys aside.
+
+`CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive AOTAutograd, because the
+ops that do are self-describing. The recompute tags are torch's, read by its partitioners (tried on 2.13).
+
+Private torch used here (tried on 2.13): AOTAutograd's descriptors, which say what each output of a graph is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
+from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.fx import GraphModule, Node
+
+    from .spec import ParamSpec
+
+_KEY = "fsdp"
+_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
+_HEADS = "fsdp_heads"
+_RECOMPUTE, _REGION = "recompute", "ac_graph_id"
+# Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
+_OUR_REGION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CommTag:
+    """Which communication a lowered node belongs to.
+
+    kind: "gather" or "reduce".
+    region: a number per communication, unique in the graph.
+    specs: the parameters it carries, in the order of the buffer.
+    """
+
+    kind: str
+    region: int
+    specs: tuple[ParamSpec, ...]
+
+    @property
+    def unit(self) -> str:
+        """The unit whose parameters these are, or the first and the last of those that share the communication."""
+        units = list(dict.fromkeys(spec.unit for spec in self.specs))
+        return units[0] if len(units) == 1 else f"{units[0].split('#')[0]} to {units[-1]}"
+
+
+def set_tag(node: Node, tag: CommTag) -> None:
+    """Say what a node belongs to."""
+    node.meta[_KEY] = tag
+
+
+def get_tag(node: Node) -> CommTag | None:
+    """What a node belongs to; None for the user's computation."""
+    tag: CommTag | None = node.meta.get(_KEY)
+    return tag
+
+
+def set_captured(gm: GraphModule, captured: object) -> None:
+    """Keep what a graph was when the pipeline got it; None when the pipeline is done."""
+    if captured is None:
+        gm.meta.pop(_KEY, None)
+    else:
+        gm.meta[_KEY] = captured
+
+
+def get_captured(gm: GraphModule) -> Any:
+    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the pipeline."""
+    return gm.meta.get(_KEY)
+
+
+# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision from it.
+Consumed = dict[tuple[str, str], dict[str, None]]
+
+
+def begin_pass(gm: GraphModule, name: str) -> None:
+    """From now on, what is consumed is consumed by this pass."""
+    gm.meta[_RUNNING] = name
+    gm.meta.setdefault(_CONSUMED, {})
+
+
+def consume(gm: GraphModule, option: str, unit: str = "") -> None:
+    """The running pass took a decision from an option; nothing is noted for a pass that is called by hand."""
+    if _RUNNING in gm.meta:
+        gm.meta[_CONSUMED].setdefault((option, unit), {})[gm.meta[_RUNNING]] = None
+
+
+def take_consumed(gm: GraphModule) -> Consumed:
+    """What the passes have consumed; forgotten by the graph."""
+    gm.meta.pop(_RUNNING, None)
+    consumed: Consumed = gm.meta.pop(_CONSUMED, {})
+    return consumed
+
+
+def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
+    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have consumed."""
+    consumed = take_consumed(gm)
+    for node in nodes:
+        node.meta[_CONSUMED] = consumed
+
+
+def handed_on(nodes: Iterable[Node]) -> Consumed:
+    """What the passes of the joint graph have consumed."""
+    consumed: Consumed = next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
+    return consumed
+
+
+# How many outputs have gradients; and by offset, which of them lead to a parameter, where not all do.
+Heads = tuple[int, dict[int, list[int]]]
+
+
+def set_heads(node: Node, heads: Heads) -> None:
+    """Say of a flat buffer which outputs lead to its parameters; its node in each half of the graph says so too."""
+    node.meta[_HEADS] = heads
+
+
+def get_heads(node: Node) -> Heads | None:
+    """What `set_heads` said; None if all outputs lead to all."""
+    heads: Heads | None = node.meta.get(_HEADS)
+    return heads
+
+
+def set_record(gm: GraphModule, text: str) -> None:
+    """Keep the record of a finished graph until it becomes an argument of the graph's first op."""
+    gm.meta[_RECORD] = text
+
+
+def take_record(gm: GraphModule) -> str:
+    """The record of a finished graph; "" if it has none."""
+    text: str = gm.meta.pop(_RECORD, "")
+    return text
+
+
+def recompute(node: Node) -> None:
+    """Compute this again in backward instead of saving it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta[_REGION] = _OUR_REGION
+
+
+def save(node: Node) -> None:
+    """Save this for backward if backward needs it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+    node.meta[_REGION] = _OUR_REGION
+
+
+def in_backward(node: Node) -> None:
+    """Keep this node out of the forward graph."""
+    node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def returned(output: Node) -> list[tuple[Node | None, object]]:
+    """What a graph returns, each with what torch says that it is (None in hand-written graphs)."""
+    nodes: Any = output.args[0]
+    return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
+
+
+def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:
+    """Let a graph return something else."""
+    output.args = ([node for node, _ in pairs],)
+    output.meta["desc"] = [kind for _, kind in pairs]
+
+
+def saved_for_backward(output: Node) -> list[Node]:
+    """What a graph returns for its backward, not to the user; all it returns if torch does not say (hand-written graphs)."""
+    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
+    return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
+
+
+def set_symbols(node: Node, shape: list[str]) -> None:
+    """Keep the shape of a rebuilt graph's node as it was printed, where its value has the sizes of one run."""
+    node.meta[_SYMBOLS] = shape
+
+
+def get_symbols(node: Node) -> list[str] | None:
+    """The shape as it was printed; None where the value has it."""
+    shape: list[str] | None = node.meta.get(_SYMBOLS)
+    return shape
+
+
+def is_for_backward(output: Node) -> list[bool] | None:
+    """For each value that a graph returns, whether it is saved for backward; None if torch does not say."""
+    kinds = output.meta.get("desc")
+    ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
+    return None if kinds is None else [isinstance(kind, ours) for kind in kinds]
+
+
+def set_for_backward(output: Node, flags: list[bool] | None) -> None:
+    """Say what of a rebuilt graph's output is saved for backward."""
+    if flags is not None:
+        output.meta["desc"] = [None if flag else "" for flag in flags]
+
+
+def module_of(node: Node) -> str:
+    """The path of the module whose forward a node was traced in, or whose backward it belongs to; "" if torch does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
+
+
+def take_over(node: Node, original: Node) -> None:
+    """Let a copied node have all that was known of the original."""
+    node.meta = dict(original.meta)
+
+
+def set_seconds(node: Node, seconds: float) -> None:
+    """Note what all ranks take a node to cost, see `consensus.py`."""
+    node.meta["fsdp_seconds"] = seconds
+
+
+def get_seconds(node: Node) -> float | None:
+    """What `set_seconds` has noted, if anything."""
+    seconds: float | None = node.meta.get("fsdp_seconds")
+    return seconds
+
+
+# -- of Dynamo's graphs, before their backend
+
+
+def traced_value(node: Node) -> Any:
+    """The fake tensor, or whatever else, that Dynamo found a node to yield."""
+    return node.meta.get("example_value")
+
+
+def traced_as(node: Node, like: Node) -> None:
+    """Give a new node of Dynamo's graph the value of the one whose place it takes."""
+    node.meta["example_value"] = like.meta.get("example_value")
+
+
+def real_input(node: Node) -> object:
+    """The object that an input of Dynamo's graph stood for when it was traced."""
+    argument = node.meta.get("grapharg")
+    return argument.example if argument is not None else None

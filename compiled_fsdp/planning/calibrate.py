@@ -1,0 +1,228 @@
+"""Measure what computing and communicating cost here, and agree on it: every rank must plan with the same numbers."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import schema
+from compiled_fsdp.wire import launch
+
+from .costs import Costs, Link
+from .plan import current_plan, use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+REPEATS = 5
+SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collective
+MESSAGES = 8  # of the same collective, to see what each further one costs
+IN_FLIGHT = 4  # large ones that are started together, as a schedule does
+BULK = 1 << 23  # the same, where so much is moved that starting does not count
+UNDER_WAY = (
+    0.01  # seconds that a collective takes at most whose cost to the core is measured; on a slow link, it is a smaller one
+)
+LONGER = 4  # times as long as a collective is computed beside it, so that none of it is left to wait for
+MATMUL = {"cpu": 512, "cuda": 4096}
+OPERANDS = {"cpu": 32, "cuda": 2}  # matrices to multiply: on the CPU more than caches hold, as in a model
+STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
+DIGITS = 2  # that count; runs on one machine should find each other's compiled code
+
+
+class Mesh(Protocol):
+    """What is asked of a mesh: the groups that its ranks communicate over, and where their tensors are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors that are communicated."""
+        ...
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a parameter is cut over."""
+        ...
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The group that gathers parameters and scatters gradients."""
+        ...
+
+    @property
+    def replicate_size(self) -> int:
+        """Ranks that hold the same shard; 1 if there is no replicate axis."""
+        ...
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The group that all-reduces gradients over them."""
+        ...
+
+
+def calibrate(infos: Sequence[Mesh]) -> Costs | None:
+    """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than five on a slow wire.
+
+    None where nothing is communicated: one rank, or a fake process group.
+    """
+    groups = groups_of(infos)
+    if not groups:
+        return None
+    device = infos[0].device
+    measured = [_flops(device), _bandwidth(device), _overhead(device)]
+    for group in groups.values():
+        measured += _link(group, device)
+    for group in groups.values():  # along one axis, then along the other: then all have the same
+        measured = _medians(measured, group, device)
+    flops, bandwidth, overhead, *links = [float(f"{x:.{DIGITS}g}") for x in measured]
+    count = len(links) // len(groups)
+    each = [Link(*links[n : n + count]) for n in range(0, len(links), count)]
+    return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
+
+
+def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
+    """The groups of these meshes over which anything is communicated, by name."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for info in infos:
+        for group in (info.shard_group, info.replicate_group if info.replicate_size > 1 else None):
+            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                found[group.group_name] = group
+    return found
+
+
+def calibrate_plan(infos: Sequence[Mesh]) -> None:
+    """Complete the current plan with costs, if it needs them and lacks them for one of these groups."""
+    plan = current_plan()
+    if not plan.is_from_costs:
+        return
+    known = {name for name, _ in plan.costs.links} if plan.costs else set()
+    new = [info for info in infos if info.shard_size > 1 and info.shard_group.group_name not in known]
+    if new and (costs := calibrate(new)) is not None:
+        if plan.costs is not None:
+            costs = replace(plan.costs, links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known))
+        use(replace(plan, costs=costs))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, the first one left out."""
+    return statistics.median([_once(run, device) for _ in range(REPEATS + 1)][1:])
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _flops(device: torch.device) -> float:
+    width = MATMUL.get(device.type, MATMUL["cuda"])
+    operands = [torch.ones(width, width, device=device) for _ in range(OPERANDS.get(device.type, OPERANDS["cuda"]))]
+    pairs = list(zip(operands, reversed(operands), strict=True))
+    return 2 * width**3 * len(pairs) / _seconds(lambda: [a @ b for a, b in pairs], device)
+
+
+def _bandwidth(device: torch.device) -> float:
+    numel = STREAM.get(device.type, STREAM["cuda"])
+    a, out = torch.ones(numel, device=device), torch.empty(numel, device=device)
+    return 2 * numel * a.itemsize / _seconds(lambda: torch.mul(a, 2.0, out=out), device)
+
+
+def _overhead(device: torch.device) -> float:
+    a = torch.ones(16, device=device)
+    count = 100
+
+    def launch() -> None:
+        for _ in range(count):
+            a.mul_(1.0)
+
+    return _seconds(launch, device) / count
+
+
+def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The fields of a `Link`; bandwidths are those of several collectives that follow each other."""
+    name, size = group.group_name, group.size()
+    small = torch.ones(SMALL, dtype=torch.uint8, device=device)
+    large = torch.ones(LARGE // 4, device=device)
+    rows = large.expand(size, -1).contiguous()
+
+    def seconds(start: Callable[[], torch.Tensor], count: int = 1) -> float:
+        def run() -> None:
+            for out in [start() for _ in range(count)]:
+                launch.call(comm.WAIT, out)
+
+        return _seconds(run, device)
+
+    def bandwidth(start: Callable[[], torch.Tensor]) -> float:
+        return IN_FLIGHT * (size - 1) * LARGE / max(seconds(start, IN_FLIGHT) - latency, 1e-9)
+
+    pieces = [SMALL // MESSAGES] * MESSAGES
+    latency = seconds(lambda: launch.call(comm.ALL_GATHER, small, size, name))
+    several = seconds(lambda: launch.call(schema.ALL_GATHER, small, pieces, size, name))
+    gathering = bandwidth(lambda: launch.call(comm.ALL_GATHER, large, size, name))
+    (agreed,) = _medians([gathering], group, device)  # all ranks gather as much
+    some, bulk = (_ones(agreed / (size - 1) * UNDER_WAY, most, device) for most in (LARGE, BULK))
+    delay = _taken(
+        lambda: launch.call(comm.ALL_GATHER, some, size, name), latency + (size - 1) * some.nbytes / gathering, device
+    )
+    issue = _busy(lambda: launch.call(comm.ALL_GATHER, bulk, size, name)) / ((size - 1) * bulk.nbytes)
+    return [
+        latency,
+        gathering,
+        max(several - latency, 0.0) / (MESSAGES - 1),
+        bandwidth(lambda: launch.call(comm.REDUCE_SCATTER, rows.view(-1), "sum", size, name)),
+        bandwidth(lambda: launch.call(comm.ALL_TO_ALL, [rows], size, name)),
+        max(delay - issue * (size - 1) * some.nbytes, 0.0),
+        issue,
+    ]
+
+
+def _busy(start: Callable[[], torch.Tensor]) -> float:
+    """Processor seconds that a collective needs on the training thread's core: of all threads, if the process has no other core."""
+    is_alone = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
+    clock = time.process_time if is_alone else time.thread_time
+    launch.call(comm.WAIT, start())
+    begin = clock()
+    for _ in range(REPEATS):  # together: clocks of threads are coarse
+        launch.call(comm.WAIT, start())
+    return (clock() - begin) / REPEATS
+
+
+def _ones(nbytes: float, most: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(max(1, int(min(nbytes, most)) // torch.float.itemsize), device=device)
+
+
+def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.device) -> float:
+    """Seconds by which a collective of so many seconds delays what is computed while it is under way."""
+    width = MATMUL.get(device.type, MATMUL["cuda"])
+    a = torch.ones(width, width, device=device)
+    count = ceil(LONGER * seconds / _seconds(lambda: a @ a, device))
+
+    def run(*, is_beside: bool) -> None:
+        for _ in range(IN_FLIGHT):
+            out = start() if is_beside else None
+            for _ in range(count):
+                a @ a
+            if out is not None:
+                launch.call(comm.WAIT, out)
+
+    delays = [
+        _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device) for _ in range(REPEATS + 1)
+    ]
+    return max(statistics.median(delays[1:]), 0.0) / IN_FLIGHT
+
+
+def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    values = torch.tensor(mine, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(everyone, values, group=group)
+    medians: list[float] = torch.stack(everyone).median(0).values.tolist()
+    return medians

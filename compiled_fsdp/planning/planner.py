@@ -1,0 +1,220 @@
+"""When each collective starts and is awaited, decided from costs before a graph is rewritten.
+
+A step is two machines in series: the training thread, which computes, starts collectives and waits for them, and the wire,
+which carries one collective at a time in the order of their starts. `simulate` plays a graph on both. From that:
+
+- an all-gather starts as late as still hides it: working back from the last one, each must be done when it is awaited and
+  when the next one needs the wire; whatever that leaves exposed is then started earlier, while the step gets shorter by it;
+- a reduction is awaited where it will be done anyway, or earlier where more bytes than allowed would be under way.
+
+All of it is a function of the graph and of costs that all ranks share, so all ranks decide the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import is_backward, is_matmul
+from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.regions import Region, find_regions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.fx import Graph, Node
+
+    from .costs import Costs
+
+# A start comes earlier than the model asks for by this share of the collective's time: machines are not exact. On the wire of
+# `make bench`, a step took 9 % longer with 0.25.
+MARGIN = 1.0
+# At most so many all-gathers have started ahead of the one in use.
+AHEAD = 3
+# Reductions under way send together at most so many times the bytes of the largest, if the plan says no number of bytes.
+REDUCTIONS = 3
+# With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest reduction.
+UNITS_IN_FLIGHT = 2
+# With `overlap_optimizer`, the step gathers at most so many bytes of full parameters ahead, if the user sets nothing else.
+MAX_AHEAD_BYTES = 64 * 2**20
+ROUNDS = 16
+WORTH = 1e-3  # share of a graph's time for which a start is moved
+
+
+@dataclass(slots=True)
+class Point:
+    """A place in the program: a start, a wait, or a heavy kernel, with the light ones that follow it.
+
+    seconds: of computation up to the next point.
+    transfer: for a start, its time on the wire; for a wait, 0.
+    start: for a wait, the start that it waits for.
+    """
+
+    node: Node
+    seconds: float = 0.0
+    transfer: float = 0.0
+    start: Node | None = None
+
+
+@dataclass(slots=True)
+class Timeline:
+    """A simulated run of one graph, in seconds from its beginning.
+
+    reached: when the training thread comes to each point.
+    carried: for each start, when its collective begins on the wire and when it is done.
+    exposed: for each start that is awaited, how long the training thread then stands still.
+    """
+
+    title: str = ""
+    total: float = 0.0
+    reached: dict[Node, float] = field(default_factory=dict)
+    carried: dict[Node, tuple[float, float]] = field(default_factory=dict)
+    exposed: dict[Node, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Totals, then every collective: when it is on the wire, and what of it the training thread waits for."""
+        on_wire = sum(done - begin for begin, done in self.carried.values())
+        lines = [
+            f"{self.title}: {_ms(self.total)} predicted, of which {_ms(sum(self.exposed.values()))} are exposed communication; "
+            f"{_ms(on_wire)} on the wire"
+        ]
+        for start, (begin, done) in self.carried.items():
+            tag = get_tag(start)
+            unit = tag.unit if tag is not None else ""
+            lines.append(
+                f"  {_ms(begin):>10} - {_ms(done):>10}  {_ms(self.exposed.get(start, 0)):>10} exposed  %{start.name} {unit}"
+            )
+        return "\n".join(lines)
+
+
+def predict(graph: Graph, costs: Costs) -> Timeline:
+    """What a finished graph is expected to take."""
+    line = simulate(program(graph, costs))
+    line.title = "backward" if is_backward(graph) else "forward"
+    return line
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def program(graph: Graph, costs: Costs) -> list[Point]:
+    """The graph as points in order; light computation counts to the point before it."""
+    points: list[Point] = []
+    for node in (n for n in graph.nodes if n.op != "placeholder"):
+        is_start = node.target in comm.STARTS
+        if not points or is_start or node.target is comm.WAIT or is_matmul(node):
+            start = node.all_input_nodes[0] if node.target is comm.WAIT else None
+            points.append(Point(node, transfer=costs.wire(node) if is_start else 0.0, start=start))
+        points[-1].seconds += costs.compute(node)
+    return points
+
+
+def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timeline:
+    """Play a program; the waits for the starts in `unawaited` are passed over, and come at the end."""
+    line = Timeline()
+    now = wire = 0.0
+    for point in points:
+        line.reached[point.node] = now
+        if point.transfer:
+            line.carried[point.node] = max(now, wire), (wire := max(now, wire) + point.transfer)
+        elif point.start in line.carried and point.start not in unawaited:
+            done = line.carried[point.start][1]
+            line.exposed.setdefault(point.start, max(0.0, done - now))  # a user may await his own again
+            now = max(now, done)
+        now += point.seconds
+    line.total = max(now, *(line.carried[start][1] for start in unawaited if start in line.carried), 0.0)
+    return line
+
+
+class Gathers:
+    """The all-gathers of a graph, to be started before points of the rest of it."""
+
+    def __init__(self, graph: Graph, costs: Costs) -> None:
+        points = {p.node: p for p in program(graph, costs)}
+        starts = [r.starts[0] for r in find_regions(graph, "gather") if r.starts]
+        self.starts = [points.pop(start) for start in starts]
+        self.rest = list(points.values())
+        waits = {p.start: index for index, p in enumerate(self.rest) if p.start is not None}
+        self.waits = [waits[start] for start in starts]
+        self.reductions = [s for r in find_regions(graph, "reduce") for s in r.starts]
+
+    def play(self, places: list[int]) -> Timeline:
+        """A run in which the n-th all-gather starts before the point `rest[places[n]]`."""
+        merged: list[Point] = []
+        following = 0
+        for index, point in enumerate(self.rest):
+            while following < len(places) and places[following] <= index:
+                merged.append(self.starts[following])
+                following += 1
+            merged.append(point)
+        return simulate(merged, self.reductions)
+
+    def places_at(self, times: list[float], line: Timeline) -> list[int]:
+        """The last points that are reached by these times: in order, before the waits, and not too far ahead of them."""
+        reached = [line.reached[p.node] for p in self.rest]
+        places = [max(0, bisect_right(reached, time) - 1) for time in times]
+        for n in reversed(range(len(places))):
+            first = self.waits[n - AHEAD] if n >= AHEAD else 0
+            places[n] = max(first, min(places[n], self.waits[n], *places[n + 1 : n + 2]))
+        return places
+
+    def decide(self) -> list[int]:
+        """Start each when it is needed; then those that leave time exposed earlier, while the whole gets shorter by it."""
+        places = list(self.waits)
+        line = self.play(places)
+        for _ in range(ROUNDS):
+            earlier = self.places_at([self._begin(line, p) - self._late(line, p) for p in self.starts], line)
+            tried = self.play(list(map(min, earlier, places)))
+            if tried.total > line.total * (1 - WORTH):
+                break
+            places, line = list(map(min, earlier, places)), tried
+        # None needs to start long before the wire is free for it.
+        later = self.places_at([self._begin(line, p) - MARGIN * p.transfer for p in self.starts], line)
+        tried = self.play(list(map(max, later, places)))
+        return list(map(max, later, places)) if tried.total <= line.total * (1 + WORTH) else places
+
+    def _begin(self, line: Timeline, point: Point) -> float:
+        return line.carried[point.node][0]
+
+    def _late(self, line: Timeline, point: Point) -> float:
+        late = line.exposed.get(point.node, 0.0)
+        return late + MARGIN * point.transfer if late else 0.0
+
+
+def gather_anchors(graph: Graph, costs: Costs) -> dict[Node, Node]:
+    """For each all-gather's start, the node before which it should start."""
+    gathers = Gathers(graph, costs)
+    places = gathers.decide()
+    return {p.node: gathers.rest[place].node for p, place in zip(gathers.starts, places, strict=True)}
+
+
+def reduction_room(regions: Sequence[Region], asked: int | None) -> int:
+    """Bytes that reductions under way may send together, where costs decide when they are awaited."""
+    return REDUCTIONS * max((r.sent_bytes for r in regions), default=0) if asked is None else asked
+
+
+def wait_anchors(graph: Graph, costs: Costs, reduction_bytes: int | None = None) -> dict[Node, Node | None]:
+    """For each reduction's first start, the node before which it is awaited; None for the end of the graph."""
+    points = program(graph, costs)
+    regions = [r for r in find_regions(graph, "reduce") if r.starts]
+    room = reduction_room(regions, reduction_bytes)
+    every = [s for r in regions for s in r.starts]
+    line = simulate(points, every)
+    reached = [line.reached[p.node] for p in points]
+    index = {p.node: n for n, p in enumerate(points)}
+    starts = [r.starts[0] for r in regions]
+    sizes = [r.sent_bytes for r in regions]
+    anchors: dict[Node, Node | None] = {}
+    for n, start in enumerate(starts):
+        begin, done = line.carried[start]
+        place = bisect_right(reached, done + MARGIN * (done - begin))
+        under_way = accumulate(sizes[n:])  # those before it are awaited before it
+        first_too_many = next((m for m, size in enumerate(under_way, n) if m > n and size > room), len(starts))
+        if first_too_many < len(starts):
+            place = min(place, index[starts[first_too_many]])
+        anchors[start] = points[place].node if place < len(points) else None
+    return anchors

@@ -1,0 +1,74 @@
+"""Private torch: autograd's engine, versions of tensors, storages. Tried on torch 2.11, 2.13 and 2.15."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+
+def backward_number() -> int:
+    """The number of the backward that autograd runs, another one for each; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph leads to it.
+
+    One that was asked for other gradients does not: `autograd.grad`, or `backward(inputs=...)`. True outside any backward.
+    """
+    if backward_number() == -1:
+        return True
+    if not leaf.requires_grad:
+        return False
+    node = get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
+        return False
+
+
+def run_of(node: Any) -> int:
+    """A number for one run of a graph that autograd has recorded."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def running_node() -> Any:
+    """The node whose backward autograd runs; None outside."""
+    return torch._C._current_autograd_node()
+
+
+def current_run() -> int:
+    """`run_of` the node whose backward autograd runs; -1 outside."""
+    node = running_node()
+    return -1 if node is None else run_of(node)
+
+
+def allocate(tensor: Tensor, num_bytes: int) -> None:
+    """Give a tensor's storage this size; one that has it stays where it is (`resize_` alone would move it)."""
+    storage = tensor.untyped_storage()
+    if storage.size() != num_bytes:
+        storage.resize_(num_bytes)
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set what autograd compares with the version of what it saved; tried on 2.11, 2.13 and 2.15."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Handle tensors of a class with `__torch_function__` without calling it."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -1,0 +1,116 @@
+"""Private torch: DTensors and their meshes. Tried on torch 2.11, 2.13 and 2.15."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.tensor import Placement
+
+
+def make_dtensor(
+    local: Tensor,
+    like: Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+) -> DTensor:
+    """A DTensor around `local` with the global shape and stride of `like`, and its mesh unless one is given.
+
+    `DTensor.from_local` is public but records autograd and costs five times as much, which counts for gradients: one per
+    parameter and step.
+    """
+    if mesh is None:
+        assert isinstance(like, DTensor)
+        spec = like._spec
+        if local.dtype != like.dtype:
+            meta = TensorMeta(like.shape, like.stride(), local.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    else:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def starting_at_zero(tensor: DTensor) -> DTensor:
+    """Another DTensor around the same local tensor, one that `copy.deepcopy` and `torch.save` take.
+
+    A DTensor says the offset of its local tensor in its storage as its own, and has no storage: where it is not 0, torch takes what
+    follows from it for an address. Tried on 2.13 and 2.15.
+    """
+    local = tensor._local_tensor
+    copied = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)
+    copied._local_tensor = local
+    return copied
+
+
+def in_own_storage(tensor: DTensor) -> DTensor:
+    """Another DTensor in the same memory and with the same version, whose local tensor has a storage of its own and starts it.
+
+    So `copy.deepcopy`, `torch.save`, and Dynamo, which wants to hear the local tensor's offset, take it. Tried on 2.11 and 2.13.
+    """
+    local = tensor._local_tensor
+    start = local.storage_offset() * local.itemsize
+    extent = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+    end = start + (extent * local.itemsize if local.numel() else 0)
+    part: Any = local.untyped_storage()[start:end]
+    placed = DTensor(local.new_empty(0).set_(part, 0, local.shape, local.stride()), tensor._spec, requires_grad=False)
+    made: Any = tensor.detach()
+    made.data = placed  # all but version and local tensor
+    made._local_tensor = placed._local_tensor
+    return made  # type: ignore[no-any-return]
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global metadata."""
+    return tensor._spec
+
+
+def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local`, whose dtype it takes; the rest is as `spec` says."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if local.dtype != meta.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still to deliver it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor."""
+    return tuple(make_contiguous_strides_for(tuple(shape)))
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts this dim of the tensor."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def cut_inside(dim: int, split_factor: int) -> Placement:
+    """The placement of a tensor that is cut on `dim` by a mesh axis, after later axes have cut it into `split_factor` pieces."""
+    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the named axes of several parts of one root mesh."""
+    mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return mesh
+
+
+def flatten(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """One axis of several of a mesh, named after all of them; collective: makes a process group."""
+    return mesh[names]._flatten("_".join(names))

@@ -1,0 +1,381 @@
+"""A flat buffer, how its parameters are views of it, and how its gradient becomes theirs."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import schema
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
+from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.dynamo import untraced
+from compiled_fsdp.torch_private.groups import register_work
+from compiled_fsdp.wire import launch
+from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire.ops import Piece, own
+
+from .gathers import PieceGather
+from .in_flight import Arrival
+from .layout import FlatLayout
+from .mesh import MeshInfo
+from .param import ShardedParam
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch.distributed as dist
+
+    from compiled_fsdp.wire.deferred import Value as Recorded
+
+    from .unit import Unit
+
+
+DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
+# Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
+_INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
+BEFORE_FORWARD = (
+    "between optimizer.step() and forward, and had been gathered already. "
+    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer"
+)
+IN_FORWARD = (
+    "after the gather for their forward was started: ahead, by the unit before, by a prefetch list, or by "
+    f"unshard(async_op=True). {_INSTEAD}, or run the unit's forward under torch.no_grad() if it is not trained"
+)
+WHILE_KEPT = (
+    "while the full parameters were kept for another forward (reshard_after_forward=False, set_reshard_after_backward(False), or "
+    f"unshard()). {_INSTEAD}, or call reshard() on the module afterwards"
+)
+
+
+@dataclass(eq=False)
+class FlatParam:
+    """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
+
+    is_apart: the parameters are subclasses with an all-gather extension, which cannot be views; only their gradients are laid out
+        so, and `data` is empty.
+    marked: offsets of the parameters whose gradients a backward delivers, by its number: one that fails leaves nothing to others.
+    arrival: the reduction that the last backward has left in flight.
+    ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
+    is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered ahead is for the next forward.
+    left_out: a run of a backward graph, and the offsets of parameters to which it does not lead; see `left_out.py`.
+    retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
+        "partial": over the shard axis only) and offset.
+    """
+
+    unit: Unit
+    mesh_info: MeshInfo
+    layout: FlatLayout
+    params: list[ShardedParam]
+    data: nn.Parameter
+    is_apart: bool = False
+    marked: dict[int, set[int]] = field(default_factory=dict)
+    retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    arrival: Arrival | None = None
+    is_stepped: bool = False
+    left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
+    ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own(self.data, self)
+        if self.data.requires_grad:
+            self._watch_leaf()
+
+    def _watch_leaf(self) -> None:
+        """Weakly: autograd's hooks are out of the garbage collector's sight."""
+        me = weakref.ref(self)
+
+        @untraced
+        def take(leaf: Tensor) -> None:
+            flat = me()
+            if flat is not None:
+                flat._take_leaf_grad(leaf)
+
+        self.data.register_post_accumulate_grad_hook(take)
+
+    def set_requires_grad(self, value: bool) -> None:
+        """Begin or cease to be a leaf that gets a gradient."""
+        self.data.requires_grad_(value)
+        if value and not self.data._post_accumulate_grad_hooks:
+            self._watch_leaf()
+
+    def local_view(self, flat: Tensor, param: ShardedParam) -> Tensor:
+        """The parameter's shard inside a buffer of this layout."""
+        return param.layout.view(flat, self.mesh_info.shard_rank)
+
+    # -- called by ops
+
+    def is_reached(self) -> bool:
+        """See `ops.Owner`."""
+        return accumulates(self.data)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """See `ops.Owner`."""
+        info = self.mesh_info
+        return [info.shard_group, *([info.replicate_group] if info.replicate_group is not None else [])]
+
+    def leave_out(self, run: tuple[int, int], offsets: set[int]) -> None:
+        """See `ops.Owner`."""
+        self.left_out = run, offsets
+
+    def _led_to(self, offsets: Sequence[int]) -> list[int]:
+        """Those that the running backward graph leads to: some output that it takes a gradient for was used."""
+        run, out = self.left_out
+        if not out or run != (backward_number(), current_run()):
+            return list(offsets)
+        return [offset for offset in offsets if offset not in out]
+
+    def mark(self, offsets: Sequence[int]) -> None:
+        """See `ops.Owner`."""
+        self.marked.setdefault(backward_number(), set()).update(self._led_to(offsets))
+        if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
+            self.unit.on_retained()
+
+    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_retained()
+        self.unit.on_kept(self)
+        led_to = self._led_to(offsets)
+        for offset, piece in self._pieces(grads, offsets):
+            if offset not in led_to:
+                continue
+            kept = self.retained.get((where, offset))
+            if kept is None:
+                self.retained[where, offset] = piece.clone()
+            else:
+                kept.add_(piece)
+
+    def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """See `ops.Owner`."""
+        led_to = self._led_to(offsets)  # what was kept of others waits for the end of this backward
+        for offset, piece in self._pieces(grads, offsets):
+            kept = self.retained.pop((where, offset), None) if offset in led_to else None
+            if kept is not None:
+                piece.add_(kept)
+
+    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_gradients()
+        if self.unit.settings.is_accumulating:
+            self.unit.on_retained()
+        params = [p for p in self.params if p.layout.offset in offsets]
+        specs = [p.spec for p in params]
+        group = spec.replicate_group if spec.replicate_size > 1 else spec.reduce_group
+        run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
+        reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
+        led_to = self._led_to(offsets)
+        placed = comm.place_bucket(run, reduced, specs, self.layout.numel)
+        self.deliver_later(run, placed, _trained(p for p in params if p.layout.offset in led_to))
+
+    def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
+        """See `ops.Owner`."""
+        self.unit.on_gradients()
+        if self.unit.settings.is_accumulating:
+            self.unit.on_retained()
+        led_to = self._led_to(offsets)
+        params = _trained(p for p in self.params if p.layout.offset in led_to)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not self.unit.on_reduced(self, flat_grad, params):
+                self.accumulate_grad(flat_grad, params)
+
+    def gather(self, shard: Tensor, piece: Piece) -> Tensor:
+        """See `ops.Owner`."""
+        self.unit.on_gather(PieceGather(self, piece))
+        if piece in self.ahead:
+            version, checksum, gathered, work = self.ahead.pop(piece)
+            if version == self.version():
+                self.check_unwritten(checksum, BEFORE_FORWARD)
+                register_work(gathered, work)
+                return gathered
+            work.wait()
+        started: Tensor = schema.ALL_GATHER(
+            shard, list(piece.sizes), piece.group_size, piece.group, self._named(piece), "forward"
+        )
+        return started
+
+    def _pieces(self, grads: Tensor, offsets: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
+        """The columns of each parameter in a bucket."""
+        sizes = {p.layout.offset: p.layout.numel for p in self.params}
+        pieces = grads.split([sizes[o] for o in offsets], dim=-1)
+        return zip(offsets, pieces, strict=True)
+
+    # -- gradients
+
+    def _take_leaf_grad(self, leaf: Tensor) -> None:
+        """A compiled backward has delivered: hand its gradient on, and leave none on the leaf."""
+        grad, leaf.grad = leaf.grad, None
+        self.unit.on_gradients()
+        marked = self.marked.pop(backward_number(), set())
+        if grad is not None:
+            self.accumulate_grad(grad, _trained(p for p in self.params if p.layout.offset in marked))
+
+    def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
+        """Let the rest of a reduction run once somebody reads the gradients; now, where it must be added or hooks wait for it."""
+        self.settle()
+        self.unit.has_gradients = True
+        if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
+            program.finish()
+            self.accumulate_grad(flat_grad.tensor, params)
+            return
+        self.arrival = Arrival(program, flat_grad)
+        rank = self.mesh_info.shard_rank
+        for param in params:
+            view = partial(param.layout.view, rank=rank)
+            param.sharded.grad = self.arrival.make_grad(param.sharded, view)  # type: ignore[arg-type]
+
+    def settle(self) -> None:
+        """Wait for what is in flight."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.wait()
+
+    def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it.
+
+        Some may be frozen by now: what an earlier backward has kept of them is theirs all the same.
+        """
+        self.settle()
+        self.unit.has_gradients = True
+        fresh = [p for p in params if p.sharded.grad is None]
+        with torch.no_grad():
+            buffer = None if fresh else self._gradient_buffer(params)
+            if buffer is not None:
+                buffer.add_(flat_grad)
+            else:
+                for param in params:
+                    self._accumulate_one(param, self.local_view(flat_grad, param))
+        for param in params:
+            for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(param.sharded)
+
+    def _accumulate_one(self, param: ShardedParam, view: Tensor) -> None:
+        if param.sharded.grad is None:
+            param.sharded.grad = make_dtensor(view, param.sharded)
+        else:
+            _local(param.sharded.grad).add_(view)
+
+    def _gradient_buffer(self, params: Sequence[ShardedParam]) -> Tensor | None:
+        """The one buffer that all gradients are still views of, if they are: then one addition does for all."""
+        if len(params) != len(self.params):
+            return None
+        grads = [_local(p.sharded.grad) for p in params]
+        starts = {g.storage_offset() - p.layout.offset for g, p in zip(grads, params, strict=True)}
+        storages = {(g.untyped_storage()._cdata, g.dtype) for g in grads}
+        if len(starts) > 1 or len(storages) > 1:
+            return None
+        (start,) = starts
+        if grads[0].untyped_storage().nbytes() < (start + self.layout.numel) * grads[0].itemsize:
+            return None
+        return grads[0].as_strided((self.layout.numel,), (1,), start)
+
+    # -- gathers ahead of forward
+
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever a parameter is written to or replaced, on every rank alike.
+
+        Unnoticed: writes through `.data`, and DTensor's foreach and fused ops. An optimizer's are told of otherwise
+        (`resident.num_steps`); of others `check_unwritten` says so.
+        """
+        both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
+        return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
+
+    def checksum(self) -> Tensor:
+        """Of every bit, to notice also what `version` does not."""
+        return checksum(self.data)
+
+    def check_unwritten(self, before: Tensor, why: str) -> None:
+        """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
+        text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
+        torch._assert_async(self.checksum() == before, _for_device(text, before.device))
+
+    def gather_ahead(self, piece: Piece) -> None:
+        """Start to gather a piece of what the buffer holds now."""
+        with torch.no_grad():
+            shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
+            self.ahead[piece] = (
+                self.version(),
+                self.checksum(),
+                *launch.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"),
+            )
+
+    def _named(self, piece: Piece) -> str:
+        """The unit and the parameters, for errors."""
+        names = [p.fqn for p in self.params if piece.start <= p.layout.offset < piece.start + piece.numel]
+        return f"{self.unit.name} ({', '.join(names)})"
+
+    def drop_ahead(self) -> None:
+        """Await gathers that no forward has used, and forget them."""
+        ahead, self.ahead = self.ahead, {}
+        for *_, work in ahead.values():
+            work.wait()
+
+    def refresh(self, *, is_moved: bool = False) -> None:
+        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer.
+
+        is_moved: the module was moved or cast, which does not come to parameters that no module holds any more (tied since):
+            those follow the others.
+        """
+        if self.is_apart:
+            return
+        flat = self.data
+        locals_ = [_local(p.sharded) for p in self.params]
+        replaced = [a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata]
+        if not replaced or any(a.device.type == "meta" for a in locals_):
+            return
+        self._check_sizes(locals_)
+        first = replaced[0] if is_moved else locals_[0]
+        fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for param, local in zip(self.params, locals_, strict=True):
+                view = self.local_view(fresh, param)
+                view.copy_(local)
+                placed = make_dtensor(view.data, param.sharded)
+                param.sharded.data = placed  # takes over all but the local tensor; Dynamo looks at the offset
+                param.sharded._local_tensor = placed._local_tensor  # type: ignore[attr-defined]
+            if flat.device.type == fresh.device.type:
+                flat.data = fresh
+                return
+        self.unit.forget_handles()
+        self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
+        self.__post_init__()
+
+    def _check_sizes(self, locals_: Sequence[Tensor]) -> None:
+        wrong = [
+            f"{param.fqn}: {tuple(local.shape)} instead of {tuple(view.shape)}"
+            for param, local in zip(self.params, locals_, strict=True)
+            if (view := self.local_view(self.data, param)).shape != local.shape
+        ]
+        if wrong:
+            raise AssertionError(
+                f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
+                "its size; load a state dict to change values"
+            )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of every bit."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+
+def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
+    """Autograd adds nothing to a parameter that was frozen after forward."""
+    return [param for param in params if param.sharded.requires_grad]
+
+
+def _for_device(text: str, device: torch.device) -> str:
+    """The text, cut to what a failing kernel can print."""
+    return text if device.type == "cpu" else text[:DEVICE_MESSAGE]
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor

@@ -1,0 +1,149 @@
+"""A parameter before it is cut, and after: where it is held, its sharded form, and its full one in eager mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.torch_private.dtensors import local_tensor
+
+from .extension import has_extension
+from .layout import ShardLayout
+from .mesh import MeshInfo
+from .registered import registered
+from .tensor_parallel import Full
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+    from .handles import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
+
+    place: mesh and placements of the DTensor that it becomes.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
+    """
+
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    root: nn.Module
+    path: str
+    dim: int
+    mesh_info: MeshInfo
+    place: tuple[DeviceMesh, tuple[Placement, ...]]
+    compute: torch.dtype | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """What is cut: the parameter, or the local tensor of one that is a DTensor already."""
+        return local_tensor(self.parameter)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its class brings an all-gather of its own; methods that only this object has are lost when it is cut."""
+        return has_extension(type(self.local), self.path)
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """One parameter: where it is registered, and its sharded form.
+
+    owners: every (module, name) that holds it; several when tied.
+    root, path: a module that the call was given, and the name below it.
+    fqn: name relative to the outermost `fully_shard` module known so far.
+    sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
+    full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
+    compute: the dtype that the policy gives to this parameter alone; None: as to all.
+    unsharded: the eager runtime's full parameter; None before the first eager use.
+    is_borrowed: it lies in the shard's own memory, which is not to be freed.
+    spec: the arguments of its ops under the current settings.
+    handle: what a traced read outside an eager forward needs.
+    """
+
+    owners: list[tuple[nn.Module, str]]
+    root: nn.Module
+    path: str
+    sharded: nn.Parameter
+    layout: ShardLayout
+    full: Full | None = None
+    compute: torch.dtype | None = None
+    unsharded: nn.Parameter | None = None
+    is_borrowed: bool = False
+    fqn: str = ""
+    spec: ParamSpec = field(init=False)
+    handle: Handle = field(init=False)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard."""
+        return local_tensor(self.sharded)
+
+    @property
+    def gathered(self) -> Tensor:
+        """The eager runtime's full parameter; the local tensor of it, if it is a DTensor."""
+        assert self.unsharded is not None
+        return local_tensor(self.unsharded)
+
+    @property
+    def is_shard_whole(self) -> bool:
+        """Whether computation is to read the shard itself: nothing is gathered, cast or copied."""
+        return False
+
+    def set_gathered(self, local: Tensor) -> None:
+        """Begin to compute with a full parameter around this tensor."""
+        self.is_borrowed = self.is_shard_whole
+        full = self.full.wrap(local) if self.full else local
+        self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """What of a full gradient is to be reduced."""
+        return self.full.local_grad(grad) if self.full else grad
+
+    def begin_forward(self) -> None:
+        """An eager forward of the unit begins; `unsharded` is registered."""
+
+    def end_forward(self) -> None:
+        """It has ended; `unsharded` may still be there."""
+
+    def begin_backward(self) -> None:
+        """A backward comes to the unit; `unsharded` is registered."""
+
+    def end_backward(self) -> None:
+        """The unit's backward has ended; `unsharded` may still be there."""
+
+    def show_handle(self, handle: Handle) -> None:
+        """Make `handle` what a traced read finds; compiled code guards on it."""
+        for module, name in self.owners:
+            module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
+
+    def show_full(self, full: Tensor | None) -> None:
+        """Give graphs the full parameter as an input; None takes it away."""
+        for module, name in self.owners:
+            module.__dict__.setdefault("_fsdp_full", {})[name] = full
+
+    def assigned(self) -> Any:
+        """What the owning modules hold that neither unit nor runtime has put there; None if there is nothing like it."""
+        for module, name in self.owners:
+            held = module._parameters.get(name)
+            if held is not None and held is not self.sharded and held is not self.unsharded:
+                return held
+        return None
+
+    def put_back(self) -> None:
+        """Let the owning modules hold what is registered, whatever users have put in its place."""
+        for module, name in self.owners:
+            table = registered(module)
+            table[name] = table.shown[name]
+
+    def register(self, param: nn.Parameter) -> None:
+        """Make `param` what the owning modules hold, where users have not put something else."""
+        for module, name in self.owners:
+            registered(module).show(name, param)

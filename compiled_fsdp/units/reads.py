@@ -1,0 +1,96 @@
+"""What a read of a sharded parameter is in a trace, and which units' forwards are being traced; see `registered.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
+from compiled_fsdp.ir.spec import CONSTANTS
+from compiled_fsdp.torch_private.dynamo import trace_number
+
+from .extension import WHY_EAGER
+from .handles import APART
+from .tensor_parallel import as_dtensor
+from .views import view_of_flat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Resident(torch.autograd.Function):
+    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient goes to the buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
+        """An alias of what is there. Not a view: autograd lets none that is made here be written to."""
+        ctx.save_for_backward(flat)
+        ctx.key = key
+        return full.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the flat buffer."""
+        (flat,) = ctx.saved_tensors
+        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
+
+
+def traced(module: Any, name: str) -> Any:
+    """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this function.
+
+    Not while an eager forward has it registered.
+    """
+    handle = module._fsdp_handles[name]
+    if handle.key == APART.key:
+        torch._dynamo.graph_break(msg=WHY_EAGER)
+        return module._parameters[name]
+    if handle.is_resident:
+        function: Any = Resident
+        full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
+    else:
+        full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
+    full = view_of_flat(full, handle.view) if handle.view else full
+    full = full.detach() if handle.is_frozen else full
+    return as_dtensor(full, handle.full) if handle.full else full
+
+
+# Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace that Dynamo gave up, or
+# began again, leaves nothing behind. Plain Python while tracing: a graph need not guard on what follows from its own order.
+_in_forward: list[str] = []
+_seen: dict[str, tuple[str, str]] = {}  # by the key of a handle: the first place where parameters() came to it
+_trace: list[object] = []
+
+
+def _of_this_trace() -> list[str]:
+    if _trace != [trace_number()]:
+        _trace[:] = [trace_number()]
+        _in_forward.clear()
+        _seen.clear()
+    return _in_forward
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def begin_forward(unit: str) -> None:
+    """A unit's forward begins in the trace that is being made."""
+    _of_this_trace().append(unit)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def end_forward(unit: str) -> None:
+    """It has ended."""
+    if unit in _of_this_trace():
+        _in_forward.remove(unit)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_in_forward(unit: str) -> bool:
+    """Whether the trace that is being made is inside the forward of a unit."""
+    return unit in _of_this_trace()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_seen_elsewhere(key: str, number: str, name: str) -> bool:
+    """Whether this trace has iterated over a parameter under another name, or in another module."""
+    _of_this_trace()
+    return _seen.setdefault(key, (number, name)) != (number, name)

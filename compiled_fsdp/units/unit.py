@@ -1,0 +1,455 @@
+"""A unit: the parameters of one `fully_shard` call, their flat buffers, and their gradients.
+
+The sharded parameters (DTensors, what the optimizer sees) are views into the flat buffers; a gradient arrives as one flat
+buffer too, from a compiled graph or from the eager runtime, and its views become the parameters' `.grad`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir.spec import MEAN, ParamSpec
+from compiled_fsdp.options import Options, register
+from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.wire.ablation import fake_group, is_ablated
+
+from .extension import has_extension
+from .flat import FlatParam
+from .handles import APART, Handle
+from .layout import flat_layout
+from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .param import Original, ShardedParam
+from .precision import reduce_dtype
+from .registered import UNITS, registered
+from .settings import Settings
+from .tensor_parallel import full_of, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from .gathers import Gather
+
+_unit_numbers = itertools.count()
+
+# Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still holds the original.
+taken: Any = WeakTensorKeyDictionary()
+
+
+class Unit:
+    """The parameters of one `fully_shard` call; they are gathered, freed and reduced together.
+
+    is_flat: whether its one parameter is FSDP1's flat parameter, of which the module's are views.
+    """
+
+    is_flat = False
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        originals: Sequence[Original],
+        mesh_info: MeshInfo,
+        mp_policy: MixedPrecisionPolicy,
+        reshard: bool | int | None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.mesh_info = mesh_info
+        self.mp_policy = mp_policy
+        self.settings = Settings(
+            fake_all_gather=is_ablated("FSDP_USE_FAKE_ALL_GATHER"), fake_reduce=is_ablated("FSDP_USE_FAKE_REDUCE")
+        )
+        self.is_auto_reshard = reshard is None
+        self.reshard: bool | int = False if reshard is None else reshard
+        self.number = next(_unit_numbers)
+        self.kind = self.name = type(modules[0]).__name__
+        self.options = Options()
+        register(self.number, self.options)
+        # Why it ran outside a graph inside a compiled model, if Dynamo said so.
+        self.why_eager: dict[str, None] = {}
+        self.num_eager_forwards = 0
+        # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
+        self.on_gradients: Callable[[], None] = _nothing
+        # Called when a backward leaves gradients unreduced, so that its end looks after them.
+        self.on_retained: Callable[[], None] = _nothing
+        # Called with gradients that a backward has reduced, before anybody sees them: whether they were used up.
+        self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
+        # Called when a backward keeps gradients of a buffer for a later one.
+        self.on_kept: Callable[[FlatParam], None] = _nothing_of
+        # Called when a module of another unit holds one of its parameters too.
+        self.on_shared: Callable[[nn.Module], None] = _nothing_of
+        # Called when a forward comes to a gather.
+        self.on_gather: Callable[[Gather], None] = _nothing_of
+        # Called at the end of a backward that has reached the unit.
+        self.on_end_of_backward: Callable[[], None] = _nothing
+        self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
+        self.reduce_groups: dict[MeshInfo, str] = {}
+        # Units whose explicit prefetch lists name this one.
+        self.prefetched_by: dict[str, list[Unit]] = {"forward": [], "backward": []}
+        if not isinstance(self.reshard, bool):
+            for info in dict.fromkeys(o.mesh_info for o in originals):
+                size = resolve_reshard(self.reshard, info.shard_size)
+                if size is not None and not isinstance(size, bool):
+                    self.post_meshes[info] = info.post_forward_mesh(size)
+        self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
+        self.is_outermost = True
+        # All ranks run it eagerly, since one cannot go on to compile it.
+        self.runs_eagerly = False
+        self.is_resident = self.was_read = self.has_gradients = False
+        # Whether a user has put something in the place of a parameter since the last call.
+        self.was_assigned = False
+        self.flats = [self._make_flat(group) for group in _classes(originals)]
+        self.adopt({module: "" for module in modules}, is_nested=False)
+        UNITS.add(self)
+
+    @property
+    def key(self) -> str:
+        """What the unit is called in a graph: its name for people, and its number, since names need not differ."""
+        return f"{self.name}#{self.number}"
+
+    @property
+    def params(self) -> Iterable[ShardedParam]:
+        """Every parameter, class by class."""
+        return (param for flat in self.flats for param in flat.params)
+
+    def own_modules(self) -> Iterable[nn.Module]:
+        """The modules of the call and those that hold its parameters."""
+        return dict.fromkeys((*self.modules, *(module for param in self.params for module, _ in param.owners)))
+
+    def _make_flat(self, group: list[Original]) -> FlatParam:
+        info = group[0].mesh_info
+        first = group[0].parameter
+        layout = flat_layout([o.local.shape for o in group], info.shard_size, [o.dim for o in group])
+        is_apart = group[0].is_apart
+        buffer = torch.zeros(0 if is_apart else layout.numel, dtype=first.dtype, device=first.device)
+        params = []
+        for entry, place in zip(group, layout.shards, strict=True):
+            original = entry.parameter
+            with torch.no_grad():
+                cut = place.cut(entry.local, info.shard_rank)
+                if is_apart:
+                    view = entry.local.new_zeros(place.padded_shape).narrow(place.dim, 0, cut.shape[place.dim])
+                else:
+                    view = place.view(buffer, info.shard_rank)
+                view.copy_(cut)
+            dtensor = make_dtensor(view, original, *entry.place)
+            sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+            full = full_of(original, info)
+            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full, compute=entry.compute))
+            for module, name in entry.owners:
+                registered(module).own(name, self, params[-1])
+            params[-1].register(sharded)
+            taken[original] = self, params[-1]
+        data = nn.Parameter(buffer, requires_grad=first.requires_grad)
+        return FlatParam(self, info, layout, params, data, is_apart)
+
+    def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
+        """Take names from the outermost sharded module, whose descendants are at `paths`.
+
+        A unit inside another drops its parameters after forward unless told otherwise; the outermost keeps them.
+        """
+        own = [path for module in self.modules if (path := paths.get(module))]
+        self.name = ", ".join(own) or self.kind
+        for param in self.params:
+            above = paths.get(param.root, "")
+            param.fqn = f"{above}.{param.path}" if above else param.path
+        self.is_outermost = not is_nested
+        if self.is_auto_reshard:
+            self.reshard = is_nested
+        self.publish()
+
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were assigned to the modules, as `load_state_dict(assign=True)` does.
+
+        Raises:
+            TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the old one.
+        """
+        assigned = self._assigned()
+        for param, new in assigned:
+            if not _fits(param, new):
+                old: Any = param.sharded
+                raise TypeError(
+                    f"load_state_dict: parameter {param.fqn} was assigned a {type(new.data).__name__} of shape "
+                    f"{tuple(new.shape)}; its unit needs a DTensor placed as {old.placements}, shape {tuple(old.shape)}. "
+                    "Use distribute_tensor, or torch.distributed.checkpoint.state_dict.set_model_state_dict"
+                )
+        self._adopt(assigned)
+
+    def adopt_assigned(self) -> None:
+        """Take over what users assigned since the last call and fits; what does not fit is read as it is.
+
+        Raises:
+            RuntimeError: one of several names of a tied parameter was assigned a sharded parameter of its own.
+        """
+        assigned = self._assigned()
+        fitting = [(param, new) for param, new in assigned if _fits(param, new)]
+        for param, new in fitting:
+            kept = [name for module, name in param.owners if module._parameters.get(name) is not new]
+            if kept:
+                raise RuntimeError(
+                    f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it were assigned another "
+                    f"sharded parameter ({kept} were not). Untie weights before fully_shard, or assign to all of them"
+                )
+        plain = [p.fqn for p, new in assigned if isinstance(new, nn.Parameter) and not isinstance(new, DTensor)]
+        if plain:
+            warn_once(
+                f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a plain nn.Parameter: it is read "
+                "as it is, neither gathered nor reduced over the ranks, and what was sharded is not trained meanwhile. To "
+                "change its values, copy into the sharded parameter, or load a state dict"
+            )
+        self._adopt(fitting)
+
+    def _assigned(self) -> list[tuple[ShardedParam, Any]]:
+        self.was_assigned = False
+        return [(param, new) for param in self.params if (new := param.assigned()) is not None]
+
+    def _adopt(self, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
+        for param, new in assigned:
+            _say_it_stays_tied(param, new)
+            param.sharded = new
+            param.register(new)
+            param.put_back()
+        if assigned:
+            for flat in self.flats:
+                flat.refresh()
+            self.publish()
+
+    def own(self, param: ShardedParam, module: nn.Module, name: str) -> None:
+        """Let a module hold one of the unit's parameters too: `name` is tied to it from now on."""
+        param.owners.append((module, name))
+        table = registered(module)
+        table.own(name, self, param)
+        first_module, first_name = param.owners[0]
+        table.show(name, registered(first_module).shown[first_name])
+        param.show_handle(param.handle)
+
+    def tie(self, module: nn.Module, name: str, old: ShardedParam, unit: Unit, new: ShardedParam) -> None:
+        """A user has put a sharded parameter of `unit` in the place of this unit's `old`: `m.head.weight = m.embed.weight`."""
+        old.owners.remove((module, name))
+        unit.own(new, module, name)
+        unit.on_shared(module)
+
+    def take_over(self) -> None:
+        """Follow what the user did to the sharded parameters: replaced, moved, cast."""
+        self.adopt_assigned()
+        for flat in self.flats:
+            flat.refresh(is_moved=True)
+        self.publish()
+
+    def set_reshard(self, value: bool) -> None:
+        """Choose whether the parameters are dropped after forward."""
+        self.reshard, self.is_auto_reshard = value, False
+        self.post_meshes.clear()
+        self.publish()
+
+    def note_schedule(self) -> None:
+        """A pipeline schedule has ended a step, as it will end those to come: graphs made from now on leave reducing to it.
+
+        A backward outside any schedule, which ends with gradients to be reduced, reduces what its graph has kept.
+        """
+        if not self.settings.is_scheduled:
+            self.settings.is_scheduled = self.settings.is_accumulating = True
+            self.publish()
+
+    def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
+        """The op arguments of one parameter under the current settings."""
+        info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
+        original = param.sharded.dtype
+        compute = param.compute or policy.param_dtype
+        dtype = compute if compute is not None and original.is_floating_point else original
+        wire = reduce_dtype(policy, original, dtype)
+        how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
+        is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
+        if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
+            how = replace(how, op="avg", post_divide=1.0)
+        gather_group, reduce_group = self._groups(info)
+        if settings.fake_reduce and how.replicate_size > 1:
+            how = replace(how, replicate_group=fake_group(how.replicate_group))
+        post = self.post_meshes.get(info)
+        kind = "slice" if post else "gather" if self.reshard else "keep"
+        return ParamSpec(
+            offset=param.layout.offset,
+            shape=param.layout.shape,
+            dim=param.layout.dim,
+            dtype=dtype,
+            group_size=info.shard_size,
+            group=gather_group,
+            gather_algorithm=settings.all_gather,
+            reduce_group=reduce_group,
+            reshard=kind,
+            post_size=post.size(1) if post else 1,
+            post_group=post.get_group(1).group_name if post else "",
+            reduce_dtype=how.dtype,
+            reduce_op=how.op,
+            reduce_algorithm=settings.reduce_scatter or how.algorithm,
+            pre_divide=how.pre_divide,
+            post_divide=how.post_divide,
+            replicate_size=how.replicate_size,
+            replicate_group=how.replicate_group,
+            sync="reduce" if settings.sync == "scatter" and info.replicate_size == 1 else settings.sync,
+            is_accumulating=settings.is_accumulating,
+            hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
+            overlap=settings.overlap,
+            unit=self.key,
+            fqn=param.fqn,
+            reduces_in_flight=settings.max_reductions_in_flight,
+            forward_after=self._after("forward"),
+            backward_after=self._after("backward"),
+            forward_ahead=settings.forward_ahead,
+            backward_ahead=settings.backward_ahead,
+        )
+
+    def _traced(self, spec: ParamSpec) -> ParamSpec:
+        """What a graph does: it is made in forward, where nobody knows yet which backward of a schedule is the last."""
+        is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
+        return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
+
+    def _groups(self, info: MeshInfo) -> tuple[str, str]:
+        """The names of the groups that gather and that reduce over the shard axis."""
+        own = info.shard_group.group_name
+        gathers = fake_group(own) if self.settings.fake_all_gather else own
+        return gathers, fake_group(own) if self.settings.fake_reduce else self.reduce_groups.get(info, own)
+
+    @property
+    def mode(self) -> object:
+        """What else the op arguments follow from."""
+        return None
+
+    def publish(self) -> None:
+        """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them.
+
+        Handles are kept: coming back to settings that were used before finds the code that was compiled for them.
+        """
+        lists = self._after("forward"), self._after("backward")
+        groups = tuple(self.reduce_groups.values())
+        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident, self.mode)
+        for flat in self.flats:
+            for param in flat.params:
+                is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
+                if has_extension(param.local, param.fqn):
+                    self._check_extension(flat, param)
+                    param.spec, param.handle = self._spec(flat, param), APART
+                    param.show_handle(APART)
+                    continue
+                key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
+                if key not in self._handles:
+                    spec = self._spec(flat, param)
+                    self._handles[key] = (
+                        spec,
+                        Handle(
+                            flat.data,
+                            self._traced(spec).as_constants(),
+                            is_frozen,
+                            key_of(param.full),
+                            self.is_resident,
+                            unit=f"#{self.number}",
+                        ),
+                    )
+                param.spec, param.handle = self._handles[key]
+                param.show_handle(param.handle)
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether a parameter brings an all-gather of its own; settled before the first forward."""
+        return any(param.handle is APART for param in self.params)
+
+    def _check_extension(self, flat: FlatParam, param: ShardedParam) -> None:
+        if flat.mesh_info in self.post_meshes:
+            raise NotImplementedError(
+                f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an all-gather extension, which is not "
+                "supported with an int reshard_after_forward. Pass True or False"
+            )
+
+    def _after(self, direction: str) -> tuple[str, ...]:
+        return tuple("" if unit.is_outermost else unit.key for unit in self.prefetched_by[direction])
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet."""
+        for flat in self.flats:
+            flat.retained.clear()
+            flat.marked.clear()
+            for param in flat.params:
+                if param.unsharded is not None:
+                    param.unsharded.grad = None
+
+    def separate_reduce_groups(self, enable: bool) -> None:
+        """Reduce over groups of their own, or over those that gather; collective."""
+        self.reduce_groups = (
+            {flat.mesh_info: twin_group(flat.mesh_info.shard_group) for flat in self.flats} if enable else {}
+        )
+        self.publish()
+
+    def forget_handles(self) -> None:
+        """They hold a flat buffer that is replaced."""
+        self._handles.clear()
+
+    def follow_requires_grad(self) -> None:
+        """Take over what the user froze or unfroze since the last call."""
+        has_changed = False
+        for flat in self.flats:
+            wanted = [p.sharded.requires_grad for p in flat.params]
+            if any(wanted) != flat.data.requires_grad:
+                flat.set_requires_grad(any(wanted))
+                has_changed = True
+            elif flat.data.requires_grad:
+                frozen = [p.handle.is_frozen for p in flat.params]
+                has_changed = has_changed or frozen != [not w for w in wanted]
+        if has_changed:
+            self.publish()
+
+
+originals: dict[type, type] = {}  # generated class -> what it was made of
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that the module had before it was sharded."""
+    return originals.get(type(module), type(module))
+
+
+def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
+    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the other."""
+    if any(module._parameters.get(name) is not new for module, name in param.owners):
+        warn_once(
+            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values given to one name. "
+            "Untie weights before fully_shard, or load without assign=True"
+        )
+
+
+def _fits(param: ShardedParam, new: Any) -> bool:
+    """Whether a parameter can take the place of a sharded one."""
+    old: Any = param.sharded
+    if not isinstance(new, nn.Parameter) or not isinstance(new, DTensor):
+        return False
+    return (new._spec.mesh, new.placements, new.shape) == (old.device_mesh, old.placements, old.shape)
+
+
+def _nothing() -> None:
+    """What to do where there is no eager runtime."""
+
+
+def _keep(flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+    """What to do with gradients while no optimizer steps inside backward."""
+    return False
+
+
+def _nothing_of(gather_or_buffer: object) -> None:
+    """What to do with a gather, or a buffer, while nobody overlaps the optimizer's step."""
+
+
+def _classes(originals: Sequence[Original]) -> list[list[Original]]:
+    """Split by mesh, dtype, requires_grad and whether they are views at all, in order of first appearance."""
+    groups: dict[object, list[Original]] = {}
+    for entry in originals:
+        key = (entry.mesh_info, entry.parameter.dtype, entry.parameter.requires_grad, entry.is_apart)
+        groups.setdefault(key, []).append(entry)
+    return list(groups.values())

@@ -1,0 +1,31 @@
+"""A step without its communication, to see what the rest takes: FSDP1's switches, for both front ends.
+
+`FSDP_USE_FAKE_ALL_GATHER=1` and `FSDP_USE_FAKE_REDUCE=1`, set while a model is sharded, send what would be gathered or reduced to a
+process group of torch's "fake" backend: the same graph, the same kernels, and nothing on the wire. Losses mean nothing then.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch.distributed as dist
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.torch_private.groups import group_named, new_group
+
+
+def is_ablated(name: str) -> bool:
+    """Whether a switch is on; says so once."""
+    if os.environ.get(name) != "1":
+        return False
+    what = "gathered" if "GATHER" in name else "reduced"
+    warn_once(f"compiled_fsdp: {name}=1: nothing is {what}, so training is wrong; the time of a step is without it")
+    return True
+
+
+@cache
+def fake_group(name: str) -> str:
+    """The name of a fake group with the ranks of this one; made once, by all its ranks together."""
+    ranks = dist.get_process_group_ranks(group_named(name))
+    return new_group(ranks, "fake").group_name

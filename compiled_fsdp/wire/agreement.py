@@ -1,0 +1,347 @@
+"""Ranks that share a group agree, before they communicate: through the store, never through the group itself.
+
+Every graph begins with `fsdp::agree`, which carries the graph's collectives as text, structure and no symbol names; it is part of
+the compiled code, so that a warm cache brings it along. The first run of a text in a process, and the first after another one
+than before, compares it with the other ranks of each group; later runs look it up and count, and touch no store. An eager unit
+does the same before its first gather, and before each if graphs read it too: Dynamo may have given it up on one rank alone. So
+does the list of parameters before the first step.
+
+[Note: run numbers]
+Ranks in step run the same sequence of graphs over a group, so the n-th run is the same graph everywhere. A rank whose n-th run is
+new to it publishes its text under n and asks. A rank that has published under n too answers by that; one that ran something
+known as its n-th run is told by its watcher thread, which polls once a second, to publish what that was. So a rank that
+compiles for minutes is waited for (its watcher shows that it lives), and one that took another branch is found at once.
+
+A rank that finds out while it already waits inside a collective is freed by its watcher, which breaks the group's connections:
+nothing that was under way can be right any more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from compiled_fsdp.torch_private.groups import group_named, group_store, group_timeout
+
+from .meeting import meet
+from .watcher import Watcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # between two looks of a watcher
+SILENCE_S = 60.0  # a rank that showed signs of life and then none for so long is taken for dead
+TEXTS_S = 10.0  # for the others to publish their texts, once ranks are known to disagree
+KEPT = 10_000  # runs that a rank can tell about later
+BREAK_TAG = (1 << 31) - 1  # of the message that nobody sends
+
+
+class DivergenceError(RuntimeError):
+    """Ranks that share a process group are about to communicate differently."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed because another rank died, raised or stalls.
+
+    said, peer: the backend's words, and the rank in the group that was waited for, if that is known.
+    """
+
+    def __init__(self, text: str, said: str, peer: int | None) -> None:
+        super().__init__(text)
+        self.said, self.peer = said, peer
+
+
+def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> RuntimeError:
+    """The error for a collective that failed with `error`: what was communicated, and whom it waited for."""
+    process_group = group_named(name)
+    found = failure(name)
+    if found:
+        return DivergenceError(found)
+    ranks = dist.get_process_group_ranks(process_group)
+    if isinstance(error, CommunicationError):
+        peer = error.peer
+    whom = f"rank {ranks[peer]}" if peer is not None else f"ranks {[r for r in ranks if r != dist.get_rank()]}"
+    said = error.said if isinstance(error, CommunicationError) else str(error).splitlines()[0].split("] ", 1)[-1]
+    return CommunicationError(
+        f"compiled_fsdp: {what} over process group {name!r} failed, waiting for {whom}: {said}\n"
+        f"That rank died, raised an error, or stalls for longer than {group_timeout(process_group).total_seconds():.0f} s, the "
+        "timeout of init_process_group: look at its output first",
+        said,
+        peer,
+    )
+
+
+@dataclass
+class _Group:
+    """What this process knows of one group.
+
+    number, runs: how many runs there were, and the digests of the last.
+    agreed: pairs of digests, of a run and of the one before it, that all ranks had at the same run.
+    settled: a run number up to which nobody has to be answered.
+    failure: what the watcher found out while the main thread was busy.
+    is_gone: its store does not answer any more.
+    """
+
+    name: str
+    process_group: dist.ProcessGroup
+    rank: int
+    size: int
+    store: Any
+    watched: Any
+    number: int = 0
+    runs: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+    agreed: set[tuple[str, str]] = field(default_factory=set)
+    failure: str = ""
+    settled: int = 0
+    is_gone: bool = False
+
+    def digest_of_run(self, number: int) -> str:
+        at = number - (self.number - len(self.runs)) - 1
+        return self.runs[at] if 0 <= at < len(self.runs) else ""
+
+    def step_to(self, number: int) -> tuple[str, str]:
+        """The digests of the run before and of this one."""
+        return self.digest_of_run(number - 1), self.digest_of_run(number)
+
+
+_groups: dict[str, _Group] = {}
+_texts: dict[str, str] = {}  # by digest
+_known: dict[str, str] = {}  # digests by text
+
+
+def before_run(text: str, groups: Iterable[str]) -> None:
+    """Called by every graph as it starts: count it, and the first time compare it with the other ranks.
+
+    Raises:
+        DivergenceError: some rank runs other collectives; the text holds the difference.
+    """
+    for name in groups:
+        group = _group(name)
+        if group is not None:
+            _run(group, text)
+
+
+def _run(group: _Group, text: str) -> None:
+    group.number += 1
+    group.runs.append(_digest(text))
+    step = group.step_to(group.number)
+    if step in group.agreed:
+        return
+    texts = _exchange(group, str(group.number), text)
+    if texts is not None:
+        raise DivergenceError(describe(group.process_group, texts))
+    group.agreed.add(step)
+
+
+def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
+    """None if all ranks of the group have this text as their next; else the texts by rank, "" for those that are silent."""
+    group = _group(process_group.group_name)
+    if group is None:
+        return None
+    group.number += 1
+    group.runs.append(_digest(text))
+    return _exchange(group, str(group.number), text)
+
+
+def everyones(name: str, what: str, mine: str) -> list[str]:
+    """What each rank of a group says to the same question; waits until all have said it.
+
+    Raises:
+        DivergenceError: some rank has come to something else.
+    """
+    group = _group(name)
+    if group is None:
+        return [mine]
+    key = f"said/{group.number + 1}"
+    group.store.set(f"{key}/{group.rank}", mine)
+    texts = agree(group.process_group, what)
+    if texts is not None:
+        raise DivergenceError(describe(group.process_group, texts))
+    return [group.store.get(f"{key}/{rank}").decode() for rank in range(group.size)]
+
+
+def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
+    """Publish, and wait for the others; see the note above."""
+    digest = _digest(text)
+    group.store.set(f"{key}/{group.rank}", digest)
+    found = _digests(group, key)
+    if set(found) == {digest}:
+        group.settled = max(group.settled, int(key))
+        return None
+    group.store.set(f"{key}/text/{group.rank}", text)
+    deadline = time.monotonic() + TEXTS_S
+    texts = [""] * group.size
+    while time.monotonic() < deadline and not all(texts):
+        for rank in range(group.size):
+            if not texts[rank] and group.store.check([f"{key}/text/{rank}"]):
+                texts[rank] = group.store.get(f"{key}/text/{rank}").decode()
+        _watcher.pause(0.05)
+    return texts
+
+
+def _digests(group: _Group, key: str) -> list[str]:
+    """What each rank published under `key`; returns early, with gaps, when two differ."""
+    found = [""] * group.size
+    timeout = group_timeout(group.process_group).total_seconds()
+    start, pause = time.monotonic(), 0.001
+    beats: dict[int, tuple[str, float]] = {}
+    while True:
+        group.store.set("asked", key)  # again and again: a rank that is ahead of this one may ask for another
+        for rank in range(group.size):
+            if not found[rank] and group.store.check([f"{key}/{rank}"]):
+                found[rank] = group.store.get(f"{key}/{rank}").decode()
+        if all(found) or len(set(filter(None, found))) > 1:
+            return found
+        missing = [rank for rank in range(group.size) if not found[rank]]
+        silent = [rank for rank in missing if _is_silent(group, rank, beats)]
+        waited = time.monotonic() - start
+        if silent or waited > timeout:
+            after = f"{waited:.0f} s" + (f", and show no sign of life for {SILENCE_S:.0f} s" if silent else "")
+            raise DivergenceError(_not_there(silent or missing, group.name, f"run {key}", after))
+        _watcher.pause(pause)
+        pause = min(pause * 1.5, 0.25)
+
+
+def _not_there(ranks: list[int], name: str, run: str, after: str) -> str:
+    return (
+        f"compiled_fsdp: ranks {ranks} of process group {name!r} have not reached {run} of that group after {after}. They died, "
+        "stall before it, or took another way. If they only need longer, raise the timeout of init_process_group, or call "
+        "compiled_fsdp.warmup first"
+    )
+
+
+def _is_silent(group: _Group, rank: int, beats: dict[int, tuple[str, float]]) -> bool:
+    """Whether a rank whose watcher was seen alive has stopped to be. One that was never seen may not have begun yet."""
+    now = time.monotonic()
+    beat = group.store.get(f"alive/{rank}").decode() if group.store.check([f"alive/{rank}"]) else ""
+    if rank not in beats or beats[rank][0] != beat:
+        beats[rank] = beat, now
+    return bool(beat) and now - beats[rank][1] > SILENCE_S
+
+
+def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
+    """The error for texts that differ: who has which, and the first difference as a diff."""
+    ranks = dist.get_process_group_ranks(process_group)
+    kinds: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        kinds.setdefault(text, []).append(rank)
+    names = [f"  ranks {who}: {text.splitlines()[0] if text else 'silent'}" for text, who in kinds.items()]
+    shown = [(text, who) for text, who in kinds.items() if text]
+    lines: list[str] = []
+    if len(shown) > 1:
+        (one, first), (two, second) = shown[:2]
+        names_of_two = f"rank {first[0]}", f"rank {second[0]}"
+        lines = list(difflib.unified_diff(one.splitlines(), two.splitlines(), *names_of_two, lineterm="", n=2))[:60]
+    return "\n".join(
+        [
+            f"compiled_fsdp: the ranks of process group {process_group.group_name!r} are about to communicate differently:",
+            *names,
+            *lines,
+            "Ranks that share a group must run the same collectives in the same order. Look for different models, a branch that "
+            "depends on data or on the rank, or a rank that does not compile; nothing was communicated",
+        ]
+    )
+
+
+def failure(name: str) -> str:
+    """What the watcher found out about a group, or ""."""
+    group = _groups.get(name)
+    return group.failure if group is not None else ""
+
+
+# -- the watcher
+
+
+def _watch(beat: int) -> None:
+    """Answer those who ask for runs that are over here, show that this rank lives, and free a main thread that waits in vain."""
+    for group in [g for g in list(_groups.values()) if not g.is_gone]:
+        _watcher.pause(0)
+        try:
+            _answer(group, beat)
+        except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed
+            group.is_gone = True
+
+
+_watcher = Watcher("compiled_fsdp_watcher", _watch, POLL_S)
+
+
+def _answer(group: _Group, beat: int) -> None:
+    store = group.watched
+    if not store.check(["asked"]):
+        return
+    number = int(store.get("asked").decode())
+    if number <= group.settled:
+        return
+    store.set(f"alive/{group.rank}", str(beat))
+    mine = group.digest_of_run(number)
+    if not mine or group.step_to(number) not in group.agreed or group.failure:
+        return  # not there yet, or the main thread is just comparing
+    if not store.check([f"{number}/{group.rank}"]):
+        store.set(f"{number}/{group.rank}", mine)
+    others = [r for r in range(group.size) if store.check([f"{number}/{r}"])]
+    if all(store.get(f"{number}/{r}").decode() == mine for r in others):
+        group.settled = number if len(others) == group.size else group.settled
+        return
+    texts = _exchange(group, str(number), _texts.get(mine, ""))
+    if texts is not None:
+        group.failure = describe(group.process_group, texts)
+        log.error("%s", group.failure)
+        break_connections(group.process_group)
+
+
+def break_connections(process_group: dist.ProcessGroup) -> None:
+    """Make everything that waits on the group raise: for gloo, a receive that times out closes all connections of the group."""
+    if dist.get_backend(process_group) != "gloo":
+        process_group.abort()
+        return
+    other = (process_group.rank() + 1) % process_group.size()
+    try:
+        process_group.recv([torch.empty(1)], other, BREAK_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        log.debug("connections of %s are broken", process_group.group_name)
+
+
+# -- helpers
+
+
+def _digest(text: str) -> str:
+    digest = _known.get(text)
+    if digest is None:
+        digest = _known[text] = hashlib.sha256(text.encode()).hexdigest()
+        _texts[digest] = text
+    return digest
+
+
+def _group(name: str) -> _Group | None:
+    """The record of a group; None if there is nobody to agree with."""
+    process_group = group_named(name)
+    known = _groups.get(name)
+    if known is not None and known.process_group is process_group:
+        return known
+    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+        return None
+    store = group_store(process_group, f"compiled_fsdp/{_meet(name, process_group)}")
+    group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
+    _groups[name] = group
+    _watcher.start()
+    return group
+
+
+def _meet(name: str, process_group: dist.ProcessGroup) -> str:
+    timeout = group_timeout(process_group).total_seconds()
+    store = group_store(process_group, "compiled_fsdp")
+    try:
+        return meet(store, process_group.rank(), process_group.size(), timeout)
+    except TimeoutError as error:
+        raise DivergenceError(_not_there(list(error.args), name, "the first run", f"{timeout:.0f} s")) from None

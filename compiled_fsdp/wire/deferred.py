@@ -1,0 +1,114 @@
+"""The third executor of `collectives.py`: record the ops, run them up to the next wait, and the rest later.
+
+So the eager runtime communicates in the background with the very arithmetic that graphs get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.schema import ADD_RETAINED, HOOK, RETAIN
+
+from . import launch, ranges
+from .agreement import lost
+from .ops import owner_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Value:
+    """The result of a recorded op; `tensor` is set once it ran."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor: Any = None
+
+
+def _retain(grads: Any, flat: Any, *args: Any) -> None:
+    owner_of(flat, "retain_").retain(grads, *args)
+
+
+def _add_retained(grads: Any, flat: Any, *args: Any) -> None:
+    owner_of(flat, "add_retained_").add_retained(grads, *args)
+
+
+# As ops these ask whether the backward reaches the flat buffer; an eager one has reached the full parameters, or had no gradients.
+KEPT: dict[Any, Callable[..., None]] = {RETAIN: _retain, ADD_RETAINED: _add_retained}
+
+
+class Deferred:
+    """Ops to run: call it like `launch.call`, then `advance`, then `finish`.
+
+    what, group: what is communicated, and over which group, for errors.
+    """
+
+    def __init__(self, what: str, group: str) -> None:
+        self.what, self.group = what, group
+        self._started = "collective"  # the last op that was started, for profiles
+        self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Value]] = []
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        """Record `op(*args, **kwargs)`."""
+        result = Value()
+        self._steps.append((op, args, kwargs, result))
+        return result
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to run."""
+        return not self._steps
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what is left starts no communication: waits and arithmetic. A user's hook may."""
+        return not any(op in comm.STARTS or op is HOOK for op, *_ in self._steps)
+
+    def advance(self) -> None:
+        """Run what can be run without waiting."""
+        self._run(stop_at_wait=True)
+
+    def finish(self) -> None:
+        """Run everything, waits included."""
+        self._run(stop_at_wait=False)
+
+    def _run(self, *, stop_at_wait: bool) -> None:
+        steps = self._steps
+        self._steps = []
+        for i, (op, args, kwargs, result) in enumerate(steps):
+            if stop_at_wait and op is comm.WAIT:
+                self._steps = steps[i:]
+                return
+            if op is comm.WAIT:
+                result.tensor = self._wait(*_real(args))
+            elif op in comm.STARTS:
+                self._started = op._opname
+                with self._range(self._started):
+                    result.tensor = launch.call(op, *_real(args), **kwargs)
+            elif op in KEPT:
+                KEPT[op](*_real(args), **kwargs)
+            else:
+                result.tensor = launch.call(op, *_real(args), **kwargs)
+
+    def _wait(self, started: Any) -> Any:
+        try:
+            with self._range(f"wait {self._started}"):
+                return launch.call(comm.WAIT, started)
+        except RuntimeError as error:
+            raise lost(self.what, self.group, error) from error
+
+    def _range(self, op: str) -> AbstractContextManager[object]:
+        kind, _, carried = self.what.partition(" of ")
+        return ranges.around(op, "backward" if kind == "reduction" else ranges.phase_now(), carried)
+
+
+def _real(values: Any) -> Any:
+    """Tensors instead of recorded results, also inside lists."""
+    if isinstance(values, Value):
+        return values.tensor
+    if isinstance(values, list | tuple) and any(isinstance(v, Value | list | tuple) for v in values):
+        return type(values)(_real(v) for v in values)
+    return values

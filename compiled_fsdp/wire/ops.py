@@ -1,0 +1,409 @@
+"""What the `fsdp::` ops of `schema.py` do when they run: fake kernels, real ones, autograd, and how they reach a unit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.schema import REDUCE_GRAD, library
+from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
+from compiled_fsdp.options import of_unit
+from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
+from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
+
+from . import agreement, gloo, launch, left_out, ranges
+from .runs import note_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group, in messages of these sizes."""
+
+    start: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    group_size: int
+    group: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's part."""
+        return sum(self.sizes)
+
+
+class Owner(left_out.Buffer, Protocol):
+    """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
+
+    def is_reached(self) -> bool:
+        """Whether the running backward adds to the gradient of the flat buffer; if not, the ops below change nothing."""
+
+    def mark(self, offsets: Sequence[int]) -> None:
+        """Gradients of these are in the flat gradient that this backward delivers."""
+
+    def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """Keep gradients: `where` is "rows" (unreduced, [group_size, n]) or "partial" (over the shard axis only, [n])."""
+
+    def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
+        """Add what was kept of these to `grads`, in place, and forget it."""
+
+    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+        """A reduction of these under way, with `spec.reduction`: its result is needed when somebody reads the gradients."""
+
+    def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
+        """Reduced gradients of these, in a buffer of the flat buffer's layout: to be used up now, or kept for the optimizer."""
+
+    def gather(self, shard: Tensor, piece: Piece) -> Tensor:
+        """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
+
+
+_settle_first: list[Callable[[GraphModule], None]] = []
+
+
+def before_traced_reads(fn: Callable[[GraphModule], None]) -> None:
+    """Let `fn` see every graph of Dynamo's that reads a parameter, once it is whole and before its backend gets it."""
+    _settle_first.append(fn)
+
+
+# Units that a graph reads, by the name in their ops: what no eager hook sees.
+TRACED: set[str] = set()
+
+
+def own(flat: Tensor, owner: Owner) -> None:
+    """Make `owner` the one that ops find by a flat buffer; it is held weakly."""
+    flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
+
+
+def owner_of(flat: Tensor, op: str) -> Owner:
+    """The unit of a flat buffer; `op` names who asks, for errors."""
+    owner: Owner | None = getattr(flat, "_fsdp_owner", lambda: None)()
+    if owner is None:
+        raise RuntimeError(
+            f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph must be given the "
+            "flat buffer itself, not a copy or a view of it"
+        )
+    return owner
+
+
+def _reached(flat: Tensor, op: str) -> Owner | None:
+    """The owner, if this backward was asked for the gradients of its parameters."""
+    owner = owner_of(flat, op)
+    return owner if owner.is_reached() else None
+
+
+def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        library.impl(name, fn, "CompositeExplicitAutograd")
+        return fn
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"fsdp::{name}", lib=library)
+    return decorate
+
+
+def _consume(spec: ParamSpec, options: list[str]) -> None:
+    """An op that no pass lowered does as these say."""
+    unit = of_unit(spec.unit)
+    if unit is not None:
+        unit.consume("fsdp ops, not lowered", *options)
+
+
+def _own(result: Tensor, source: Tensor) -> Tensor:
+    """Custom ops must not return views of their inputs (one rank: nothing was gathered)."""
+    is_alias = result.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return result.clone() if is_alias else result
+
+
+@_real("unshard")
+def _unshard(flat: Tensor, *args: object) -> Tensor:
+    spec = ParamSpec.of(args)
+    warn_once(
+        "compiled_fsdp: a graph reached its backend without our passes, so every parameter is gathered by a collective of its "
+        f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
+        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass",
+        about="a graph without our passes",
+    )
+    left_out.announce()
+    _consume(spec, comm.gather_options(spec))
+    with torch.no_grad():
+        return _own(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
+
+
+@_fake("unshard")
+def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
+    spec = ParamSpec.of(args)
+    TRACED.add(spec.unit)
+    for settle in _settle_first:
+        before_backend(settle)
+    return flat.new_empty(spec.shape, dtype=spec.dtype)
+
+
+@_real("reduce_grad")
+def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
+    spec = ParamSpec.of(args)
+    left_out.announce_zeros(grad, spec.fqn)
+    _consume(spec, comm.reduce_options(spec))
+    with torch.no_grad():
+        result = comm.reduce_grad(launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
+    if result is None:
+        return flat.new_zeros(flat.shape)
+    _mark_grads(result, flat, (spec.offset,))
+    return _own(result, grad)
+
+
+@_fake("reduce_grad")
+def _reduce_grad_fake(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
+    ParamSpec.of(args)
+    return flat.new_empty(flat.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    flat, *ctx.spec = inputs
+    ctx.save_for_backward(flat)
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (flat,) = ctx.saved_tensors
+    if is_dynamo_faking(grad):
+        spec = ParamSpec.of(ctx.spec)
+        raise NotImplementedError(
+            f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by loss.backward() or "
+            "torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True). Gradients of sharded parameters arrive only in "
+            "a backward that autograd runs: nothing would be trained. Return the loss from the compiled function and call "
+            "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the graph there"
+        )
+    return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
+
+
+torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=library)
+
+
+@_real("keep_slice")
+def _keep_slice(param: Tensor, *args: object) -> Tensor:
+    spec = ParamSpec.of(args).over_post_group()
+    rank = group_named(spec.group).rank()
+    start = min(rank * spec.rows, spec.shape[spec.dim])
+    rows = param.narrow(spec.dim, start, min(spec.rows, spec.shape[spec.dim] - start))
+    kept = param.new_zeros(spec.shard_shape)
+    kept.narrow(spec.dim, 0, rows.shape[spec.dim]).copy_(rows)
+    return kept.flatten()
+
+
+@_fake("keep_slice")
+def _keep_slice_fake(param: Tensor, *args: object) -> Tensor:
+    return param.new_empty(ParamSpec.of(args).over_post_group().shard_numel)
+
+
+@_real("unshard_slice")
+def _unshard_slice(kept: Tensor, *args: object) -> Tensor:
+    spec = ParamSpec.of(args).over_post_group()
+    return _own(comm.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
+
+
+@_fake("unshard_slice")
+def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
+    return kept.new_empty(ParamSpec.of(args).shape)
+
+
+@_real("mark_grads_")
+def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
+    if owner := _reached(flat, "mark_grads_"):
+        owner.mark(offsets)
+
+
+@_real("retain_")
+def _retain(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    if owner := _reached(flat, "retain_"):
+        owner.retain(grads, offsets, where)
+
+
+@_real("add_retained_")
+def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
+    if owner := _reached(flat, "add_retained_"):
+        owner.add_retained(grads, offsets, where)
+
+
+@_real("reduce_later_")
+def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
+    if owner := _reached(flat, "reduce_later_"):
+        owner.reduce_later(started, offsets, ParamSpec.of(args))
+    else:
+        launch.call(comm.WAIT, started)  # nobody will
+
+
+@_real("step_")
+def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
+    if owner := _reached(flat, "step_"):
+        owner.step(flat_grad, offsets)
+
+
+@_real("gather_ahead")
+def _gather_ahead(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+    return owner_of(flat, "gather_ahead").gather(shard, Piece(start, tuple(sizes), shard.dtype, group_size, group))
+
+
+@_fake("gather_ahead")
+def _gather_ahead_fake(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+    return shard.new_empty(group_size * shard.numel())
+
+
+@_real("all_reduce_hook")
+def _all_reduce_hook(grads: Tensor, key: str) -> Tensor:
+    result = grads.clone()
+    REGISTRY[key](result)
+    return result
+
+
+@_fake("all_reduce_hook")
+def _all_reduce_hook_fake(grads: Tensor, key: str) -> Tensor:
+    return torch.empty_like(grads)
+
+
+def _custom(algorithm: str) -> Any:
+    return REGISTRY[algorithm.removeprefix(comm.CUSTOM)]
+
+
+@_real("custom_all_gather")
+def _custom_all_gather(shard: Tensor, group_size: int, group: str, algorithm: str) -> Tensor:
+    """Stock's contract: one `allocate`; the input is this rank's slice of the output."""
+    communicate, process_group = _custom(algorithm), group_named(group)
+    numel = shard.numel()
+    out: Tensor = communicate.allocate((group_size * numel,), dtype=shard.dtype, device=shard.device)
+    mine = out.narrow(0, process_group.rank() * numel, numel)
+    mine.copy_(shard)
+    work = communicate(output_tensor=out, input_tensor=mine, group=process_group, async_op=True)
+    if work is not None:
+        register_work(out, work)
+    return out
+
+
+@_fake("custom_all_gather")
+def _custom_all_gather_fake(shard: Tensor, group_size: int, group: str, algorithm: str) -> Tensor:
+    return shard.new_empty(group_size * shard.numel())
+
+
+@_real("custom_reduce_scatter")
+def _custom_reduce_scatter(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+    """Stock's contract: `allocate` for the input and for the output; no `async_op`."""
+    communicate = _custom(algorithm)
+    source: Tensor = communicate.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
+    source.copy_(rows)
+    out: Tensor = communicate.allocate((rows.numel() // group_size,), dtype=rows.dtype, device=rows.device)
+    work = communicate(output_tensor=out, input_tensor=source, group=group_named(group), op=reduce_op(op))
+    if work is not None:
+        register_work(out, work)
+    return out
+
+
+@_fake("custom_reduce_scatter")
+def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+    return rows.new_empty(rows.numel() // group_size)
+
+
+@_real("flatten_grad")
+def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
+    piece = comm.flat_piece(launch.call, grad, order)
+    result: Tensor = comm.flatten_grads(launch.call, {start: piece}, {start: grad.numel()}, numel)
+    return result
+
+
+@_fake("flatten_grad")
+def _flatten_grad_fake(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
+    return grad.new_empty(numel)
+
+
+@_real("copy_columns")
+def _copy_columns(columns: Tensor) -> Tensor:
+    return columns.clone(memory_format=torch.contiguous_format)
+
+
+@_fake("copy_columns")
+def _copy_columns_fake(columns: Tensor) -> Tensor:
+    return columns.new_empty(columns.shape)
+
+
+@_real("all_gather")
+def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
+    """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in rank order.
+
+    So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
+    """
+    with ranges.around("all_gather", phase, what):
+        out, work = launch.start_gather(shard, sizes, group_size, group, what, phase)
+        register_work(out, work)
+    return out
+
+
+@_fake("all_gather")
+def _all_gather_fake(
+    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = ""
+) -> Tensor:
+    return shard.new_empty(gloo.gathered_shape(shard, group_size))
+
+
+@_real("all_to_all")
+def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
+    """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every piece of rank r."""
+    with ranges.around("all_to_all", phase, what):
+        if gloo.is_gloo(group, rows[0].device):
+            return gloo.all_to_all(rows, group_size, group, what, phase)
+        joined = torch.cat(list(rows), 1)
+        out = torch.empty_like(joined)
+        register_work(out, group_named(group).alltoall_base(out, joined, [], []))
+        return out
+
+
+@_fake("all_to_all")
+def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
+    return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
+
+
+@_real("all_reduce")
+def _all_reduce(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    with ranges.around("all_reduce", phase, what):
+        reduced: Tensor = comm.ALL_REDUCE(rows, op, group)
+        return reduced
+
+
+@_fake("all_reduce")
+def _all_reduce_fake(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
+    return torch.empty_like(rows)
+
+
+@_real("agree")
+def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
+    """The token is there for compilers: an op that writes to something is neither dropped nor moved past its like."""
+    agreement.before_run(text, groups)
+    note_run(record)
+
+
+@_real("watch_heads")
+def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
+    left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
+
+
+@_real("free")
+def _free(buffer: Tensor) -> None:
+    """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no view outlives it."""
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """What an op without a result does to fake tensors."""
+
+
+for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "watch_heads", "free"):
+    _fake(_name)(_nothing)
