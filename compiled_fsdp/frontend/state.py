@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
     from .together import Together
 
+NUM_LOOKED = 16  # calls in which it is asked whether the last step assigned to `.data`
+
 
 class State:
     """The unit of a call, the eager runtime that serves it, and the hooks around its modules' forward."""
@@ -55,6 +57,7 @@ class State:
         self.post_forward = PostForward(self)
         self.stock = StockState(self.runtime)
         self.is_checked = self.is_use_checked = self.is_call_compiled = False
+        self.num_looked = 0
         self.together: Together | None = None
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
@@ -69,6 +72,7 @@ class State:
         """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
         borrower: State = module.__dict__["_fsdp_owner"]
         borrower.runtime.borrow(self.runtime)
+        self.unit.lend_to(borrower.unit)
 
     def _check(self) -> None:
         for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
@@ -137,6 +141,7 @@ class State:
         elif self.unit.is_outermost:
             self._count_call()
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
+        self._say_what_was_ignored(called)
         for runtime in called:
             if runtime.unit.was_assigned:
                 runtime.unit.adopt_assigned()
@@ -154,8 +159,36 @@ class State:
     def after_error(self, error: Exception) -> None:
         """A call of this unit has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
         self.runtime.end_failed_forward()
+        self._say_what_is_kept()
         if isinstance(error, RuntimeError):
             explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+
+    def _say_what_was_ignored(self, called: Iterable[Runtime]) -> None:
+        """In the first calls: what is done in a step, is done in each."""
+        if not self.unit.is_outermost or self.num_looked == NUM_LOOKED:
+            return
+        self.num_looked += 1
+        ignored = [p.fqn for runtime in called for p in runtime.unit.params if p.was_data_assigned()]
+        if ignored:
+            more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
+            warn_once(
+                f"compiled_fsdp: `.data` of parameter {ignored[0]}{more} was assigned to while it is sharded. "
+                "DTensor ignores that, as with torch's FSDP2: the parameter has the values of before. "
+                "Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
+                about="assigned data",
+            )
+
+    def _say_what_is_kept(self) -> None:
+        """Gradients of backwards without synchronization outlive what a user may do about an exception."""
+        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
+        kept = [unit.name for unit in units if any(flat.retained for flat in unit.flats)]
+        if kept:
+            warn_once(
+                f"compiled_fsdp: an exception left a forward while {kept[0]} keeps gradients of a backward without synchronization "
+                "(set_requires_gradient_sync(False)). zero_grad() does not drop them, as in torch's FSDP2: the next backward that "
+                "reduces adds them. To drop them, call reset_iter_state() on the outermost sharded module",
+                about="kept gradients",
+            )
 
     def before_trace(self, module: nn.Module) -> None:
         """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""

@@ -327,7 +327,8 @@ class FlatParam:
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         replaced = [a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata]
-        if not replaced or any(a.device.type == "meta" for a in locals_):
+        held = [a for a, p in zip(locals_, self.params, strict=True) if p.owners] or locals_
+        if not replaced or any(a.device.type == "meta" for a in held):
             return
         self._check_sizes(locals_)
         first = replaced[0] if is_moved else locals_[0]
@@ -335,6 +336,10 @@ class FlatParam:
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
+                if local.device.type == "meta":  # nobody holds it, so nobody gave it values
+                    placed = make_dtensor(view.data, param.sharded)
+                    param.sharded = nn.Parameter(placed, requires_grad=param.sharded.requires_grad)
+                    continue
                 view.copy_(local)
                 placed = make_dtensor(view.data, param.sharded)
                 param.sharded.data = placed  # takes over all but the local tensor; Dynamo looks at the offset

@@ -17,7 +17,8 @@ class Handle:
     full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
     is_resident: the full parameter is there, see `resident.py`; the owning module has it.
     view: "", or the key of the part that is read of a flat parameter (`views.View`).
-    unit: the number of its unit, as text.
+    units: the number of its unit, as text, and of those that read it too (tied after sharding): while the forward of one of them
+        runs it is gathered.
     """
 
     flat: nn.Parameter
@@ -26,7 +27,7 @@ class Handle:
     full: str = ""
     is_resident: bool = False
     view: str = ""
-    unit: str = ""
+    units: tuple[str, ...] = ()
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.dtensors import local_tensor
@@ -66,6 +67,7 @@ class ShardedParam:
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
+    held: what `sharded` was made of when that was last looked at.
     """
 
     owners: list[tuple[nn.Module, str]]
@@ -80,6 +82,16 @@ class ShardedParam:
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
+    held: tuple[tuple[int, int], int] | None = None
+
+    def was_data_assigned(self) -> bool:
+        """Whether somebody has written `p.data = x` since this was last asked: DTensor takes nothing of `x` but what it says of
+        itself, so that the values are those of before.
+        """
+        if not isinstance(self.sharded, DTensor):
+            return False
+        before, self.held = self.held, ((id(self.sharded), id(self.local)), self.sharded.untyped_storage()._cdata)
+        return before is not None and before[0] == self.held[0] and before[1] != self.held[1]
 
     @property
     def local(self) -> Tensor:

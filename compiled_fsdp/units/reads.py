@@ -84,9 +84,10 @@ def end_forward(unit: str) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_in_forward(unit: str) -> bool:
-    """Whether the trace that is being made is inside the forward of a unit."""
-    return unit in _of_this_trace()
+def is_in_forward(*units: str) -> bool:
+    """Whether the trace that is being made is inside the forward of one of these."""
+    running = _of_this_trace()
+    return any(unit in running for unit in units)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

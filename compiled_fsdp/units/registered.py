@@ -141,7 +141,7 @@ class Registered(dict[str, Any]):
         found = []
         for name in dict.keys(self):
             handle = module._fsdp_handles[name] if name in self.shown and name not in self.replaced else None
-            if handle is None or not handle.key or not (name in self.gathered or is_in_forward(handle.unit)):
+            if handle is None or not handle.key or not (name in self.gathered or is_in_forward(*handle.units)):
                 value = dict.__getitem__(self, name)
                 found.append((name, value, value))
                 continue

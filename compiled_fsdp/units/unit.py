@@ -102,6 +102,8 @@ class Unit:
                     self.post_meshes[info] = info.post_forward_mesh(size)
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
+        # Units whose forwards read parameters of this one too, by their numbers.
+        self.lent_to: list[str] = []
         # All ranks run it eagerly, since one cannot go on to compile it.
         self.runs_eagerly = False
         self.is_resident = self.was_read = self.has_gradients = False
@@ -238,6 +240,13 @@ class Unit:
         unit.own(new, module, name)
         unit.on_shared(module)
 
+    def lend_to(self, borrower: Unit) -> None:
+        """Parameters of this unit are gathered while the borrower's forward runs, too."""
+        number = f"#{borrower.number}"
+        if borrower is not self and number not in self.lent_to:
+            self.lent_to.append(number)
+            self.publish()
+
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
         self.adopt_assigned()
@@ -331,7 +340,8 @@ class Unit:
         """
         lists = self._after("forward"), self._after("backward")
         groups = tuple(self.reduce_groups.values())
-        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident, self.mode)
+        lent_to = tuple(self.lent_to)
+        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident, self.mode, lent_to)
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
@@ -351,7 +361,7 @@ class Unit:
                             is_frozen,
                             key_of(param.full),
                             self.is_resident,
-                            unit=f"#{self.number}",
+                            units=(f"#{self.number}", *self.lent_to),
                         ),
                     )
                 param.spec, param.handle = self._handles[key]

@@ -216,9 +216,107 @@ def written_while_it_stays() -> None:
     assert torch.allclose(outputs[0], wanted(ids))
 
 
+class Mixes(Net):
+    """Reads by iteration what is tied to a parameter of another unit."""
+
+    def between(self, x: Tensor) -> Tensor:
+        for p in self.second.parameters():
+            x = x * p.sum()
+        return x
+
+
+def iterated_after_a_tie() -> None:
+    """The unit that owns a tied parameter is gathered for those that read it too, in a graph as in eager mode."""
+    wanted, model = Mixes(), Mixes()
+    model.load_state_dict(wanted.state_dict())
+    model = shard(model, model.first)
+    for each in (wanted, model):
+        each.second.weight = each.first.weight
+    for call in (model, torch.compile(model, backend=BACKEND, fullgraph=True)):
+        assert torch.allclose(call(batch()), wanted(batch()))
+
+
+def tied_on_meta() -> None:
+    """What no module holds any more gets no values from anybody, and needs none."""
+    with torch.device("meta"):
+        model = Net()
+    model = shard(model, model.first)
+    model.second.weight = model.first.weight
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    wanted = 4 * 0.1 * (4 * 0.1 + 0.1) + 0.1
+    for call in (model, torch.compile(model, backend=BACKEND, fullgraph=True)):
+        assert torch.allclose(call(torch.ones(2, 4)), torch.full((2, 4), wanted))
+
+
+class Fails(Net):
+    fails = False
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("as asked")
+        return x
+
+
+def gradients_kept_after_an_exception() -> None:
+    """`zero_grad` does not come to them: that is said, and `reset_iter_state` does."""
+    model = shard(Fails())
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.fails = True
+    with (
+        pytest.warns(UserWarning, match=r"Fails keeps gradients.*reset_iter_state"),
+        pytest.raises(ValueError, match="as asked"),
+    ):
+        model(batch())
+    model.fails = False
+    model.zero_grad()
+    model.reset_iter_state()
+    model(batch()).sum().backward()
+    wanted = copy.deepcopy([p.grad.full_tensor() for p in model.parameters()])
+    model.zero_grad()
+    model(batch()).sum().backward()
+    assert all(torch.equal(p.grad.full_tensor(), w) for p, w in zip(model.parameters(), wanted, strict=True))
+
+
+class Assigns(Net):
+    """A momentum encoder as MoCo writes it."""
+
+    def between(self, x: Tensor) -> Tensor:
+        for slow, fast in zip(self.second.parameters(), self.first.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return x
+
+
+def assigned_data() -> None:
+    """DTensor ignores it, sharded by us or by stock: we say so. What is written in place is taken, and nothing is said."""
+    model = Assigns()
+    model = shard(model, model.first, model.second)
+    model(batch())
+    with pytest.warns(
+        UserWarning, match=r"`.data` of parameter first.weight|`.data` of parameter second.weight \(and 1 more\)"
+    ):
+        model(batch())
+    other = shard(Net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            other(batch()).sum().backward()
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.data.copy_(p * 0.9)
+            other.to(torch.float64).to(torch.float32)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        iterated_after_a_tie,
+        tied_on_meta,
+        gradients_kept_after_an_exception,
+        assigned_data,
         iterated_while_gathered,
         freed_before_its_backward,
         written_while_it_stays,

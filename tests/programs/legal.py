@@ -70,7 +70,7 @@ def _fits(program: Program) -> bool:
         "checkpoint_reentrant" in names and wants_grad,
         {"overlap", "overlap_in_backward"} <= names,
         # `to_empty` on a plain model makes a parameter of each name and so unties them; sharded ones stay tied
-        "to_empty" in names and {"tie_before", "tie_head_before"} & names,
+        "to_empty" in names and {name for name in names if name.startswith("tie_")},
         # two rows are normalized to 1 and -1, whatever they are: gradients before that are rounding
         "batch_norm" in names and {"one_row", "half_batch"} & names,
         program.low_precision and program.way == "functional",  # what is substituted would be fp32

@@ -50,6 +50,8 @@ EXPLAIN = {
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
     "gives these, whose .grad is None": (r"p\.grad|clip_grad", r"grad|value"),
+    "DTensor ignores that": (r"\.data = ", ""),
+    "zero_grad() does not drop them": ("zero_grad", ""),
     "zeros for gradients instead of None": ("", r"grad [\w.]+: a tensor, should be None"),
 }
 # Announcements that a unit runs eagerly, which explain that in scripts that say this.
@@ -148,6 +150,8 @@ def _of_difference(kind: str, mine: list[Outcome], outcomes: Outcomes, script: S
         return Verdict(kind, "announced", f"differs from unsharded: {found}; {others}: {told[0]}")
     if kind not in ("eager", "stock") and is_whole(plain) and not differs(mine, plain, rtol, atol):
         return Verdict(kind, "torch", f"unsharded, compiled by torch alone, does the same: {found}")
+    if ".data = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
+        return Verdict(kind, "torch", f"DTensor ignores `.data = x`: {found}")
     if LOSES_ITEMS and "[0] = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
         return Verdict(kind, "torch", f"DTensor's item assignment is lost: {found}")
     if kind == "stock" and (quirk := quirk_of(script.source)):
