@@ -2,11 +2,10 @@
 
     wire      two hosts joined by a wire of 0.5, 1, 2, 4 Gbit/s and unshaped; needs root
     latency   24 layers of width 64 on two local ranks: many tiny parameters
-    budget    step time against memory: what keeping parameters for backward buys, up to DDP's memory; needs root
-    memory    exact peak tensor bytes, and resident memory
-    compile   seconds to compile, cold and warm, from 4 to 48 layers
-    plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
-    graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
+    budget    step time against memory: what keeping parameters for backward buys, up to DDP's
+    memory; needs root memory    exact peak tensor bytes, and resident memory compile   seconds to
+    compile, cold and warm, from 4 to 48 layers plan      seconds to plan a 405 B Llama on 1,024
+    ranks that do not exist graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
@@ -54,7 +53,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     names = options.benchmarks or list(BENCHMARKS)
     settings = settings_of(options)
-    out = options.out or (ROOT / "out" / "bench" if options.quick else ROOT / "benchmarks" / "results")
+    out = options.out or (
+        ROOT / "out" / "bench" if options.quick else ROOT / "benchmarks" / "results"
+    )
     screen = Screen(0)
     code = 0
     for name in names:
@@ -88,7 +89,11 @@ def command_of(name: str, argv: list[str], names: list[str]) -> str:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """What was given replaces the defaults, of which --quick has others."""
-    defaults = Settings(quick=True, rates=(None,), rounds=1, depths=(1, 2), layers=(2, 4)) if options.quick else Settings()
+    defaults = (
+        Settings(quick=True, rates=(None,), rounds=1, depths=(1, 2), layers=(2, 4))
+        if options.quick
+        else Settings()
+    )
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
@@ -99,9 +104,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help="all of them if none")
-    parser.add_argument("--quick", action="store_true", help="everything in small, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="everything in small, to see that it runs"
+    )
     parser.add_argument("--rates", nargs="+", type=parse_rate, metavar="GBIT|none")
     parser.add_argument("--rounds", type=positive)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT")

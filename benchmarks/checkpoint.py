@@ -26,7 +26,9 @@ FOLDER, RUN = "checkpoint", "run.json"
 RUN_TYPES = {"job": str, "options": dict, "step": int, "text": str, "history": dict, "files": dict}
 
 
-def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> Path:
+def save(
+    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
+) -> Path:
     """Write `out/checkpoint` on all ranks together and return it; `run` is what `read_run` returns.
 
     The file table is added here.
@@ -54,7 +56,9 @@ def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dic
 
 
 def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the tensors of `out/checkpoint` into the model and the optimizer, at any number of ranks."""
+    """Read the tensors of `out/checkpoint` into the model and the optimizer, at any number of
+    ranks.
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
@@ -88,7 +92,11 @@ def read_run(out: Path) -> dict[str, Any]:
         raise _damaged(path, f"is not JSON ({error})") from error
     if isinstance(run, dict):
         run.setdefault("job", "")  # of a version that gave jobs no names
-    wrong = [name for name, kind in RUN_TYPES.items() if not isinstance(run, dict) or not isinstance(run.get(name), kind)]
+    wrong = [
+        name
+        for name, kind in RUN_TYPES.items()
+        if not isinstance(run, dict) or not isinstance(run.get(name), kind)
+    ]
     if wrong:
         raise _damaged(path, f"has no proper entry {', '.join(wrong)}")
     return dict(run)
@@ -107,7 +115,9 @@ def verify(out: Path) -> None:
 
 
 def _whole(out: Path) -> Path:
-    """The folder of the last whole checkpoint: the old one if the job was killed between the two renames of `save`."""
+    """The folder of the last whole checkpoint: the old one if the job was killed between the two
+    renames of `save`.
+    """
     final, old = out / FOLDER, out / f"{FOLDER}.old"
     return old if old.is_dir() and not final.exists() else final
 

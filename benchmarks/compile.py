@@ -1,8 +1,9 @@
-"""How long `torch.compile` takes, cold and with a warm cache, against depth; and which part of the compiler takes it.
+"""How long `torch.compile` takes, cold and with a warm cache, against depth; and which part of the
+compiler takes it.
 
-Every number comes from a fresh pair of processes: seconds of the first training step, less one at full speed. The warm
-start runs in the cache that the cold start left, and counts what it did not find there (0: all that runs is what our
-passes made when cold). Both ranks compile at once.
+Every number comes from a fresh pair of processes: seconds of the first training step, less one at
+full speed. The warm start runs in the cache that the cold start left, and counts what it did not
+find there (0: all that runs is what our passes made when cold). Both ranks compile at once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 COMPILED = ("ours", "stock_block_compile", "local_compile")
 GOALS = {"depth": 3.0, "unsharded": 1.3, "warm": 4.0}
 REST = "the rest"
-# What torch calls the parts of the compiler in its own records, and those that are nested in them and counted apart.
+# What torch calls the parts of the compiler in its own records, and those that are nested in them
+# and counted apart.
 PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Dynamo": (("bytecode_tracing", "build_guards"), ()),
     "AOTAutograd": (("aot_collect_metadata", "aot_trace_joint_graph"), ()),
@@ -52,10 +54,22 @@ PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "code generation": (("GraphLowering.codegen",), ("Scheduler.__init__",)),
     "C++ compiler": (("PyCodeCache.load_by_key_path",), ()),
 }
-COLUMNS = ("variant", "layers", "cold s", "quartiles", "warm s", "quartiles", "cold / warm", "misses warm", "of unsharded")
+COLUMNS = (
+    "variant",
+    "layers",
+    "cold s",
+    "quartiles",
+    "warm s",
+    "quartiles",
+    "cold / warm",
+    "misses warm",
+    "of unsharded",
+)
 NOTES = (
-    "**cold**, **warm**: median seconds of compiling (first step less a later one) of rank 0, while the other rank compiles too. "
-    "**misses**: entries that the warm start did not find in the cache. **of unsharded**: cold over cold of `local_compile` at the "
+    "**cold**, **warm**: median seconds of compiling (first step less a later one) of rank 0, "
+    "while the other rank compiles too. "
+    "**misses**: entries that the warm start did not find in the cache. **of unsharded**: cold "
+    "over cold of `local_compile` at the "
     "same depth.",
 )
 
@@ -64,7 +78,9 @@ def run(settings: Settings, screen: Screen) -> Report:
     """Every depth and variant, `rounds` times in turn."""
     names = [name for name in COMPILED if name in settings.sides()]
     if not names:
-        raise ProcessError(f"none of the variants asked for is one that it compiles: {', '.join(COMPILED)}")
+        raise ProcessError(
+            f"none of the variants asked for is one that it compiles: {', '.join(COMPILED)}"
+        )
     rounds = settings.rounds or 2
     seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with screen.pieces(rounds * len(settings.depths) * len(names)) as done:
@@ -74,7 +90,10 @@ def run(settings: Settings, screen: Screen) -> Report:
                     with tempfile.TemporaryDirectory() as cache:
                         cold, warm = fresh(name, depth, cache), fresh(name, depth, cache)
                     seen.setdefault((name, depth), []).append({"cold": cold, "warm": warm})
-                    done(f"{name}, {depth} layers: {cold['compile_s']:.0f} s cold, {warm['compile_s']:.0f} s warm")
+                    done(
+                        f"{name}, {depth} layers: {cold['compile_s']:.0f} s cold, "
+                        f"{warm['compile_s']:.0f} s warm"
+                    )
     return report(settings.depths, names, seen)
 
 
@@ -113,7 +132,8 @@ def work(name: str, depth: int, output: Path) -> None:
     seen = {
         "compile_s": compile_s,
         "phases": phases(compile_s, sum(ours)),
-        "misses": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"]
+        + counters["aot_autograd"]["autograd_cache_miss"],
     }
     if dist.get_rank() == 0:
         output.write_text(json.dumps(seen))
@@ -133,7 +153,9 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
 
 
 def phases(compile_s: float, ours_s: float) -> dict[str, float]:
-    """Where the compile time went, by torch's own records of this process and ours of the passes."""
+    """Where the compile time went, by torch's own records of this process and ours of the
+    passes.
+    """
     records = torch._dynamo.utils.compilation_time_metrics
     known = {key: sum(values) for key, values in records.items()} | {"compiled_fsdp": ours_s}
     found = {
@@ -144,7 +166,9 @@ def phases(compile_s: float, ours_s: float) -> dict[str, float]:
     return found
 
 
-def report(depths: tuple[int, ...], names: list[str], seen: dict[tuple[str, int], list[dict[str, Any]]]) -> Report:
+def report(
+    depths: tuple[int, ...], names: list[str], seen: dict[tuple[str, int], list[dict[str, Any]]]
+) -> Report:
     """Seconds and ratios, and the phases of cold starts."""
 
     def values(name: str, depth: int, start: str) -> list[float]:
@@ -159,28 +183,43 @@ def report(depths: tuple[int, ...], names: list[str], seen: dict[tuple[str, int]
         for name in names:
             cold, warm = median(name, depth, "cold"), median(name, depth, "warm")
             misses = max(found["warm"]["misses"] for found in seen[name, depth])
-            times = [cell for start in ("cold", "warm") for cell in spread(values(name, depth, start), ".1f")]
-            rows.append([name, str(depth), *times, ratio(cold, warm), str(misses), ratio(cold, unsharded)])
+            times = [
+                cell
+                for start in ("cold", "warm")
+                for cell in spread(values(name, depth, start), ".1f")
+            ]
+            rows.append(
+                [name, str(depth), *times, ratio(cold, warm), str(misses), ratio(cold, unsharded)]
+            )
             mean = {
-                phase: statistics.mean(found["cold"]["phases"][phase] for found in seen[name, depth])
+                phase: statistics.mean(
+                    found["cold"]["phases"][phase] for found in seen[name, depth]
+                )
                 for phase in (*PHASES, REST)
             }
             bars[f"{name}, {depth} layers"] = mean
             phase_rows.append([name, str(depth), *(f"{value:.1f}" for value in mean.values())])
-    facts = [machine(), "GPT of width 128, batch 2 x 64 per rank, two local ranks, one thread each."]
+    facts = [
+        machine(),
+        "GPT of width 128, batch 2 x 64 per rank, two local ranks, one thread each.",
+    ]
     tables = [
         Table("Cold and warm", facts, COLUMNS, rows),
-        Table("Where a cold start goes, seconds", (), ("variant", "layers", *PHASES, REST), phase_rows),
+        Table(
+            "Where a cold start goes, seconds", (), ("variant", "layers", *PHASES, REST), phase_rows
+        ),
     ]
     least, most = min(depths), max(depths)
     notes = [legend(names), *NOTES]
     notes += [
-        f"{name}: {median(name, most, 'cold') / median(name, least, 'cold'):.2f} times as long at {most} layers as at {least}"
+        f"{name}: {median(name, most, 'cold') / median(name, least, 'cold'):.2f} times as long at "
+        f"{most} layers as at {least}"
         + (f" (target: at most {GOALS['depth']:g} from 4 to 48)." if name == "ours" else ".")
         for name in names
     ]
     notes.append(
-        f"Targets at every depth: of unsharded at most {GOALS['unsharded']}, cold / warm at least {GOALS['warm']:g}."
+        f"Targets at every depth: of unsharded at most {GOALS['unsharded']}, cold / warm at least "
+        f"{GOALS['warm']:g}."
     )
     return Report("compile", "Compile time", tables, [Panel("Cold starts", "seconds", bars)], notes)
 

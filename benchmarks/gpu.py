@@ -1,9 +1,11 @@
-"""What sharding costs on one GPU: Llama of 1.1 B parameters in bf16, as rank 0 of a fake group of 8 and of 64.
+"""What sharding costs on one GPU: Llama of 1.1 B parameters in bf16, as rank 0 of a fake group of 8
+and of 64.
 
-A fake group moves nothing and waits for nobody. What is left is all that a rank does besides its model's computation (casts,
-packing, copies, launches), and the memory that it needs: what it holds is 1/8 or 1/64 of every parameter, and what it gathers is
-as large as in a real job. The floor is the same model unsharded and compiled as a whole, in bf16, with AdamW on as many fp32
-elements as a rank owns.
+A fake group moves nothing and waits for nobody. What is left is all that a rank does besides its
+model's computation (casts, packing, copies, launches), and the memory that it needs: what it holds
+is 1/8 or 1/64 of every parameter, and what it gathers is as large as in a real job. The floor is
+the same model unsharded and compiled as a whole, in bf16, with AdamW on as many fp32 elements as a
+rank owns.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ VARIANTS = ("local", "ours", "ours_cuda_graphs", "stock_block_compile")
 BATCH, LENGTH = 4, 2048
 WARM_UP, STEPS = 5, 20
 GOAL = 1.03
-CONFIG = LlamaConfig(num_layers=16, width=2048, num_heads=32, hidden=8192, max_length=LENGTH, vocab=32768)
+CONFIG = LlamaConfig(
+    num_layers=16, width=2048, num_heads=32, hidden=8192, max_length=LENGTH, vocab=32768
+)
 SMALL = LlamaConfig(num_layers=2, width=256, num_heads=8, hidden=512, max_length=LENGTH, vocab=512)
 
 
@@ -53,7 +57,13 @@ def run(settings: Settings, screen: Screen) -> Report:
     for world in WORLDS[:1] if settings.quick else WORLDS:
         for variant in VARIANTS:
             screen.line(f"gpu, {variant}, {world} ranks")
-            command = [sys.executable, str(Path(__file__).resolve()), variant, str(world), *["--quick"] * settings.quick]
+            command = [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                variant,
+                str(world),
+                *["--quick"] * settings.quick,
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found[f"{variant}, {world}"] = json.loads(done.stdout.splitlines()[-1])
     return report(found)
@@ -67,24 +77,46 @@ def report(found: dict[str, dict[str, Any]]) -> Report:
         median, between = spread([1e3 * s for s in seen["seconds"]], ".1f")
         to_floor = ratio(statistics.median(seen["seconds"]), statistics.median(floor["seconds"]))
         peak = f"{seen['peak'] / 2**30:.2f}"
-        rows.append([name, median, between, to_floor, peak, f"{(seen['peak'] - seen['at_rest']) / 2**30:.2f}"])
+        rows.append(
+            [
+                name,
+                median,
+                between,
+                to_floor,
+                peak,
+                f"{(seen['peak'] - seen['at_rest']) / 2**30:.2f}",
+            ]
+        )
     for world in dict.fromkeys(name.split(", ")[1] for name in found):
         ours, stock = found[f"ours, {world}"], found[f"stock_block_compile, {world}"]
-        step = statistics.median(ours["seconds"]) / statistics.median(found[f"local, {world}"]["seconds"])
+        step = statistics.median(ours["seconds"]) / statistics.median(
+            found[f"local, {world}"]["seconds"]
+        )
         notes.append(
-            f"{world} ranks: ours is {step:.3f} times the local compiled step (target {GOAL}), and its peak is "
-            f"{ours['peak'] / stock['peak']:.3f} of stock's with compiled blocks (target: at most 1)."
+            f"{world} ranks: ours is {step:.3f} times the local compiled step (target {GOAL}), and "
+            "its peak is "
+            f"{ours['peak'] / stock['peak']:.3f} of stock's with compiled blocks (target: at most "
+            "1)."
         )
     facts = [
         machine(),
         f"{torch.cuda.get_device_name()}.",
-        f"Llama of {CONFIG.num_layers} layers, width {CONFIG.width}, hidden {CONFIG.hidden}, vocabulary {CONFIG.vocab}; "
+        f"Llama of {CONFIG.num_layers} layers, width {CONFIG.width}, hidden {CONFIG.hidden}, "
+        f"vocabulary {CONFIG.vocab}; "
         f"{BATCH} sequences of {LENGTH}; bf16 parameters, fp32 reductions, fused AdamW; "
         f"median and quartiles of {STEPS} steps after {WARM_UP}.",
     ]
     columns = ["", "step, ms", "quartiles", "over local", "peak, GiB", "above rest, GiB"]
-    bars = {name: {"step": 1e3 * statistics.median(seen["seconds"])} for name, seen in found.items()}
-    return Report("gpu", "One GPU, fake groups", [Table("Steps", facts, columns, rows)], [Panel("Step", "ms", bars)], notes)
+    bars = {
+        name: {"step": 1e3 * statistics.median(seen["seconds"])} for name, seen in found.items()
+    }
+    return Report(
+        "gpu",
+        "One GPU, fake groups",
+        [Table("Steps", facts, columns, rows)],
+        [Panel("Step", "ms", bars)],
+        notes,
+    )
 
 
 def measure(variant: str, world: int, *, is_quick: bool) -> dict[str, Any]:
@@ -138,7 +170,9 @@ def build(variant: str, config: LlamaConfig, world: int) -> Callable[[], None]:
     return step
 
 
-def shard(model: Llama, apply: Callable[..., object], mesh: object, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    model: Llama, apply: Callable[..., object], mesh: object, policy: MixedPrecisionPolicy
+) -> None:
     """The units of both sides."""
     for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
         apply(unit, mesh=mesh, mp_policy=policy)
@@ -168,4 +202,6 @@ if __name__ == "__main__":
     parser.add_argument("world", type=int)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    sys.stdout.write(json.dumps(measure(options.variant, options.world, is_quick=options.quick)) + "\n")
+    sys.stdout.write(
+        json.dumps(measure(options.variant, options.world, is_quick=options.quick)) + "\n"
+    )

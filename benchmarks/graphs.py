@@ -1,7 +1,9 @@
-"""How many graphs a model wrapped by `FullyShardedDataParallel` is, ours and stock's, by strategy and `use_orig_params`.
+"""How many graphs a model wrapped by `FullyShardedDataParallel` is, ours and stock's, by strategy
+and `use_orig_params`.
 
-Each case is compiled and trained for three steps on four ranks. Counted on rank 0: graphs of each direction, as AOTAutograd hands
-them to a backend; Dynamo's graph breaks; collectives inside the graphs. No Inductor: it changes none of these numbers.
+Each case is compiled and trained for three steps on four ranks. Counted on rank 0: graphs of each
+direction, as AOTAutograd hands them to a backend; Dynamo's graph breaks; collectives inside the
+graphs. No Inductor: it changes none of these numbers.
 """
 
 from __future__ import annotations
@@ -58,13 +60,19 @@ COLUMNS = (
     "loss gap",
 )
 NOTES = (
-    "**ours**: compiled_fsdp, compiled with `fullgraph=True`, backend `compiled_fsdp_eager`; **stock**: torch's, compiled without "
+    "**ours**: compiled_fsdp, compiled with `fullgraph=True`, backend `compiled_fsdp_eager`; "
+    "**stock**: torch's, compiled without "
     "`fullgraph`, by AOTAutograd and no Inductor. **fullgraph=True**: what comes of it, for both.",
-    "**graphs**: what AOTAutograd handed over in three steps, recompiles included; blocks alike may share one. **collectives**: "
-    "inside them; stock runs its own in hooks between them. **graph breaks**: as Dynamo counts them; where it counts none and "
-    "there is no graph either, it gave up whole frames. **loss gap**: of the three losses from stock's eager ones.",
-    "Under NO_SHARD nothing is gathered. HYBRID_SHARD runs on a 2 x 2 mesh, and reduces each gradient twice. On four ranks gloo's "
-    "reduce-scatter adds in another order than our all-to-all and local sum: hence a loss gap there, and none over two.",
+    "**graphs**: what AOTAutograd handed over in three steps, recompiles included; blocks alike "
+    "may share one. **collectives**: "
+    "inside them; stock runs its own in hooks between them. **graph breaks**: as Dynamo counts "
+    "them; where it counts none and "
+    "there is no graph either, it gave up whole frames. **loss gap**: of the three losses from "
+    "stock's eager ones.",
+    "Under NO_SHARD nothing is gathered. HYBRID_SHARD runs on a 2 x 2 mesh, and reduces each "
+    "gradient twice. On four ranks gloo's "
+    "reduce-scatter adds in another order than our all-to-all and local sum: hence a loss gap "
+    "there, and none over two.",
 )
 
 
@@ -75,17 +83,29 @@ def run(settings: Settings, screen: Screen) -> Report:
     screen.line(f"graphs, {len(cases)} cases on {world} ranks")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command += [str(Path(__file__).resolve()), json.dumps(cases), str(output)]
         subprocess.run(command, env=environment, check=True)
         rows: list[list[str]] = json.loads(output.read_text())
     facts = [
         machine(),
-        f"GPT of {CONFIG.num_layers} blocks, each wrapped, and the model around them; {world} local ranks, gloo.",
+        f"GPT of {CONFIG.num_layers} blocks, each wrapped, and the model around them; {world} "
+        "local ranks, gloo.",
     ]
     return Report(
-        "fsdp1_graphs", "Graphs of a model wrapped by FSDP1", [Table(f"{world} ranks", facts, COLUMNS, rows)], [], NOTES
+        "fsdp1_graphs",
+        "Graphs of a model wrapped by FSDP1",
+        [Table(f"{world} ranks", facts, COLUMNS, rows)],
+        [],
+        NOTES,
     )
 
 
@@ -99,9 +119,14 @@ def work(cases: list[tuple[str, bool]], output: Path) -> None:
     set_plan(Plan(bucket_bytes=0))  # blocks this small would share their collectives
     rows = []
     for strategy, use_orig_params in cases:
-        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
+        options: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": use_orig_params,
+        }
         if strategy == "HYBRID_SHARD":
-            options["device_mesh"] = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("replicate", "shard"))
+            options["device_mesh"] = init_device_mesh(
+                "cpu", (WORLD // 2, 2), mesh_dim_names=("replicate", "shard")
+            )
         rows += [[strategy, str(use_orig_params), *row] for row in rows_of(options)]
     if dist.get_rank() == 0:
         output.write_text(json.dumps(rows))
@@ -115,7 +140,9 @@ def rows_of(options: dict[str, Any]) -> Iterator[list[str]]:
         is_ours = cls is not StockFSDP
         found: Counter[str] = Counter()
         with counted(found):
-            compile_ = partial(torch.compile, backend="compiled_fsdp_eager" if is_ours else counting(found))
+            compile_ = partial(
+                torch.compile, backend="compiled_fsdp_eager" if is_ours else counting(found)
+            )
             losses, error = train(wrap(cls, options), partial(compile_, fullgraph=is_ours))
         assert not error, error
         graph_breaks = sum(counters["graph_break"].values())
@@ -133,10 +160,14 @@ def wrap(cls: type, options: dict[str, Any]) -> Any:
     counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NO_SHARD is deprecated
-        return cls(GPT(CONFIG), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id="cpu", **options)
+        return cls(
+            GPT(CONFIG), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id="cpu", **options
+        )
 
 
-def train(model: Any, compile_: Callable[[Any], Any] = lambda model: model) -> tuple[list[float], str]:
+def train(
+    model: Any, compile_: Callable[[Any], Any] = lambda model: model
+) -> tuple[list[float], str]:
     """Losses of three steps; or what the first raised, by name."""
     call, optimizer = compile_(model), torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
@@ -144,7 +175,9 @@ def train(model: Any, compile_: Callable[[Any], Any] = lambda model: model) -> t
         generator = torch.Generator().manual_seed(dist.get_world_size() * step + dist.get_rank())
         text = torch.randint(0, 256, (2, 17), generator=generator)
         try:
-            loss: Tensor = torch.nn.functional.cross_entropy(call(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten())
+            loss: Tensor = torch.nn.functional.cross_entropy(
+                call(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()
+            )
         except torch._dynamo.exc.TorchDynamoException as error:
             return losses, type(error).__name__
         loss.backward()
@@ -174,7 +207,9 @@ def counting(found: Counter[str]) -> Callable[..., Any]:
         note(found, direction, gm)
         return boxed_nop(gm, inputs)
 
-    return aot_autograd(fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward"))
+    return aot_autograd(
+        fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward")
+    )
 
 
 def note(found: Counter[str], direction: str, gm: Any) -> None:

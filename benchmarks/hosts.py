@@ -149,7 +149,9 @@ def gloo_rate(num_in_flight: int, megabytes: int = 6, repeats: int = 10) -> floa
     for index in range(repeats):
         if len(works) == num_in_flight:
             works.pop(0).wait()
-        works.append(dist.all_gather_into_tensor(outputs[index % num_in_flight], shard, async_op=True))
+        works.append(
+            dist.all_gather_into_tensor(outputs[index % num_in_flight], shard, async_op=True)
+        )
     for work in works:
         work.wait()
     return 8e-9 * repeats * shard.numel() / (time.perf_counter() - start)

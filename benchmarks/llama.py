@@ -1,4 +1,6 @@
-"""Llama 3 in the shape of its largest release, in half a page: grouped queries, separate projections, from the GPT's parts."""
+"""Llama 3 in the shape of its largest release, in half a page: grouped queries, separate
+projections, from the GPT's parts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class LlamaConfig(GPTConfig):
 
 def llama_405b(num_layers: int = 126, max_length: int = 8192) -> LlamaConfig:
     """405 B parameters at 126 layers (Grattafiori et al., 2024)."""
-    return LlamaConfig(num_layers, width=16384, num_heads=128, hidden=53248, max_length=max_length, vocab=128256)
+    return LlamaConfig(
+        num_layers, width=16384, num_heads=128, hidden=53248, max_length=max_length, vocab=128256
+    )
 
 
 class GroupedAttention(nn.Module):
@@ -34,9 +38,12 @@ class GroupedAttention(nn.Module):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         batch, length, width = x.shape
         query, key, value = (
-            part(x).view(batch, length, -1, self.head_width).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
-        y = F.scaled_dot_product_attention(rotate(query, table), rotate(key, table), value, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            rotate(query, table), rotate(key, table), value, is_causal=True, enable_gqa=True
+        )
         result: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return result
 

@@ -99,16 +99,29 @@ class Loop:
     """Train one variant from step `len(outcome.losses)` on, and fill `outcome`."""
 
     def __init__(
-        self, trainer: Trainer, screen: Screen, budget: Budget, outcome: Outcome, save: Callable[[], object]
+        self,
+        trainer: Trainer,
+        screen: Screen,
+        budget: Budget,
+        outcome: Outcome,
+        save: Callable[[], object],
     ) -> None:
         """Take the parts, and what writes a checkpoint; nothing is run."""
-        self.trainer, self.screen, self.budget, self.outcome, self.save = trainer, screen, budget, outcome, save
+        self.trainer, self.screen, self.budget, self.outcome, self.save = (
+            trainer,
+            screen,
+            budget,
+            outcome,
+            save,
+        )
         outcome.tokens_per_step = trainer.tokens_per_step
 
     def run(self) -> None:
         """Train to the horizon or to a stop; the first step of a session compiles."""
         trainer, outcome = self.trainer, self.outcome
-        if outcome.losses and len(outcome.losses) == trainer.horizon:  # restarted after the last step
+        if (
+            outcome.losses and len(outcome.losses) == trainer.horizon
+        ):  # restarted after the last step
             return
         with self.budget.listening(), self.screen.progress(trainer.variant.name) as bar:
             start = time.monotonic()
@@ -130,8 +143,12 @@ class Loop:
     def measure(self) -> None:
         """Profile further steps; for the end, since they move the weights on."""
         peak, comm = self.trainer.measure()
-        self.outcome.peaks = [PeakMemory(*map(int, numbers)) for numbers in from_all([*astuple(peak)])]
-        self.outcome.comms = [CommReport(*map(int, n[:3]), *n[3:]) for n in from_all([*astuple(comm)])]
+        self.outcome.peaks = [
+            PeakMemory(*map(int, numbers)) for numbers in from_all([*astuple(peak)])
+        ]
+        self.outcome.comms = [
+            CommReport(*map(int, n[:3]), *n[3:]) for n in from_all([*astuple(comm)])
+        ]
 
     def _phase(self, name: str) -> AbstractContextManager[object]:
         is_compiled = self.trainer.variant.is_compiled
@@ -166,7 +183,9 @@ class Loop:
         bar.update(done, horizon, recent, rate, eta_s)
 
     def _after_step(self, step_s: float) -> None:
-        """Set the horizon once the step time is known, validate at the points of the curve, and save every so often."""
+        """Set the horizon once the step time is known, validate at the points of the curve, and
+        save every so often.
+        """
         trainer, outcome = self.trainer, self.outcome
         done = len(outcome.losses)
         if trainer.horizon is None and done >= WARMUP:

@@ -46,7 +46,8 @@ COLLECTIVES = {
     "c10d::allreduce_": ("reduced", 0),
     "c10d::allreduce_coalesced_": ("reduced", 0),
 }
-# FSDP1 on the CPU gathers into a list of lists, which the profiler does not record: counted by what every rank puts in.
+# FSDP1 on the CPU gathers into a list of lists, which the profiler does not record: counted by what
+# every rank puts in.
 LIST_GATHER = "c10d::allgather_"
 ISSUE_PREFIXES = ("c10d::", "_c10d_functional::", "fsdp::all_gather", "fsdp::all_to_all")
 TRANSPORT_PREFIXES = ("gloo:", "mpi:", "ucc:")
@@ -140,11 +141,14 @@ def replay(changes: Iterable[tuple[int, int, int]], start: int, end: int) -> int
     return peak - base
 
 
-def _with_unseen_releases(changes: Iterable[tuple[int, int, int]], start: int) -> list[tuple[int, int, int]]:
+def _with_unseen_releases(
+    changes: Iterable[tuple[int, int, int]], start: int
+) -> list[tuple[int, int, int]]:
     """Add a release where an address is allocated again and none was seen.
 
     Gloo's threads are not profiled, and now and then one of them is the last to let go of a buffer.
-    What was allocated before `start` has been released by then, the rest when its address is wanted.
+    What was allocated before `start` has been released by then, the rest when its address is
+    wanted.
     """
     completed: list[tuple[int, int, int]] = []
     live: dict[int, int] = {}
@@ -178,7 +182,12 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
     The process group must be one for CPU tensors: times are those of the host.
     """
     fn()
-    with _watched_exchanges() as exchanges, _profiled(record_shapes=True) as prof, _marked_waits(), record_function(WINDOW):
+    with (
+        _watched_exchanges() as exchanges,
+        _profiled(record_shapes=True) as prof,
+        _marked_waits(),
+        record_function(WINDOW),
+    ):
         for _ in range(repeats):
             fn()
         for entry in exchanges:  # gathers that the optimizer's step started for the next call
@@ -215,8 +224,8 @@ def communication(fn: Callable[[], object], repeats: int = 3) -> CommReport:
 def record_step(fn: Callable[[], object], path: Path) -> None:
     """Call `fn` once unseen, and once under the profiler, whose Chrome trace goes to `path`.
 
-    Where our runtime communicates by sends and receives, the trace gets a range `compiled_fsdp::carried` for each exchange: the
-    time until its messages had really arrived.
+    Where our runtime communicates by sends and receives, the trace gets a range
+    `compiled_fsdp::carried` for each exchange: the time until its messages had really arrived.
     """
     fn()
     with _watched_exchanges() as exchanges, _profiled() as prof:
@@ -229,7 +238,9 @@ def record_step(fn: Callable[[], object], path: Path) -> None:
     for entry in exchanges:
         start, end = entry.span
         when = {"ts": (start - base) / 1e3, "dur": (end - start) / 1e3}
-        document["traceEvents"].append({"ph": "X", "name": CARRIED, "pid": os.getpid(), "tid": "wire", **when})
+        document["traceEvents"].append(
+            {"ph": "X", "name": CARRIED, "pid": os.getpid(), "tid": "wire", **when}
+        )
     path.write_text(json.dumps(document))
 
 
@@ -271,9 +282,13 @@ def _marked_waits() -> Iterator[None]:
 
 
 class _Watched:
-    """An `Exchange` of ours under way: a thread waits for its messages and notes when the last is done."""
+    """An `Exchange` of ours under way: a thread waits for its messages and notes when the last is
+    done.
+    """
 
-    def __init__(self, collective: str, works: list[dist.Work], buffers: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, collective: str, works: list[dist.Work], buffers: tuple[Tensor, ...]
+    ) -> None:
         self.kind = {"all_gather": "gathered", "all_to_all": "reduced"}[collective]
         self.num_bytes = buffers[0].numel() * buffers[0].itemsize
         self.works = works

@@ -24,9 +24,12 @@ COLUMNS = (
     "resident above rest",
 )
 NOTES = (
-    "**peak**: exact bytes of live tensors, from every allocation and release of a step, on the rank with more. **at rest**: of "
-    "it, what lives between two steps (shards and AdamW's state). **of**: the bytes above rest over another variant's. "
-    "**resident**: the kernel's high-water mark during a step (VmHWM), code and compiler included; at rest after `malloc_trim`.",
+    "**peak**: exact bytes of live tensors, from every allocation and release of a step, on the "
+    "rank with more. **at rest**: of "
+    "it, what lives between two steps (shards and AdamW's state). **of**: the bytes above rest "
+    "over another variant's. "
+    "**resident**: the kernel's high-water mark during a step (VmHWM), code and compiler included; "
+    "at rest after `malloc_trim`.",
 )
 
 
@@ -60,12 +63,20 @@ def report(job: Job, seen: dict[str, dict[str, float]]) -> Report:
     ]
     facts = [
         machine(),
-        f"GPT of {job.config.num_layers} layers of width {job.config.width}, fp32, batch {job.batch} x {job.length} per rank, "
+        f"GPT of {job.config.num_layers} layers of width {job.config.width}, fp32, batch "
+        f"{job.batch} x {job.length} per rank, "
         "fused AdamW, two local ranks.",
     ]
-    bars = {name: {"at rest": s["tensor_at_rest"] / 1e6, "above rest": above[name] / 1e6} for name, s in seen.items()}
+    bars = {
+        name: {"at rest": s["tensor_at_rest"] / 1e6, "above rest": above[name] / 1e6}
+        for name, s in seen.items()
+    }
     notes = [legend(seen), *NOTES]
     if stock and ours:
-        notes.append(f"Ours over stock, block by block: {ours / stock:.2f} (target: at most {GOAL}).")
+        notes.append(
+            f"Ours over stock, block by block: {ours / stock:.2f} (target: at most {GOAL})."
+        )
     panels = [Panel("Peak tensor bytes of a step", "MB per rank", bars)]
-    return Report("memory", "Peak memory", [Table("Two local ranks", facts, COLUMNS, rows)], panels, notes)
+    return Report(
+        "memory", "Peak memory", [Table("Two local ranks", facts, COLUMNS, rows)], panels, notes
+    )

@@ -23,14 +23,25 @@ BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
 DEFAULT_MINUTES = 5.0
 COMPARE_MINUTES = 12.0
 # What --resume does not have to share with the checkpoint: where to stop, not what to compute.
-FREE = ("minutes", "stop_after", "save_every", "world", "compare", "resume", "report", "out", "text")
+FREE = (
+    "minutes",
+    "stop_after",
+    "save_every",
+    "world",
+    "compare",
+    "resume",
+    "report",
+    "out",
+    "text",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """All options; `steps` is None where the time budget is to set the number of steps.
 
-    `streams` is the number of ranks that the run was started with; a resumed one may have another `world`.
+    `streams` is the number of ranks that the run was started with; a resumed one may have another
+    `world`.
     """
 
     size: str
@@ -85,7 +96,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the options; with --resume, or where torchrun restarted the job, those not given are the checkpoint's."""
+    """Read the options; with --resume, or where torchrun restarted the job, those not given are the
+    checkpoint's.
+    """
     parser = _parser()
     options = _to_options(parser.parse_args(argv))
     if not options.resume and is_restarted(options.out):
@@ -96,7 +109,9 @@ def parse(argv: Sequence[str]) -> Options:
             parser.error("--resume and --compare exclude each other; leave one out")
         stored = read_run(options.out)["options"]
         _check_fields(stored)
-        parser.set_defaults(**stored, world=int(os.environ.get("WORLD_SIZE", str(stored["streams"]))))
+        parser.set_defaults(
+            **stored, world=int(os.environ.get("WORLD_SIZE", str(stored["streams"])))
+        )
         options = _to_options(parser.parse_args(argv))
         _check_same(stored, options)
     _check_values(options)
@@ -104,7 +119,9 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def job() -> str:
-    """What tells this job from others, the same after torchrun restarted it; empty if nothing does."""
+    """What tells this job from others, the same after torchrun restarted it; empty if nothing
+    does.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
@@ -117,7 +134,8 @@ def is_restarted(out: Path) -> bool:
     """
     if not job() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise UsageError(
-            "restarting: torchrun gave the job no name, so that its checkpoints cannot be told from an older run's;"
+            "restarting: torchrun gave the job no name, so that its checkpoints cannot be told "
+            "from an older run's;"
             " start it with torchrun --standalone, or with --rdzv-id"
         )
     return bool(job()) and exists(out) and read_run(out)["job"] == job()
@@ -133,7 +151,8 @@ def check_machine(options: Options) -> Text:
             advice = "install it, or leave out --compare, whose per-block compile needs it"
         if shutil.which(compiler) is None:
             raise UsageError(
-                f"compiling with Inductor: the C++ compiler {compiler} is not found (CXX names another);"
+                f"compiling with Inductor: the C++ compiler {compiler} is not found (CXX names "
+                "another);"
                 f" Inductor makes C++ code for the CPU; {advice}"
             )
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -261,9 +280,15 @@ def _check_values(options: Options) -> None:
     if options.world != launched:
         wrong.append(f"--world is {options.world}, but torchrun started {launched} ranks")
     if options.front_end == "fsdp1" and not isinstance(options.reshard, bool):
-        wrong.append(f"--reshard is {options.reshard}, --front-end fsdp1 knows true (FULL_SHARD) and false (SHARD_GRAD_OP)")
+        wrong.append(
+            f"--reshard is {options.reshard}, --front-end fsdp1 knows true (FULL_SHARD) and false "
+            "(SHARD_GRAD_OP)"
+        )
     if options.world > 0 and options.sequences % options.world:
-        wrong.append(f"--world is {options.world}, does not divide the {options.sequences} sequences of a step")
+        wrong.append(
+            f"--world is {options.world}, does not divide the {options.sequences} sequences of a "
+            "step"
+        )
     wrong += _excluding(options)
     if wrong:
         raise UsageError(f"checking the options: {'; '.join(wrong)}")
@@ -273,15 +298,20 @@ def _excluding(options: Options) -> list[str]:
     """Options that do not go together."""
     wrong = []
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
-        wrong.append(f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager")
+        wrong.append(
+            f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager"
+        )
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
-            f"--report shows our compiled graphs, and --impl {options.impl} --backend {options.backend} makes none; leave it out"
+            f"--report shows our compiled graphs, and --impl {options.impl} --backend "
+            f"{options.backend} makes none; leave it out"
         )
     if options.compare and options.stop_after is not None:
         wrong.append("--stop-after does not go with --compare, which saves no pause; leave one out")
     if options.compare and options.save_every is not None:
-        wrong.append("--save-every does not go with --compare, which saves at the end only; leave one out")
+        wrong.append(
+            "--save-every does not go with --compare, which saves at the end only; leave one out"
+        )
     if options.compare and options.steps is not None and options.minutes is not None:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
     if options.compare and options.impl == "stock":

@@ -1,8 +1,10 @@
-"""How long our passes take on a model far too large to run: Llama of 405 B parameters on 1,024 ranks, in one process.
+"""How long our passes take on a model far too large to run: Llama of 405 B parameters on 1,024
+ranks, in one process.
 
-Parameters and inputs are fake tensors, the process group is torch's fake one, and rank 0 traces as it would for real:
-Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each half. Nothing is executed. By the default plan
-and with everything decided from costs, each also with a memory budget, which tries schedules on copies of the halves.
+Parameters and inputs are fake tensors, the process group is torch's fake one, and rank 0 traces as
+it would for real: Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each
+half. Nothing is executed. By the default plan and with everything decided from costs, each also
+with a memory budget, which tries schedules on copies of the halves.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ PLANS = {
 
 def run(settings: Settings, screen: Screen) -> Report:
     """One process for each number of layers; in small, the first plan and the last."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in list(PLANS)[:: 3 if settings.quick else 1]}
+    found: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in list(PLANS)[:: 3 if settings.quick else 1]
+    }
     for number in settings.layers:
         for name, seen in found.items():
             screen.line(f"plan, {number} layers, {name}")
@@ -70,8 +74,10 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
     """For each plan a row per pass, a column per depth; the picture shows our passes alone."""
     facts = [
         machine(),
-        "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary 128256), "
-        f"{WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one sequence of {LENGTH} per rank; "
+        "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary "
+        "128256), "
+        f"{WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one sequence of "
+        f"{LENGTH} per rank; "
         "seconds of processor time, forward and backward.",
     ]
     tables, notes = [], []
@@ -84,17 +90,27 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
         totals = [sum(seen["seconds"][key] for key in passes) for seen in measured]
         per_layer = [1e3 * total / number for total, number in zip(totals, layers, strict=True)]
         rows = [["nodes in both halves", *(f"{seen['nodes']:,}" for seen in measured)]]
-        rows += [[key, *(f"{seen['seconds'][key]:.2f}" for seen in measured)] for key in measured[0]["seconds"]]
+        rows += [
+            [key, *(f"{seen['seconds'][key]:.2f}" for seen in measured)]
+            for key in measured[0]["seconds"]
+        ]
         rows.append(["all our passes", *(f"{total:.2f}" for total in totals)])
         rows.append(["the same per layer, ms", *(f"{each:.0f}" for each in per_layer)])
-        tables.append(Table(f"Seconds, {name}", facts, ["", *(f"{number} layers" for number in layers)], rows))
-        bars |= {f"{seen['layers']} layers, {name}": {key: seen["seconds"][key] for key in passes} for seen in measured}
+        tables.append(
+            Table(f"Seconds, {name}", facts, ["", *(f"{number} layers" for number in layers)], rows)
+        )
+        bars |= {
+            f"{seen['layers']} layers, {name}": {key: seen["seconds"][key] for key in passes}
+            for seen in measured
+        }
         notes.append(
-            f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at 126: under {GOAL_S}); "
+            f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at 126: "
+            f"under {GOAL_S}); "
             f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}."
         )
     notes.append(
-        f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: a copy of the joint graph, partitioned by torch once; trials on "
+        f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: a copy of the joint graph, "
+        "partitioned by torch once; trials on "
         "copies of both halves."
     )
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
@@ -143,7 +159,9 @@ def plan(num_layers: int, name: str) -> dict[str, Any]:
 
 
 def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
-    """Our passes around torch's partitioner, each timed; the halves with collectives are kept for counting."""
+    """Our passes around torch's partitioner, each timed; the halves with collectives are kept for
+    counting.
+    """
 
     def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, ...]:
         clock.lap(TRACING)
@@ -162,7 +180,9 @@ def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
 
 
 def _do_not_run(gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-    """A compiler of graphs that return new tensors, fake where it runs, like those that they were traced with."""
+    """A compiler of graphs that return new tensors, fake where it runs, like those that they were
+    traced with.
+    """
     (returned,) = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args
     values = [n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in returned]
 

@@ -114,7 +114,9 @@ def write_results(out: Path, outcomes: list[Outcome], options: Options, text: Te
             "train_bytes": len(text.train),
             "validation_bytes": len(text.validation),
         },
-        "runs": [{"name": outcome.name, **summary(outcome), **asdict(outcome)} for outcome in outcomes],
+        "runs": [
+            {"name": outcome.name, **summary(outcome), **asdict(outcome)} for outcome in outcomes
+        ],
     }
     (out / RESULTS).write_text(json.dumps(document, indent=1) + "\n")
 
@@ -130,7 +132,9 @@ def versions() -> dict[str, str]:
 
 
 def draw(path: Path, outcomes: list[Outcome], title: str) -> None:
-    """Draw the losses over steps and, of several outcomes, also over the time that training took."""
+    """Draw the losses over steps and, of several outcomes, also over the time that training
+    took.
+    """
     from matplotlib.figure import Figure
 
     num_panels = min(2, len(outcomes))
@@ -143,7 +147,9 @@ def draw(path: Path, outcomes: list[Outcome], title: str) -> None:
             width = 1.6 + 2.2 * (len(outcomes) - 1 - index)
             _draw_curve(axes, outcome, scale, COLORS[index - len(outcomes)], width)
         axes.axhline(GOAL, color="gray", linewidth=1, linestyle="--", label=f"goal {GOAL}")
-        axes.set_xlabel("seconds at the median step time, compilation left out" if draw_over_time else "step")
+        axes.set_xlabel(
+            "seconds at the median step time, compilation left out" if draw_over_time else "step"
+        )
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
     panels[0].set(ylabel="loss, nats/byte", title=title)
@@ -156,7 +162,13 @@ def _draw_curve(axes: Axes, outcome: Outcome, scale: float, color: str, width: f
     """Draw the raw training loss, the smoothed one, and the validation points, `scale` a step."""
     steps = [scale * step for step in range(1, len(outcome.losses) + 1)]
     axes.plot(steps, outcome.losses, color=color, alpha=0.2, linewidth=0.7)
-    axes.plot(steps, smooth(outcome.losses), color=color, linewidth=width, label=f"{outcome.name}, training")
+    axes.plot(
+        steps,
+        smooth(outcome.losses),
+        color=color,
+        linewidth=width,
+        label=f"{outcome.name}, training",
+    )
     points = [scale * step for step, _ in outcome.validation]
     losses = [loss for _, loss in outcome.validation]
     label = f"validation, {losses[-1]:.3f} at the end"
@@ -164,7 +176,9 @@ def _draw_curve(axes: Axes, outcome: Outcome, scale: float, color: str, width: f
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Return the exponential moving average over a twentieth of the run, corrected for its start."""
+    """Return the exponential moving average over a twentieth of the run, corrected for its
+    start.
+    """
     weight = min(0.5, max(0.02, 20 / len(losses)))
     smoothed, total, share = [], 0.0, 0.0
     for loss in losses:

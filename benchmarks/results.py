@@ -1,4 +1,6 @@
-"""What a benchmark leaves behind: tables in Markdown and on the screen, and one picture of stacked bars."""
+"""What a benchmark leaves behind: tables in Markdown and on the screen, and one picture of stacked
+bars.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ COLORS = ("#4c72b0", "#8ebf94", "#dd8452", "#937860", "#da8bc3", "#8c8c8c", "#cc
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under `columns`, with the conditions they hold under above them, one sentence an entry."""
+    """Rows of cells under `columns`, with the conditions they hold under above them, one sentence
+    an entry.
+    """
 
     title: str
     facts: Sequence[str]
@@ -111,10 +115,14 @@ def write(report: Report, folder: Path, command: str) -> list[Path]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw every panel, one below the other, a bar per row; a part has the same colour in all of them."""
+    """Draw every panel, one below the other, a bar per row; a part has the same colour in all of
+    them.
+    """
     from matplotlib.figure import Figure
 
-    parts = list(dict.fromkeys(p for panel in report.panels for bar in panel.bars.values() for p in bar))
+    parts = list(
+        dict.fromkeys(p for panel in report.panels for bar in panel.bars.values() for p in bar)
+    )
     heights = [0.9 + 0.28 * len(panel.bars) for panel in report.panels]
     figure = Figure(figsize=(8.5, 0.5 + sum(heights)), dpi=130, layout="constrained")
     grid = figure.subplots(len(report.panels), squeeze=False, height_ratios=heights)[:, 0]
@@ -125,7 +133,9 @@ def draw(report: Report, path: Path) -> None:
             values = [panel.bars[name].get(part, 0.0) for name in names]
             if not any(values):
                 continue
-            bars = axes.barh(names, values, left=left, color=COLORS[index % len(COLORS)], label=part)
+            bars = axes.barh(
+                names, values, left=left, color=COLORS[index % len(COLORS)], label=part
+            )
             left = [a + b for a, b in zip(left, values, strict=True)]
         axes.bar_label(bars, [f" {total:.3g}" for total in left], fontsize=8)
         for style, (label, value) in zip(("--", ":"), panel.lines.items(), strict=False):

@@ -1,8 +1,8 @@
 """Reads a sharded checkpoint without running what may stand in its files.
 
-torch.distributed.checkpoint reads tensors with `weights_only=True`, but unpickles its `.metadata`, and everything that is no
-tensor, freely (torch 2.13). Here the first takes only the classes that a checkpoint's table of contents is made of, and the
-second only what `weights_only=True` takes.
+torch.distributed.checkpoint reads tensors with `weights_only=True`, but unpickles its `.metadata`,
+and everything that is no tensor, freely (torch 2.13). Here the first takes only the classes that a
+checkpoint's table of contents is made of, and the second only what `weights_only=True` takes.
 
 Private torch used here (tried on 2.13): `FileSystemReader._get_metadata_path`.
 """
@@ -49,7 +49,9 @@ class MetadataUnpickler(pickle.Unpickler):
         """Raise for any other class or function."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong in the metadata of a checkpoint")
+            raise pickle.UnpicklingError(
+                f"{module}.{name} does not belong in the metadata of a checkpoint"
+            )
         return super().find_class(module, name)
 
 
@@ -72,6 +74,8 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Take what is no tensor: numbers, text, lists and dicts of them."""
-        torch.load(value, weights_only=True)  # raises for what the base class, which reads freely, should not see
+        torch.load(
+            value, weights_only=True
+        )  # raises for what the base class, which reads freely, should not see
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -44,7 +44,9 @@ class Screen:
 
     @contextmanager
     def pieces(self, total: int) -> Iterator[Callable[[str], None]]:
-        """Show how many of `total` pieces of work are done; call what it yields after each, with what was done."""
+        """Show how many of `total` pieces of work are done; call what it yields after each, with
+        what was done.
+        """
         if not self.console.is_terminal or self.console.quiet:
             numbers = itertools.count(1)
             yield lambda what: self.line(f"  {next(numbers)}/{total}  {what}")
@@ -108,8 +110,9 @@ def _status(loss: float, rate: float, eta_s: float, total: int | None) -> str:
 def leave() -> NoReturn:
     """End this rank: destroy the process groups, and exit without tearing the interpreter down.
 
-    A gloo worker thread that drops its last reference to a tensor while Python is torn down aborts the process ("terminate called
-    without an active exception"; seen on torch 2.13, once in 20 runs of a loaded machine): a run that succeeded would look failed.
+    A gloo worker thread that drops its last reference to a tensor while Python is torn down aborts
+    the process ("terminate called without an active exception"; seen on torch 2.13, once in 20 runs
+    of a loaded machine): a run that succeeded would look failed.
     """
     dist.barrier()
     dist.destroy_process_group()

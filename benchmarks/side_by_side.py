@@ -1,9 +1,10 @@
-"""Run all sides of a comparison in one group of processes, taking turns, and say what each step cost.
+"""Run all sides of a comparison in one group of processes, taking turns, and say what each step
+cost.
 
-The launcher (`run_local`, or two hosts of `hosts.py`) starts this file on every rank with a `Comparison` as JSON.
-The sides take turns in rounds, so that drift of the machine meets all of them. The timed steps of a round follow each
-other without a barrier, and a step takes as long as on the slowest rank. All that train must lose alike; if not,
-nothing is reported.
+The launcher (`run_local`, or two hosts of `hosts.py`) starts this file on every rank with a
+`Comparison` as JSON. The sides take turns in rounds, so that drift of the machine meets all of
+them. The timed steps of a round follow each other without a barrier, and a step takes as long as on
+the slowest rank. All that train must lose alike; if not, nothing is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from screen import Screen, leave
 from variants import PREDICTIONS, VARIANTS, Job, Step
 
 NUM_WARMUP = 2
-# The losses of the first steps are compared: later ones drift apart, as AdamW divides rounding by rounding.
+# The losses of the first steps are compared: later ones drift apart, as AdamW divides rounding by
+# rounding.
 NUM_COMPARED, TOLERANCE = 6, 5e-3
 
 
@@ -79,8 +81,9 @@ class Side:
             self._step()
 
     def time(self, num_steps: int) -> None:
-        """Time some steps, one right after the other and after one that is not timed: what a step leaves under way for the next
-        is on the wire while that one runs, not in a barrier between them that nobody counts.
+        """Time some steps, one right after the other and after one that is not timed: what a step
+        leaves under way for the next is on the wire while that one runs, not in a barrier between
+        them that nobody counts.
         """
         self.run(1)
         for _ in range(num_steps):
@@ -119,7 +122,9 @@ def work(comparison: Comparison, output: Path) -> None:
             for side in sides:
                 side.time(comparison.steps)
                 seconds = statistics.median(side.times[-comparison.steps :])
-                done(f"round {number + 1} of {comparison.rounds}, {side.name}: {seconds:.3f} s/step")
+                done(
+                    f"round {number + 1} of {comparison.rounds}, {side.name}: {seconds:.3f} s/step"
+                )
         differences = compare_losses({side.name: side.losses for side in sides})
         result["variants"] = {}
         for side in sides:
@@ -166,12 +171,15 @@ def memory_of(step: Step) -> dict[str, float]:
 
 
 def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Return by how much the losses of each side differ from the first one's that trains, on any rank.
+    """Return by how much the losses of each side differ from the first one's that trains, on any
+    rank.
 
     Raises:
         RuntimeError: by more than TOLERANCE within the first NUM_COMPARED steps.
     """
-    training = {name: found[:NUM_COMPARED] for name, found in losses.items() if VARIANTS[name].trains}
+    training = {
+        name: found[:NUM_COMPARED] for name, found in losses.items() if VARIANTS[name].trains
+    }
     if not training:
         return {}
     first = "stock_eager" if "stock_eager" in training else next(iter(training))
@@ -182,7 +190,8 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     wrong = {name: gap for name, gap in gaps.items() if not gap <= TOLERANCE}
     if wrong:
         raise RuntimeError(
-            f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more than {TOLERANCE}. "
+            f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more "
+            f"than {TOLERANCE}. "
             "These sides do not do the same job, so their times must not be compared"
         )
     return gaps
@@ -190,7 +199,9 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
 
 def largest_gap(ours: list[float], theirs: list[float]) -> float:
     """Between losses of the same step; infinite if one is no number."""
-    gaps = (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs()
+    gaps = (
+        torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)
+    ).abs()
     return gaps.nan_to_num(nan=math.inf).max().item()
 
 

@@ -1,8 +1,10 @@
-"""SimpleFSDP in a few lines (Zhang et al., 2024; torchtitan's experiment of that name), as a peer to measure against.
+"""SimpleFSDP in a few lines (Zhang et al., 2024; torchtitan's experiment of that name), as a peer
+to measure against.
 
-Every parameter becomes a property that gathers its shard. In a whole graph autograd makes the reduce-scatter
-of its gradient, and a checkpoint around the gather makes backward gather again. Nothing buckets or
-schedules these collectives but Inductor's defaults. Gradients are sums over the ranks: divide the loss.
+Every parameter becomes a property that gathers its shard. In a whole graph autograd makes the
+reduce-scatter of its gradient, and a checkpoint around the gather makes backward gather again.
+Nothing buckets or schedules these collectives but Inductor's defaults. Gradients are sums over the
+ranks: divide the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def simple_fsdp(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         own = dict(module.named_parameters(recurse=False))
         for name, parameter in own.items():
             if parameter.shape[0] % size:
-                raise ValueError(f"{name} of shape {tuple(parameter.shape)} does not divide by {size}")
+                raise ValueError(
+                    f"{name} of shape {tuple(parameter.shape)} does not divide by {size}"
+                )
             module._parameters[name] = nn.Parameter(parameter.detach().chunk(size)[rank].clone())
         if own:
             reads = {name: _property(name, group) for name in own}
@@ -38,7 +42,9 @@ def _property(name: str, group: Any) -> property:
     def read(module: nn.Module) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, _gather_again)
         shard = module._parameters[name]
-        gathered: Tensor = checkpoint(_gather, shard, group, use_reentrant=False, context_fn=contexts)
+        gathered: Tensor = checkpoint(
+            _gather, shard, group, use_reentrant=False, context_fn=contexts
+        )
         return gathered
 
     return property(read)

@@ -1,4 +1,6 @@
-"""`--report`: the graphs of a run as they were compiled, a profiled step laid over them, and the page made of both."""
+"""`--report`: the graphs of a run as they were compiled, a profiled step laid over them, and the
+page made of both.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class StepReport:
 
     @contextmanager
     def dumped(self) -> Iterator[None]:
-        """Dump what is compiled inside, with costs that all ranks measured; they change no schedule, which goes by distance."""
+        """Dump what is compiled inside, with costs that all ranks measured; they change no
+        schedule, which goes by distance.
+        """
         info = self.trainer.model._get_fsdp_state().unit.mesh_info  # type: ignore[operator]
         set_plan(replace(current_plan(), costs=calibrate([info])))
         shutil.rmtree(self.dump / f"rank{self.trainer.rank}", ignore_errors=True)
@@ -39,7 +43,9 @@ class StepReport:
             yield
 
     def write(self) -> Path:
-        """Profile a further step on every rank, and write the page and the trace on rank 0; returns the page."""
+        """Profile a further step on every rank, and write the page and the trace on rank 0; returns
+        the page.
+        """
         trainer, page = self.trainer, self.trainer.options.out / PAGE
         with TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"

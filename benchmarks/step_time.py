@@ -1,10 +1,12 @@
-"""What `wire` and `latency` make of a comparison: the table of step times, and where each step goes.
+"""What `wire` and `latency` make of a comparison: the table of step times, and where each step
+goes.
 
-A step is split into computing alone, computing while communication is under way (hidden), and exposed communication:
+A step is split into computing alone, computing while communication is under way (hidden), and
+exposed communication:
 
-    exposed  the step less its floor, the local variant with the same kernels; what the wire really costs
-    hidden   the profiled time of communication during which the training thread was not inside it
-    compute  the rest
+    exposed  the step less its floor, the local variant with the same kernels; what the wire really
+    costs hidden   the profiled time of communication during which the training thread was not
+    inside it compute  the rest
 """
 
 from __future__ import annotations
@@ -31,14 +33,21 @@ COLUMNS = (
     "loss gap",
 )
 _NOTES = (
-    "**s/step**: median over the timed steps of the slowest rank, in turns with all other variants; two ranks, one core and one "
-    "thread each. **of**: that over the step of another variant. **exposed**: step less its own floor (the local variant with "
-    "the same kernels). **hidden**: time during which communication was under way and the training thread was not inside it, "
-    "profiled. **waits**: time that the training thread spent inside communication, profiled. **core**: "
-    "processor seconds of a step, all threads of the rank; the kernel's work on packets comes on top. **sent**: per rank, headers "
+    "**s/step**: median over the timed steps of the slowest rank, in turns with all other "
+    "variants; two ranks, one core and one "
+    "thread each. **of**: that over the step of another variant. **exposed**: step less its own "
+    "floor (the local variant with "
+    "the same kernels). **hidden**: time during which communication was under way and the training "
+    "thread was not inside it, "
+    "profiled. **waits**: time that the training thread spent inside communication, profiled. "
+    "**core**: "
+    "processor seconds of a step, all threads of the rank; the kernel's work on packets comes on "
+    "top. **sent**: per rank, headers "
     "included.",
-    f"**loss gap**: largest difference from stock eager's loss over the first {NUM_COMPARED} steps of either rank; above "
-    f"{TOLERANCE} the run fails. Same model, initial weights, batches, fp32 and fused AdamW on all sides.",
+    f"**loss gap**: largest difference from stock eager's loss over the first {NUM_COMPARED} steps "
+    "of either rank; above "
+    f"{TOLERANCE} the run fails. Same model, initial weights, batches, fp32 and fused AdamW on all "
+    "sides.",
 )
 
 
@@ -71,7 +80,11 @@ def table(title: str, facts: list[str], result: dict[str, Any]) -> Table:
     for name, seen in result["variants"].items():
         times, sent = seen["times"], seen["sent_bytes"]
         communicates = name in split
-        cells = [f"{split[name]['exposed']:.3f}", f"{split[name]['hidden']:.3f}"] if communicates else ["", ""]
+        cells = (
+            [f"{split[name]['exposed']:.3f}", f"{split[name]['hidden']:.3f}"]
+            if communicates
+            else ["", ""]
+        )
         cells += [f"{seen['exposed_s']:.3f}"] if communicates else [""]
         cells += [f"{seen['core_s']:.3f}", f"{seen['num_collectives']:.0f}" if communicates else ""]
         gap = seen["loss_difference"]
@@ -90,13 +103,16 @@ def table(title: str, facts: list[str], result: dict[str, Any]) -> Table:
 
 
 def against_floors(result: dict[str, Any]) -> list[str]:
-    """How near ours comes to what cannot be beaten, and the planner's prediction to what was measured."""
+    """How near ours comes to what cannot be beaten, and the planner's prediction to what was
+    measured.
+    """
     steps, seen, found = medians(result), result["variants"], []
     if {"local_compile", "raw_collectives"} <= steps.keys():
         floor = max(steps["local_compile"], steps["raw_collectives"])
         core = max(floor, seen["local_compile"]["core_s"] + seen["raw_collectives"]["core_s"])
         found += [
-            f"{name} over the larger of computing alone and communicating alone: {steps[name] / floor:.2f}; over what a rank's one "
+            f"{name} over the larger of computing alone and communicating alone: "
+            f"{steps[name] / floor:.2f}; over what a rank's one "
             f"core needs for both, {core:.3f} s: {steps[name] / core:.2f}."
             for name in ("ours", "ours_costs", "ours_overlap")
             if name in steps
@@ -105,7 +121,8 @@ def against_floors(result: dict[str, Any]) -> list[str]:
         if "predicted_s" in variant:
             ratio_ = variant["predicted_s"] / variant["measured_s"]
             found.append(
-                f"{name}, forward and backward: {variant['predicted_s']:.3f} s predicted, {variant['measured_s']:.3f} s measured, "
+                f"{name}, forward and backward: {variant['predicted_s']:.3f} s predicted, "
+                f"{variant['measured_s']:.3f} s measured, "
                 f"ratio {ratio_:.2f}."
             )
     return found
@@ -123,6 +140,7 @@ def describe(comparison: Comparison) -> str:
     """The job in a sentence."""
     config, job = comparison.job.config, comparison.job
     return (
-        f"GPT of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x {job.length} per rank; "
+        f"GPT of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x "
+        f"{job.length} per rank; "
         f"{comparison.rounds} rounds of {comparison.steps} timed steps a variant."
     )

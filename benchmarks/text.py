@@ -68,11 +68,15 @@ def require_bytes(text: Text, length: int, folder: Path | None = None) -> None:
         )
 
 
-def random_crops(data: bytes, seed: int, step: int, part: range, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [len(part), length]: of the sequences of a step, those in `part`.
+def random_crops(
+    data: bytes, seed: int, step: int, part: range, batch: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 [len(part), length]: of the sequences of a step, those in
+    `part`.
 
-    The sequences come in streams of `batch`. A resumed run draws what the uninterrupted one would have drawn, at any number of
-    ranks: nothing depends on anything but the arguments, and there is no state to save.
+    The sequences come in streams of `batch`. A resumed run draws what the uninterrupted one would
+    have drawn, at any number of ranks: nothing depends on anything but the arguments, and there is
+    no state to save.
     """
     first = part.start // batch
     starts: list[int] = []

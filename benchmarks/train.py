@@ -2,8 +2,9 @@
 
     python benchmarks/train.py                          # starts 2 ranks, about five minutes
     torchrun --nproc-per-node 2 benchmarks/train.py     # the same, started by hand
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/train.py --save-every 50   # survives lost ranks
-    python benchmarks/train.py --compare                # beside stock FSDP2, about twelve minutes
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/train.py --save-every 50
+    # survives lost ranks python benchmarks/train.py --compare                # beside stock FSDP2,
+    about twelve minutes
 
 At the end: a table, a picture of the losses, results as JSON, and a sharded checkpoint in --out.
 """
@@ -108,10 +109,11 @@ def work(options: Options, text: Text) -> None:
 
 
 def connect() -> None:
-    """Start the process group, in a part of the store that no rank of before a restart has written to.
+    """Start the process group, in a part of the store that no rank of before a restart has written
+    to.
 
-    torchrun keeps its store over restarts, and gloo takes the addresses that dead ranks left there for those of the living
-    (torch 2.13): ranks fail to connect, or hang.
+    torchrun keeps its store over restarts, and gloo takes the addresses that dead ranks left there
+    for those of the living (torch 2.13): ranks fail to connect, or hang.
     """
     store, rank, world = next(rendezvous("env://"))
     name = meet(store, rank, world, START_S)
@@ -130,7 +132,9 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
         outcome.validation = [(step, loss) for step, loss in run["history"]["validation"]]
         screen.line(f"resuming from {options.out} at step {run['step']}")
     loop = Loop(trainer, screen, Budget(options, minutes), outcome, lambda: save(trainer, outcome))
-    step_report = StepReport(trainer) if options.report and variant == variants(options)[-1] else None
+    step_report = (
+        StepReport(trainer) if options.report and variant == variants(options)[-1] else None
+    )
     with step_report.dumped() if step_report else nullcontext():
         loop.run()
     if variant == variants(options)[-1]:
@@ -139,7 +143,10 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
     loop.finish()
     loop.measure()
     if step_report:
-        screen.line(f"report of a step: {step_report.write()}; for https://ui.perfetto.dev: {step_report.trace}")
+        screen.line(
+            f"report of a step: {step_report.write()}; for https://ui.perfetto.dev: "
+            f"{step_report.trace}"
+        )
     return outcome
 
 
@@ -157,7 +164,9 @@ def save(trainer: Trainer, outcome: Outcome) -> Path:
     return checkpoint.save(options.out, trainer.model, trainer.optimizer, run)
 
 
-def report(options: Options, text: Text, screen: Screen, outcomes: list[Outcome], horizon: int | None) -> None:
+def report(
+    options: Options, text: Text, screen: Screen, outcomes: list[Outcome], horizon: int | None
+) -> None:
     """Show the table, write picture and results, and say whether the goal was reached."""
     title = f"GPT {options.size} on Python's standard library, {options.world} ranks"
     write_results(options.out, outcomes, options, text)
@@ -170,7 +179,8 @@ def report(options: Options, text: Text, screen: Screen, outcomes: list[Outcome]
 def describe(options: Options, text: Text) -> str:
     """Return the first line of a run."""
     return (
-        f"GPT {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) each;"
+        f"GPT {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) "
+        "each;"
         f" text of {text.num_files} files, {len(text.train):,} bytes to train on,"
         f" {len(text.validation):,} to validate on"
     )

@@ -16,7 +16,12 @@ from options import Options
 from text import Text, even_crops, random_crops
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from usage import UsageError
 
@@ -49,7 +54,9 @@ class Variant:
 def variants(options: Options) -> list[Variant]:
     """Return what to train, in order; the one the options ask for is last."""
     front_end = " FSDP1" if options.front_end == "fsdp1" else ""
-    asked = Variant(options.impl + front_end + SUFFIXES[options.backend], options.impl, options.backend)
+    asked = Variant(
+        options.impl + front_end + SUFFIXES[options.backend], options.impl, options.backend
+    )
     if not options.compare:
         return [asked]
     return [
@@ -71,12 +78,16 @@ class Trainer:
         self.horizon = options.steps
         self.rank = dist.get_rank()
         share = options.sequences // options.world
-        self.part = range(self.rank * share, (self.rank + 1) * share)  # of the sequences of a step, this rank's
+        self.part = range(
+            self.rank * share, (self.rank + 1) * share
+        )  # of the sequences of a step, this rank's
         torch.manual_seed(options.seed)
         model = GPT(SIZES[options.size])
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model: nn.Module = (
-            wrap(model, options, variant) if options.front_end == "fsdp1" else shard(model, options, variant)
+            wrap(model, options, variant)
+            if options.front_end == "fsdp1"
+            else shard(model, options, variant)
         )
         self.forward: Callable[..., Tensor] = self.model
         if variant.is_compiled and not variant.is_per_block:
@@ -96,7 +107,9 @@ class Trainer:
         options = self.options
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * self.schedule(index)
-        tokens, targets = random_crops(self.text.train, options.seed, index, self.part, options.batch, options.length)
+        tokens, targets = random_crops(
+            self.text.train, options.seed, index, self.part, options.batch, options.length
+        )
         with phase("forward"):
             loss = self.forward(tokens, targets)
         with phase("backward"):
@@ -153,10 +166,14 @@ def wrap(model: GPT, options: Options, variant: Variant) -> nn.Module:
     if variant.is_per_block:
         for block in model.layers:
             block.compile(backend=variant.backend)
-    precision = MixedPrecision(getattr(torch, options.param_dtype), getattr(torch, options.reduce_dtype))
+    precision = MixedPrecision(
+        getattr(torch, options.param_dtype), getattr(torch, options.reduce_dtype)
+    )
     wrapped: nn.Module = import_module(library).FullyShardedDataParallel(
         model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD if options.reshard else ShardingStrategy.SHARD_GRAD_OP,
+        sharding_strategy=ShardingStrategy.FULL_SHARD
+        if options.reshard
+        else ShardingStrategy.SHARD_GRAD_OP,
         auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
         mixed_precision=precision,
         device_id=torch.device("cpu"),

@@ -1,8 +1,8 @@
 """The ways to train that benchmarks compare: what is built, and what one step of it does.
 
-Every builder takes a `Job` and makes the same model from the same seed, the same batches and a fused
-AdamW, so that all that train lose alike. The local ones communicate nothing: each is the floor of those
-that compute with the same kernels.
+Every builder takes a `Job` and makes the same model from the same seed, the same batches and a
+fused AdamW, so that all that train lose alike. The local ones communicate nothing: each is the
+floor of those that compute with the same kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Step = Callable[[int], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all sides of a comparison train on: `batch` sequences of `length` bytes per rank and step."""
+    """What all sides of a comparison train on: `batch` sequences of `length` bytes per rank and
+    step.
+    """
 
     config: GPTConfig
     batch: int
@@ -41,7 +43,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of forward and backward: what the planner expects once they are compiled, and what each step took."""
+    """Seconds of forward and backward: what the planner expects once they are compiled, and what
+    each step took.
+    """
 
     predicted: Callable[[], float | None]
     seconds: list[float]
@@ -54,7 +58,8 @@ PREDICTIONS: dict[str, Prediction] = {}  # of the variants that were built, by n
 class Variant:
     """One way to train.
 
-    floor: the variant that computes with the same kernels and communicates nothing; "" for the floors.
+    floor: the variant that computes with the same kernels and communicates nothing; "" for the
+        floors.
     """
 
     build: Callable[[Job], Step]
@@ -95,8 +100,11 @@ def build_ours_overlap(job: Job, **options: float) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap)
 
 
-def build_ours_planned(job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str) -> Step:
-    """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward, 1.0 keeps all).
+def build_ours_planned(
+    job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str
+) -> Step:
+    """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward,
+    1.0 keeps all).
 
     overlap: options of `overlap_optimizer`; None to leave it out.
     """
@@ -112,14 +120,33 @@ def build_ours_planned(job: Job, *, overlap: dict[str, float] | None = None, **f
 
 
 def build_ours_costs(job: Job) -> Step:
-    """Everything decided from costs, kernels measured; other variants of the same process keep the default plan."""
-    from compiled_fsdp import Plan, current_plan, explain, fully_shard, measure_kernels, planned, set_plan
+    """Everything decided from costs, kernels measured; other variants of the same process keep the
+    default plan.
+    """
+    from compiled_fsdp import (
+        Plan,
+        current_plan,
+        explain,
+        fully_shard,
+        measure_kernels,
+        planned,
+        set_plan,
+    )
 
     model = make_model(job)
     shard(model, fully_shard)
     seconds: list[float] = []
     step = trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, seconds=seconds)
-    plan = Plan(None, None, None, bucket_bytes=None, split_bytes=None, own_message=None, reductions=None, copy_out=None)
+    plan = Plan(
+        None,
+        None,
+        None,
+        bucket_bytes=None,
+        split_bytes=None,
+        own_message=None,
+        reductions=None,
+        copy_out=None,
+    )
 
     def step_from_costs(index: int) -> Tensor | None:
         nonlocal plan
@@ -152,7 +179,9 @@ def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> 
 
 
 def build_fsdp1(job: Job, *, compiled: bool = False) -> Step:
-    """FSDP1, a flat parameter per block; backward prefetch is its default, forward prefetch asked for."""
+    """FSDP1, a flat parameter per block; backward prefetch is its default, forward prefetch asked
+    for.
+    """
     model = wrap(job, FullyShardedDataParallel)
     return trainer(model, torch.compile(model, dynamic=False) if compiled else model, job)
 
@@ -176,7 +205,9 @@ def wrap(job: Job, cls: Callable[..., nn.Module]) -> nn.Module:
 
 
 def build_ddp_compile(job: Job) -> Step:
-    ddp = DistributedDataParallel(make_model(job), gradient_as_bucket_view=True, forward_sync_buffers=False)
+    ddp = DistributedDataParallel(
+        make_model(job), gradient_as_bucket_view=True, forward_sync_buffers=False
+    )
     return trainer(ddp, torch.compile(ddp, dynamic=False), job)
 
 
@@ -230,7 +261,9 @@ def build_raw_collectives(job: Job) -> Step:
         return work
 
     forward = [(gather, unit) for unit in range(len(units))]
-    backward = [(issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)]
+    backward = [
+        (issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)
+    ]
 
     def step(_index: int) -> None:
         works: list[Any] = []
@@ -249,29 +282,45 @@ SWEEP = {f"ours_budget_{100 * budget:.0f}": budget for budget in (0.0, 0.25, 0.5
 VARIANTS: dict[str, Variant] = {
     "ours": Variant(build_ours, "local_compile", "compiled_fsdp, one graph, default backend"),
     "ours_costs": Variant(build_ours_costs, "local_compile", "the same, scheduled from costs"),
-    "ours_overlap": Variant(build_ours_overlap, "local_compile", "the same, with overlap_optimizer"),
+    "ours_overlap": Variant(
+        build_ours_overlap, "local_compile", "the same, with overlap_optimizer"
+    ),
     "ours_strided": Variant(
-        partial(build_ours_planned, copy_out="strided"), "local_compile", "the same, small parameters read in their buckets"
+        partial(build_ours_planned, copy_out="strided"),
+        "local_compile",
+        "the same, small parameters read in their buckets",
     ),
     "ours_eager": Variant(build_ours_eager, "local_eager", "compiled_fsdp without torch.compile"),
-    "ours_fsdp1": Variant(build_ours_fsdp1, "local_compile", "compiled_fsdp's FullyShardedDataParallel, one graph"),
+    "ours_fsdp1": Variant(
+        build_ours_fsdp1, "local_compile", "compiled_fsdp's FullyShardedDataParallel, one graph"
+    ),
     "stock_eager": Variant(build_stock, "local_eager", "FSDP2"),
-    "stock_prefetch": Variant(partial(build_stock, prefetch=True), "local_eager", "FSDP2, explicit prefetch both ways"),
-    "stock_block_compile": Variant(partial(build_stock, compiled=True), "local_block_compile", "FSDP2, each block compiled"),
+    "stock_prefetch": Variant(
+        partial(build_stock, prefetch=True), "local_eager", "FSDP2, explicit prefetch both ways"
+    ),
+    "stock_block_compile": Variant(
+        partial(build_stock, compiled=True), "local_block_compile", "FSDP2, each block compiled"
+    ),
     "stock_prefetch_block_compile": Variant(
         partial(build_stock, prefetch=True, compiled=True), "local_block_compile", "FSDP2, both"
     ),
     "fsdp1": Variant(build_fsdp1, "local_eager", "FSDP1, forward and backward prefetch"),
     "fsdp1_compile": Variant(
-        partial(build_fsdp1, compiled=True), "local_block_compile", "FSDP1, compiled: a graph per block"
+        partial(build_fsdp1, compiled=True),
+        "local_block_compile",
+        "FSDP1, compiled: a graph per block",
     ),
-    "ddp_compile": Variant(build_ddp_compile, "local_compile_whole", "DDP, compiled: nothing sharded"),
+    "ddp_compile": Variant(
+        build_ddp_compile, "local_compile_whole", "DDP, compiled: nothing sharded"
+    ),
     "simple_fsdp": Variant(
         build_simple_fsdp,
         "local_compile",
         "SimpleFSDP-style: one graph, collectives per parameter, Inductor's order",
     ),
-    "local_compile": Variant(partial(build_local, compiled="whole"), summary="one compiled graph, no collectives (floor)"),
+    "local_compile": Variant(
+        partial(build_local, compiled="whole"), summary="one compiled graph, no collectives (floor)"
+    ),
     "local_block_compile": Variant(
         partial(build_local, compiled="blocks"), summary="compiled blocks, no collectives (floor)"
     ),
@@ -280,18 +329,25 @@ VARIANTS: dict[str, Variant] = {
         partial(build_local, compiled="whole", whole_optimizer=True),
         summary="one compiled graph, the optimizer steps everything (floor of DDP)",
     ),
-    "raw_collectives": Variant(build_raw_collectives, summary="the collectives of FSDP, no computation (floor)"),
+    "raw_collectives": Variant(
+        build_raw_collectives, summary="the collectives of FSDP, no computation (floor)"
+    ),
 }
 BY_DEFAULT = tuple(VARIANTS)
 VARIANTS |= {
-    name: Variant(partial(build_ours_planned, memory_budget=budget), "local_compile", f"ours, memory_budget={budget}")
+    name: Variant(
+        partial(build_ours_planned, memory_budget=budget),
+        "local_compile",
+        f"ours, memory_budget={budget}",
+    )
     for name, budget in SWEEP.items()
 }
 KEPT: dict[str, Any] = {"memory_budget": 1.0, "prefetch": 6.0, "reduces_in_flight": 2.0}
 VARIANTS["ours_kept"] = Variant(
     partial(build_ours_planned, overlap={}, **KEPT),
     "local_compile",
-    "ours, memory_budget=1.0, overlap_optimizer, gathers six units ahead in forward, two reductions under way",
+    "ours, memory_budget=1.0, overlap_optimizer, gathers six units ahead in forward, two "
+    "reductions under way",
 )
 # As much memory as DDP has is room for more than keeping every parameter.
 VARIANTS["ours_at_ddp_peak"] = Variant(

@@ -1,4 +1,6 @@
-"""Two hosts joined by a slow wire: network namespaces on one machine, shaped to each rate in turn. Needs root; see `hosts.py`."""
+"""Two hosts joined by a slow wire: network namespaces on one machine, shaped to each rate in turn.
+Needs root; see `hosts.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def run(settings: Settings, screen: Screen) -> Report:
     """Every rate, every variant."""
     size = "tiny" if settings.quick else "30m"
     job = Job(SIZES[size], batch=2, length=32 if settings.quick else 256)
-    comparison = Comparison(job, settings.sides(), settings.rounds or 3, steps=1 if settings.quick else 3)
+    comparison = Comparison(
+        job, settings.sides(), settings.rounds or 3, steps=1 if settings.quick else 3
+    )
     tables, panels = [], []
     for rate in settings.rates:
         screen.line(f"wire, {rate_name(rate)}")
@@ -33,7 +37,9 @@ def run(settings: Settings, screen: Screen) -> Report:
 
 
 def measure_at(rate: float | None, comparison: Comparison) -> dict[str, Any]:
-    """Run all variants on two hosts and return what rank 0 wrote. The hosts are gone afterwards, whatever happens."""
+    """Run all variants on two hosts and return what rank 0 wrote. The hosts are gone afterwards,
+    whatever happens.
+    """
     with tempfile.TemporaryDirectory() as folder, two_hosts(rate) as hosts:
         output = Path(folder) / "result.json"
         hosts.run(command_for(comparison, output))
@@ -49,6 +55,7 @@ def facts(rate: float | None, comparison: Comparison, result: dict[str, Any]) ->
     shared = " Both hosts share the SAME core: this machine has one." if first == second else ""
     return [
         machine(),
-        f"Wire: {rate_name(rate)} each way{burst}; a raw gloo all-gather gets {gloo} (Gbit/s).{shared}",
+        f"Wire: {rate_name(rate)} each way{burst}; a raw gloo all-gather gets {gloo} "
+        f"(Gbit/s).{shared}",
         step_time.describe(comparison),
     ]

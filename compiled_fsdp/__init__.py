@@ -1,4 +1,6 @@
-"""Fully sharded data parallelism as a compiler: `torch.compile(fully_shard(model))` is one graph."""
+"""Fully sharded data parallelism as a compiler: `torch.compile(fully_shard(model))` is one
+graph.
+"""
 
 import torch.distributed.fsdp
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
@@ -34,7 +36,9 @@ from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel as FullySharded
 from compiled_fsdp.fsdp2.api import fully_shard as fully_shard
 from compiled_fsdp.fsdp2.fsdp_module import FSDPModule as FSDPModule
 from compiled_fsdp.fsdp2.fsdp_module import UnshardHandle as UnshardHandle
-from compiled_fsdp.fsdp2.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
+from compiled_fsdp.fsdp2.fsdp_module import (
+    register_fsdp_forward_method as register_fsdp_forward_method,
+)
 from compiled_fsdp.fsdp2.fsdp_module import share_comm_ctx as share_comm_ctx
 from compiled_fsdp.inspection.explanation import Explanation as Explanation
 from compiled_fsdp.planning.costs import Costs as Costs

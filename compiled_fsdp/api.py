@@ -1,4 +1,6 @@
-"""What scripts import from `torch.distributed.fsdp.api`, under the same name here: torch's own enums and configs."""
+"""What scripts import from `torch.distributed.fsdp.api`, under the same name here: torch's own
+enums and configs.
+"""
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload as CPUOffload

@@ -1,4 +1,6 @@
-"""What scripts import from `torch.distributed.fsdp.fully_sharded_data_parallel`, under the same name here."""
+"""What scripts import from `torch.distributed.fsdp.fully_sharded_data_parallel`, under the same
+name here.
+"""
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload as CPUOffload

@@ -1,10 +1,13 @@
-"""Our log, the logger `compiled_fsdp`: one line a pass at INFO, whole graphs at DEBUG, and one summary a model.
+"""Our log, the logger `compiled_fsdp`: one line a pass at INFO, whole graphs at DEBUG, and one
+summary a model.
 
-`TORCH_LOGS="compiled_fsdp"` or `"+compiled_fsdp"` turns it on, as does `torch._logging.set_logs(modules={"compiled_fsdp": ...})`.
-(torch reads the variable when it is imported, and refuses names that it cannot import then.)
+`TORCH_LOGS="compiled_fsdp"` or `"+compiled_fsdp"` turns it on, as does
+`torch._logging.set_logs(modules={"compiled_fsdp": ...})`. (torch reads the variable when it is
+imported, and refuses names that it cannot import then.)
 
-The summary is meant to be seen without any setting, once, by rank 0: a logger whose level nobody set lets it through, to whatever
-handlers there are, and to stderr if there are none. `logging.getLogger("compiled_fsdp").setLevel(logging.WARNING)` silences it.
+The summary is meant to be seen without any setting, once, by rank 0: a logger whose level nobody
+set lets it through, to whatever handlers there are, and to stderr if there are none.
+`logging.getLogger("compiled_fsdp").setLevel(logging.WARNING)` silences it.
 """
 
 from __future__ import annotations

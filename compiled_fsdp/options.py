@@ -1,10 +1,12 @@
 """What the user asked of a unit, and which part of the program took a decision from it.
 
-Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever reads an option to decide
-something writes that down too, there: passes in the graph's own record (`meta.consume`, `graph_record.py`), the eager runtime and
-hooks here. An option that was asked for and that nothing consumed in a whole step has changed nothing: `explain` raises.
+Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
+reads an option to decide something writes that down too, there: passes in the graph's own record
+(`meta.consume`, `graph_record.py`), the eager runtime and hooks here. An option that was asked for
+and that nothing consumed in a whole step has changed nothing: `explain` raises.
 
-Both carry a moment, counted up: a value that was set later than its last consumer ran is not consumed yet.
+Both carry a moment, counted up: a value that was set later than its last consumer ran is not
+consumed yet.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Asked:
 class Options:
     """The options of one unit, or of the plan.
 
-    asked: by name: an argument of `fully_shard`, a field of a policy or of `Plan`, or the setter's name.
+    asked: by name: an argument of `fully_shard`, a field of a policy or of `Plan`, or the setter's
+        name.
     consumed: by name, the parts that read the option, and when each did so last.
     """
 
@@ -76,7 +79,9 @@ def text(value: Any) -> str:
     """A value, shortly."""
     if isinstance(value, set | frozenset):
         return f"{len(value)} parameters"
-    if isinstance(value, list | tuple) and not all(isinstance(entry, str | int | float) for entry in value):
+    if isinstance(value, list | tuple) and not all(
+        isinstance(entry, str | int | float) for entry in value
+    ):
         return f"[{', '.join(map(text, value))}]"
     name = getattr(value, "__name__", None)
     whole = name if isinstance(name, str) else repr(value)

@@ -1,6 +1,7 @@
 """Make the sibling folder `passes/` importable as `compiled_fsdp.passes` in a source checkout.
 
-In a wheel the package `compiled_fsdp/passes/` takes precedence over this module, which is then inert.
+In a wheel the package `compiled_fsdp/passes/` takes precedence over this module, which is then
+inert.
 """
 
 from pathlib import Path

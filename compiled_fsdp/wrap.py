@@ -1,4 +1,6 @@
-"""Wrapping policies for `FullyShardedDataParallel`, and `wrap`: torch's own, which know no wrapper class."""
+"""Wrapping policies for `FullyShardedDataParallel`, and `wrap`: torch's own, which know no wrapper
+class.
+"""
 
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy

@@ -95,11 +95,12 @@ def run_pipeline(
     *,
     is_trial: bool = False,
 ) -> GraphModule:
-    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in tests).
+    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in
+    tests).
 
-    What the graph was before the first pass is kept with it meanwhile, for `verify`. Which options the passes have consumed is
-    left with it: see `meta.take_consumed`. A trial, whose graph is measured and thrown away, is neither linted nor compiled, and
-    has nothing to be verified by.
+    What the graph was before the first pass is kept with it meanwhile, for `verify`. Which options
+    the passes have consumed is left with it: see `meta.take_consumed`. A trial, whose graph is
+    measured and thrown away, is neither linted nor compiled, and has nothing to be verified by.
     """
     is_half = any(entry.stage is Stage.HALF for entry in passes)
     set_captured(gm, Captured(gm.graph) if is_half and not is_trial else None)

@@ -1,4 +1,5 @@
-"""Gather the parameters of a unit with one all-gather, without a copy on the way in, nor of large parameters on the way out.
+"""Gather the parameters of a unit with one all-gather, without a copy on the way in, nor of large
+parameters on the way out.
 
 Small units that follow each other share one: starting a collective costs more than their bytes.
 
@@ -15,19 +16,21 @@ After, if both are small (they share a message, and their rows lie apart in what
     %w0 = view(clone(slice(view(%v, [N, n0 + n1]), 1, 0, n0)), shape0)
     %w1 = view(clone(slice(view(%v, [N, n0 + n1]), 1, n0, n0 + n1)), shape1)  # where it was read before
 
-Large, if both are large (a message each, whose rows come out side by side; see `collectives.messages_of`):
+Large, if both are large (a message each, whose rows come out side by side):
 
     %v = wait(all_gather(%flat, [n0, n1]))
     %w0 = view(slice(%v, 0, 0, N * n0), shape0)
     %w1 = view(slice(%v, 0, N * n0, N * (n0 + n1)), shape1)
 
 Requires: a lowered graph.
-Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the place of the first; a small
-    parameter is copied out where it was gathered before, so that only those in use exist twice. Units share it while together
-    they are no larger than `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
-Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What is computed only after the
-    first gather of its bucket, as slices are under activation checkpointing: it begins a bucket of its own. Each unit for itself,
-    whatever its size: where the user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
+Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the
+    place of the first; a small parameter is copied out where it was gathered before, so that only
+    those in use exist twice. Units share it while together they are no larger than
+    `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
+Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What
+    is computed only after the first gather of its bucket, as slices are under activation
+    checkpointing: it begins a bucket of its own. Each unit for itself, whatever its size: where the
+    user gave prefetch lists, a gather of their own, or `overlap_optimizer`.
 """
 
 from __future__ import annotations
@@ -52,8 +55,12 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     units: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         spec = region.spec
-        is_kept = spec.reshard == "keep"  # a view of a bucket that backward keeps would keep all of it
-        units.setdefault((spec.dtype, spec.group, spec.group_size, is_kept, spec.unit), []).append(region)
+        is_kept = (
+            spec.reshard == "keep"
+        )  # a view of a bucket that backward keeps would keep all of it
+        units.setdefault((spec.dtype, spec.group, spec.group_size, is_kept, spec.unit), []).append(
+            region
+        )
     alike: dict[tuple[object, ...], list[list[Region]]] = {}
     for (*way, unit), members in units.items():
         is_alone = has_lists or not all(map(_may_share, members))
@@ -72,10 +79,14 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _ready(bucket: list[Region]) -> list[list[Region]]:
-    """A bucket cut where what is gathered is computed only after the first gather: slices, under activation checkpointing."""
+    """A bucket cut where what is gathered is computed only after the first gather: slices, under
+    activation checkpointing.
+    """
     found: list[list[Region]] = []
     for region in bucket:
-        if found and all(n.op == "placeholder" or n < found[-1][0].nodes[0] for n in region.sources):
+        if found and all(
+            n.op == "placeholder" or n < found[-1][0].nodes[0] for n in region.sources
+        ):
             found[-1].append(region)
         else:
             found.append([region])
@@ -83,15 +94,22 @@ def _ready(bucket: list[Region]) -> list[list[Region]]:
 
 
 def _parts(bucket: list[Region], limit: int) -> list[list[Region]]:
-    """A bucket cut along its flat buffer into parts of about this size, each in the order of the graph."""
+    """A bucket cut along its flat buffer into parts of about this size, each in the order of the
+    graph.
+    """
     if not limit or not all(map(_may_share, bucket)) or _nbytes(bucket) <= limit:
         return [bucket]
     along = sorted(bucket, key=lambda region: region.spec.offset)
-    return [sorted(part, key=lambda region: region.nodes[0]) for part in together(along, lambda r: _nbytes([r]), limit)]
+    return [
+        sorted(part, key=lambda region: region.nodes[0])
+        for part in together(along, lambda r: _nbytes([r]), limit)
+    ]
 
 
 def _may_share(region: Region) -> bool:
-    """Whether this may travel with other units': nothing of the user's or of the unit's own depends on it."""
+    """Whether this may travel with other units': nothing of the user's or of the unit's own depends
+    on it.
+    """
     spec = region.spec
     is_input = all(source.op == "placeholder" for source in region.sources)
     return is_input and spec.group_size > 1 and not (spec.gather_algorithm or spec.overlap)

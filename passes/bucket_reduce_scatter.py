@@ -16,14 +16,15 @@ After:
     mark_grads_(%g, %flat, offsets)
 
 Requires: a lowered graph.
-Ensures: one reduction for each flat gradient and way of reducing, where its last gradient is ready. Where parameters have no
-    gradient, zeros fill their place and nothing is communicated for them.
-    What is kept after the shard axis (`sync="scatter"`) is reduced once for each flat buffer too. Units share a reduction, and copy
-    their flat gradients out of its result, while together they are no larger than `plan.bucket_limit`; one larger than
-    `plan.split_bytes` is reduced in parts of about that, each where its last gradient is ready.
-Leaves alone: a sum with a term that is not a reduction, or that is read by something else too. Each unit for itself, whatever its
-    size: where gradients are kept for a later backward, or the user gave a reduction, a hook, a bound on reductions under way or
-    `overlap_optimizer`.
+Ensures: one reduction for each flat gradient and way of reducing, where its last gradient is ready.
+    Where parameters have no gradient, zeros fill their place and nothing is communicated for them.
+    What is kept after the shard axis (`sync="scatter"`) is reduced once for each flat buffer too.
+    Units share a reduction, and copy their flat gradients out of its result, while together they
+    are no larger than `plan.bucket_limit`; one larger than `plan.split_bytes` is reduced in parts
+    of about that, each where its last gradient is ready.
+Leaves alone: a sum with a term that is not a reduction, or that is read by something else too. Each
+    unit for itself, whatever its size: where gradients are kept for a later backward, or the user
+    gave a reduction, a hook, a bound on reductions under way or `overlap_optimizer`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import ADD, CAT, Builder, erase_all, erase_unused, sum_leaves, sum_root, value
+from compiled_fsdp.ir.graph import (
+    ADD,
+    CAT,
+    Builder,
+    erase_all,
+    erase_unused,
+    sum_leaves,
+    sum_root,
+    value,
+)
 from compiled_fsdp.ir.meta import CommTag, consume
 from compiled_fsdp.ir.regions import Region, find_regions, together
 from compiled_fsdp.ir.schema import MARK_GRADS
@@ -94,10 +104,14 @@ class Unit:
 
     @property
     def is_alone(self) -> bool:
-        """Whether something of the user's or of the unit's own depends on this reduction as it is."""
+        """Whether something of the user's or of the unit's own depends on this reduction as it
+        is.
+        """
         spec, how = self.bucket[0].spec, self.bucket[0].spec.reduction
         ways = {(r.spec.unit, r.spec.group, r.spec.reduction) for r in self.bucket}
-        is_plain = how.sync == "reduce" and not (how.is_accumulating or how.hook or how.algorithm.startswith(comm.CUSTOM))
+        is_plain = how.sync == "reduce" and not (
+            how.is_accumulating or how.hook or how.algorithm.startswith(comm.CUSTOM)
+        )
         readers = {user.target for user in self.root.users}
         is_bound = bool(spec.overlap or spec.reduces_in_flight) or spec.group_size == 1
         return len(ways) > 1 or not is_plain or is_bound or not readers <= {MARK_GRADS, "output"}
@@ -137,7 +151,9 @@ def _share(units: list[Unit]) -> None:
     for unit, bucket, mark in zip(units, ordered, marks, strict=True):
         stop = start + sum(r.spec.shard_numel for r in bucket)
         part = comm.part_of_bucket(run, reduced, start, stop)
-        placed = comm.place_bucket(run, part, tuple(r.spec for r in bucket), value(unit.root).numel())
+        placed = comm.place_bucket(
+            run, part, tuple(r.spec for r in bucket), value(unit.root).numel()
+        )
         unit.root.replace_all_uses_with(placed)
         placed.append(mark)
         start = stop
@@ -166,7 +182,9 @@ def _merge(root: Node, bucket: list[Region]) -> None:
     total = None
     for members in _by_way(bucket):
         run, reduced = _reduce(members, marks.args[1])  # type: ignore[arg-type]
-        placed = comm.place_bucket(run, reduced, tuple(r.spec for r in members), value(root).numel())
+        placed = comm.place_bucket(
+            run, reduced, tuple(r.spec for r in members), value(root).numel()
+        )
         total = placed if total is None else Builder(root, root)(ADD, total, placed)
     assert total is not None
     root.replace_all_uses_with(total)
@@ -187,6 +205,8 @@ def _by_way(bucket: list[Region]) -> list[list[Region]]:
 def _reduce(members: list[Region], flat: Node) -> tuple[Builder, Node | None]:
     """One reduction for all, where the last gradient is ready."""
     last = max(r.nodes[0] for r in members)
-    run = Builder(last, last, CommTag("reduce", members[0].tag.region, tuple(r.spec for r in members)))
+    run = Builder(
+        last, last, CommTag("reduce", members[0].tag.region, tuple(r.spec for r in members))
+    )
     grads = [(r.source, value(r.source).dtype, r.spec) for r in members]
     return run, comm.reduce_bucket(run, grads, flat, value(flat).dtype)

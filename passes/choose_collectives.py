@@ -1,8 +1,10 @@
-"""Choose how each unit's parameters are gathered and reduced: in how many messages, and by which collective.
+"""Choose how each unit's parameters are gathered and reduced: in how many messages, and by which
+collective.
 
 The choice is written into the ops, where every later pass reads it.
 
-Before, with costs by which a further message takes as long as copying 1 MB, and an all-to-all is faster than a reduce-scatter:
+Before, with costs by which a further message takes as long as copying 1 MB, and an all-to-all is
+faster than a reduce-scatter:
 
     %w = unshard(%flat, "w", own_message=2**18)
     %g = reduce_grad(%d, %flat, "w", "reduce_scatter", "avg", post_divide=1)
@@ -13,9 +15,11 @@ After:
     %g = reduce_grad(%d, %flat, "w", "all_to_all", "sum", post_divide=N)
 
 Requires: a joint graph in which each parameter is unsharded once.
-Ensures: `own_message` and `reduce_algorithm` are as the plan says, or for None as costs say (`choices.py`), alike in a unit.
-Leaves alone: a reduction of the user's own; the mean over HSDP's replicas that the backend computes; everything where the plan
-    leaves the choice to the backend, and where it asks for costs and has none.
+Ensures: `own_message` and `reduce_algorithm` are as the plan says, or for None as costs say
+    (`choices.py`), alike in a unit.
+Leaves alone: a reduction of the user's own; the mean over HSDP's replicas that the backend
+    computes; everything where the plan leaves the choice to the backend, and where it asks for
+    costs and has none.
 """
 
 from __future__ import annotations

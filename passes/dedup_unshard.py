@@ -1,6 +1,7 @@
 """Unshard each parameter once, and reduce its gradient once, however often it is read.
 
-Tied weights and repeated reads trace to one `unshard` each, and to one `reduce_grad` each in backward.
+Tied weights and repeated reads trace to one `unshard` each, and to one `reduce_grad` each in
+backward.
 
 Before:
 
@@ -17,8 +18,9 @@ After:
     %g = reduce_grad(%d, %flat, "w")
 
 Requires: a joint (or inference) graph as traced.
-Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one parameter. Gradients are added
-    in the order in which autograd would have added them, in the dtype in which they arrive.
+Ensures: no two `unshard` have equal arguments; no two `reduce_grad` of one sum belong to one
+    parameter. Gradients are added in the order in which autograd would have added them, in the
+    dtype in which they arrive.
 Leaves alone: a sum with a term that is not a reduction, or that is read by something else too.
 """
 

@@ -1,4 +1,5 @@
-"""Await each reduction late, so that backward computes on while it is under way: when costs say it is done, or by distance.
+"""Await each reduction late, so that backward computes on while it is under way: when costs say it
+is done, or by distance.
 
 Before:
 
@@ -21,11 +22,13 @@ After, with reduces_in_flight=1:
     mark_grads_(%g0, %flat0, offsets0)
 
 Requires: a lowered graph.
-Ensures: by distance, what depends on the wait of the n-th reduction stands before the start of the (n + reduces_in_flight)-th
-    (or, for a fraction, before a matmul that share of the way to it), or at the end of the graph; from costs, it stands where
-    `planner.wait_anchors` says, within `Plan.reduction_bytes`. With HSDP the all-reduce starts there, and is awaited a unit
-    later again. A unit's `set_reduce_scatter_max_input_buffers` comes before the plan.
-Leaves alone: a wait on which the start that it would move to depends. Other computation with the result moves with it.
+Ensures: by distance, what depends on the wait of the n-th reduction stands before the start of the
+    (n + reduces_in_flight)-th (or, for a fraction, before a matmul that share of the way to it), or
+    at the end of the graph; from costs, it stands where `planner.wait_anchors` says, within
+    `Plan.reduction_bytes`. With HSDP the all-reduce starts there, and is awaited a unit later
+    again. A unit's `set_reduce_scatter_max_input_buffers` comes before the plan.
+Leaves alone: a wait on which the start that it would move to depends. Other computation with the
+result moves with it.
 """
 
 from __future__ import annotations
@@ -47,11 +50,18 @@ if TYPE_CHECKING:
 def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
-    is_from_costs = plan.distance("reduces_in_flight") is None and not any(r.spec.reduces_in_flight for r in regions)
+    is_from_costs = plan.distance("reduces_in_flight") is None and not any(
+        r.spec.reduces_in_flight for r in regions
+    )
     for region in regions:
         is_set = region.spec.reduces_in_flight > 0
         consume(
-            gm, *(("set_reduce_scatter_max_input_buffers", region.spec.unit) if is_set else ("Plan.reduces_in_flight", ""))
+            gm,
+            *(
+                ("set_reduce_scatter_max_input_buffers", region.spec.unit)
+                if is_set
+                else ("Plan.reduces_in_flight", "")
+            ),
         )
     if not is_from_costs and not any(distances(regions, plan)):
         return gm
@@ -79,7 +89,9 @@ def distances(regions: list[Region], plan: Plan) -> list[float]:
     return [region.spec.reduces_in_flight or by_default for region in regions]
 
 
-def decide(regions: list[Region], stage: int, late: list[float], end: Node) -> list[tuple[Node, Node]]:
+def decide(
+    regions: list[Region], stage: int, late: list[float], end: Node
+) -> list[tuple[Node, Node]]:
     """Pairs (wait, the node it goes before), for the stage-th wait of each reduction."""
     starts = [region.starts[0] for region in regions]
     return [
@@ -90,7 +102,9 @@ def decide(regions: list[Region], stage: int, late: list[float], end: Node) -> l
 
 
 def _sink(wait: Node, anchor: Node) -> None:
-    """Move the wait, and what of all that depends on it stands above the anchor, down to the anchor."""
+    """Move the wait, and what of all that depends on it stands above the anchor, down to the
+    anchor.
+    """
     after = downstream(wait)
     if anchor in after and anchor.op != "output":
         return

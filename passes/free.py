@@ -13,13 +13,14 @@ After:
     %y = mm(%x, %w)
     free(%v)
 
-The no-Inductor backend drops its reference there, and with it the storage. Inductor frees by liveness at the same place, and
-gets the graph without these nodes.
+The no-Inductor backend drops its reference there, and with it the storage. Inductor frees by
+liveness at the same place, and gets the graph without these nodes.
 
 Requires: the final order of collectives.
-Ensures: each awaited all-gather and all-to-all has one `free` after the last use of it and of its views.
-Leaves alone: buffers that the graph returns (kept for backward), results that become gradients, and what the user gathers and
-    awaits more than once, so that several names stand for one buffer.
+Ensures: each awaited all-gather and all-to-all has one `free` after the last use of it and of its
+    views.
+Leaves alone: buffers that the graph returns (kept for backward), results that become gradients, and
+    what the user gathers and awaits more than once, so that several names stand for one buffer.
 """
 
 from __future__ import annotations
@@ -47,12 +48,16 @@ def free(gm: GraphModule, plan: Plan) -> GraphModule:
 
 def _buffers(gm: GraphModule) -> list[Node]:
     """Waits whose result is a buffer made for the communication, and that nobody else awaits."""
-    waits = [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)]
+    waits = [
+        w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)
+    ]
     return [w for w in waits if len(w.all_input_nodes[0].users) == 1]
 
 
 def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:
-    """The last reader of the buffer or a view of it, a collective until it is awaited; None if the graph returns one."""
+    """The last reader of the buffer or a view of it, a collective until it is awaited; None if the
+    graph returns one.
+    """
     users = [u for alias in aliases(buffer) for u in (alias, *alias.users)]
     users += [wait for u in users if u.target in STARTS for wait in u.users]
     if output(buffer.graph) in users:

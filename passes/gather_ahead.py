@@ -11,9 +11,10 @@ After:
     %w0 = view(wait(%a0), shape0)
 
 Requires: a finished graph: nothing but the op that starts the gather changes.
-Ensures: in forward, each all-gather of a piece of one flat buffer goes through its unit, which hands over what is under way for
-    the very values that the buffer has now, or starts the gather.
-Leaves alone: backward; units that did not ask for it (`overlap`); custom all-gathers; buckets from several flat buffers.
+Ensures: in forward, each all-gather of a piece of one flat buffer goes through its unit, which
+    hands over what is under way for the very values that the buffer has now, or starts the gather.
+Leaves alone: backward; units that did not ask for it (`overlap`); custom all-gathers; buckets from
+several flat buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:
     if is_backward(gm.graph):
         return gm
     for region in find_regions(gm.graph, "gather"):
-        if region.spec.overlap and [n.target in GATHERS for n in region.starts] == [True] and _is_piece(region):
+        if (
+            region.spec.overlap
+            and [n.target in GATHERS for n in region.starts] == [True]
+            and _is_piece(region)
+        ):
             _replace(region)
             consume(gm, "overlap_optimizer", region.spec.unit)
     return gm

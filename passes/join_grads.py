@@ -1,6 +1,8 @@
-"""Put the gradients of a flat parameter's views together once, where autograd would add zeros for each.
+"""Put the gradients of a flat parameter's views together once, where autograd would add zeros for
+each.
 
-A unit of FSDP1 is one flat parameter; what the model reads are views of it, and each has a gradient of its own.
+A unit of FSDP1 is one flat parameter; what the model reads are views of it, and each has a gradient
+of its own.
 
 Before:
 
@@ -15,8 +17,9 @@ After:
     %g = reduce_grad(%d, %flat, "flat")
 
 Requires: a joint (or inference) graph in which each parameter is reduced once.
-Ensures: a gradient that is a sum of `flatten_grad`s is a concatenation, with zeros where no view has a gradient. Gradients of one
-    place are added in the order in which autograd would have added them.
+Ensures: a gradient that is a sum of `flatten_grad`s is a concatenation, with zeros where no view
+    has a gradient. Gradients of one place are added in the order in which autograd would have added
+    them.
 Leaves alone: a sum with another term.
 """
 

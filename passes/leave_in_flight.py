@@ -1,4 +1,5 @@
-"""Leave the last reductions of backward in flight: whoever reads the gradient waits, at best the optimizer, unit by unit.
+"""Leave the last reductions of backward in flight: whoever reads the gradient waits, at best the
+optimizer, unit by unit.
 
 Before:
 
@@ -21,12 +22,14 @@ After:
     reduce_later_(%r0, %flat0, offsets0)
 
 Requires: the final order of reductions; their waits may be anywhere.
-Ensures: from the last reduction backwards, as many as fit into twice the bytes of the largest have no last wait any more. The
-    graph returns None for their flat gradients, and hands over to the unit what is under way. The order of starts is unchanged,
-    and nothing is started later: with HSDP only the wait for the all-reduce is left out.
-Leaves alone: units that did not ask for it (`overlap`), or have an all-reduce hook, which may communicate; reductions
-    without a collective; gradients that something else reads; reductions that send memory which is not the graph's own (an
-    input, or a tensor that it returns), since others may write to it.
+Ensures: from the last reduction backwards, as many as fit into twice the bytes of the largest have
+    no last wait any more. The graph returns None for their flat gradients, and hands over to the
+    unit what is under way. The order of starts is unchanged, and nothing is started later: with
+    HSDP only the wait for the all-reduce is left out.
+Leaves alone: units that did not ask for it (`overlap`), or have an all-reduce hook, which may
+    communicate; reductions without a collective; gradients that something else reads; reductions
+    that send memory which is not the graph's own (an input, or a tensor that it returns), since
+    others may write to it.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def decide(graph: Graph) -> list[Region]:
 
 
 def _is_private(region: Region) -> bool:
-    """Whether nobody but the unit reads the result, and nobody outside can write to what is sent."""
+    """Whether nobody but the unit reads the result, and nobody outside can write to what is
+    sent.
+    """
     end = output(region.result.graph)
     if {user.target for user in region.result.users} != {MARK_GRADS, end.target}:
         return False
@@ -84,7 +89,9 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _leave(region: Region, end: Node) -> None:
-    """Put one op in the place of the last wait, of what depends on it, and of the gradient that is returned."""
+    """Put one op in the place of the last wait, of what depends on it, and of the gradient that is
+    returned.
+    """
     root = region.result
     (mark,) = [user for user in root.users if user.target is MARK_GRADS]
     wait = region.waits[-1]

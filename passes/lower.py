@@ -16,9 +16,11 @@ After (cast, padding and division only where the parameter asks for them):
     %g = constant_pad_nd(%p)                         # to its place in the flat gradient
     mark_grads_(%g, %flat, offsets)
 
-Requires: a forward, backward or inference graph. Its fsdp ops are `unshard`, `reduce_grad` and `unshard_slice`.
-Ensures: none of these is left; each flat gradient is followed by one `mark_grads_` that names what is in it. Where the policy
-    is to keep gradients for a later backward, they go to `retain_`, and the graph returns None for the flat gradient.
+Requires: a forward, backward or inference graph. Its fsdp ops are `unshard`, `reduce_grad` and
+    `unshard_slice`.
+Ensures: none of these is left; each flat gradient is followed by one `mark_grads_` that names what
+    is in it. Where the policy is to keep gradients for a later backward, they go to `retain_`, and
+    the graph returns None for the flat gradient.
 Leaves alone: `keep_slice`, which has no simpler form free of this rank's number.
 """
 
@@ -59,7 +61,11 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
         for spec in [ParamSpec.of(node.args[1:])] if node.target is not REDUCE_GRAD else []:
             for option in comm.gather_options(spec):
                 consume(gm, option, spec.unit)
-        result = _lower_reduce(node, region) if node.target is REDUCE_GRAD else _lower_gather(node, region)
+        result = (
+            _lower_reduce(node, region)
+            if node.target is REDUCE_GRAD
+            else _lower_gather(node, region)
+        )
         if result is not None:
             node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -93,6 +99,8 @@ def _lower_reduce(node: Node, region: int) -> Node | None:
     result: Node | None = comm.reduce_grad(run, grad, grad_value.dtype, flat, numel, dtype, spec)
     if result is None:
         return None
-    if value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata:  # one rank: nothing made a copy
+    if (
+        value(result).untyped_storage()._cdata == grad_value.untyped_storage()._cdata
+    ):  # one rank: nothing made a copy
         result = run(torch.ops.aten.clone.default, result)
     return result

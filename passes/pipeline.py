@@ -31,7 +31,12 @@ PIPELINE = check_order(
         Pass(prefetch_all_gather, Stage.HALF, (Property.LOWERED,), Property.PREFETCHED),
         Pass(delay_wait, Stage.HALF, (Property.LOWERED,), Property.DELAYED),
         Pass(leave_in_flight, Stage.HALF, (Property.LOWERED, Property.DELAYED), Property.LEFT),
-        Pass(step_in_backward, Stage.HALF, (Property.LOWERED, Property.DELAYED, Property.LEFT), Property.STEPPED),
+        Pass(
+            step_in_backward,
+            Stage.HALF,
+            (Property.LOWERED, Property.DELAYED, Property.LEFT),
+            Property.STEPPED,
+        ),
         Pass(read_strided, Stage.HALF, (Property.LOWERED,), Property.STRIDED),
         Pass(free, Stage.HALF, (Property.PREFETCHED, Property.DELAYED), Property.FREED),
         Pass(verify, Stage.HALF, (Property.LOWERED, Property.FREED), Property.VERIFIED),

@@ -1,6 +1,8 @@
-"""Decide what backward gets from forward: nothing (gather again), the full parameter, or a slice of it.
+"""Decide what backward gets from forward: nothing (gather again), the full parameter, or a slice of
+it.
 
-The decision is each parameter's reshard class, expressed as save and recompute tags that torch's partitioner obeys.
+The decision is each parameter's reshard class, expressed as save and recompute tags that torch's
+partitioner obeys.
 
 Before:
 
@@ -20,16 +22,18 @@ After ("gather" and "keep" change no node, only tags):
     %w2 = unshard_slice(%s, "w")                     # from here backward only, never saved
     %dx = mm(%tangents_1, permute(permute(%w2)))
 
-gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise, cat) are tagged recompute:
-    saving any one of them would keep gathered bytes alive.
-keep: the unshard is tagged save. So are those that the plan's memory budget has room for (`plan.kept`), and what is cheaply
-    computed from these alone is still tagged recompute: the budget has room for the parameter, not for a cast of it too.
-    Without room for a slice (`plan.dropped`), slice is gather.
+gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise,
+    cat) are tagged recompute: saving any one of them would keep gathered bytes alive.
+keep: the unshard is tagged save. So are those that the plan's memory budget has room for
+    (`plan.kept`), and what is cheaply computed from these alone is still tagged recompute: the
+    budget has room for the parameter, not for a cast of it too. Without room for a slice
+    (`plan.dropped`), slice is gather.
 slice: backward reads a second gather over the small group, of a slice that forward saves.
 
 Requires: a joint graph in which each parameter is unsharded once. An inference graph is left alone.
 Ensures: under "gather" and "slice" no gathered storage is saved for backward.
-Leaves alone: matmuls and reductions of weights, and what follows from them: the partitioner weighs those itself.
+Leaves alone: matmuls and reductions of weights, and what follows from them: the partitioner weighs
+    those itself.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ CHEAP = (
     torch.ops.prims.convert_element_type.default,
 )
 
-# What backward gathers follows from the class, and from what gradients depend on: never more than `set_unshard_in_backward` asks.
+# What backward gathers follows from the class, and from what gradients depend on: never more than
+# `set_unshard_in_backward` asks.
 OPTIONS = ("reshard_after_forward", "set_unshard_in_backward")
 
 
@@ -99,7 +104,12 @@ def from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
     while stack:
         for node in stack.pop().users:
             inputs = node.all_input_nodes
-            if node not in found and node not in backward and _is_cheap(node) and all(n in found for n in inputs):
+            if (
+                node not in found
+                and node not in backward
+                and _is_cheap(node)
+                and all(n in found for n in inputs)
+            ):
                 found[node] = None
                 stack.append(node)
     return sorted(found)
@@ -115,10 +125,12 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> None:
-    """Make backward read second gathers, through copies of what forward computed cheaply from the parameters.
+    """Make backward read second gathers, through copies of what forward computed cheaply from the
+    parameters.
 
-    The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the slices, the
-    smallest values between them and backward, are what it saves. What forward computes from the parameters and other values
+    The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the
+    slices, the smallest values between them and backward, are what it saves. What forward computes
+    from the parameters and other values
     is not computed again either: that would read the first gather in backward.
     """
     chain = _chain(sliced, gathered, backward)
@@ -140,7 +152,9 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
             meta.save(kept)
             copies[node] = run(UNSHARD_SLICE, kept, *node.args[1:])
         else:
-            copies[node] = run(_op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies))
+            copies[node] = run(
+                _op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies)
+            )
         meta.recompute(copies[node])
         meta.in_backward(copies[node])
     for node, copy in copies.items():
@@ -149,7 +163,9 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
 
 
 def _chain(sliced: list[Node], gathered: list[Node], backward: set[Node]) -> list[Node]:
-    """The sliced parameters and what forward computes cheaply from them and other parameters, in graph order."""
+    """The sliced parameters and what forward computes cheaply from them and other parameters, in
+    graph order.
+    """
     depends = set(sliced)
     for node in from_weights(sliced + gathered, backward):
         if any(n in depends for n in node.all_input_nodes):

@@ -1,4 +1,5 @@
-"""Let the optimizer step a unit inside backward, where its gradients are reduced, instead of returning them.
+"""Let the optimizer step a unit inside backward, where its gradients are reduced, instead of
+returning them.
 
 Before, in a graph that returns `%y` and `%g1`:
 
@@ -14,14 +15,16 @@ After, in one that returns `%y` and None:
     step_(%g1, %flat1, offsets1)
     %y = compute(%rows1)
 
-So a gradient lives no longer than it takes to use it, and what forward gathers again may be gathered while backward computes on
-(`overlap.py`). Like the optimizers in backward of Lv et al. (LOMO, 2023) and of torch's `_apply_optimizer_in_backward`.
+So a gradient lives no longer than it takes to use it, and what forward gathers again may be
+gathered while backward computes on (`overlap.py`). Like the optimizers in backward of Lv et al.
+(LOMO, 2023) and of torch's `_apply_optimizer_in_backward`.
 
 Requires: the final order of waits.
-Ensures: what is still marked and returned is handed to the optimizer where it is marked, and the graph returns None for it. The
-    flat buffer is written there, after everything that reads it.
-Leaves alone: units that did not ask for it (`overlap`); reductions left in flight, whose units are stepped as they arrive; flat
-    buffers that anything reads later, or a collective that is not awaited by then; gradients that something else reads.
+Ensures: what is still marked and returned is handed to the optimizer where it is marked, and the
+    graph returns None for it. The flat buffer is written there, after everything that reads it.
+Leaves alone: units that did not ask for it (`overlap`); reductions left in flight, whose units are
+    stepped as they arrive; flat buffers that anything reads later, or a collective that is not
+    awaited by then; gradients that something else reads.
 """
 
 from __future__ import annotations
@@ -46,7 +49,11 @@ def step_in_backward(gm: GraphModule, plan: Plan) -> GraphModule:
         root: Any = mark.args[0]
         flat: Any = mark.args[1]
         spec = _spec(root)
-        if spec.overlap == IN_BACKWARD and set(root.users) == {mark, end} and last_read(flat, position) < position[mark]:
+        if (
+            spec.overlap == IN_BACKWARD
+            and set(root.users) == {mark, end}
+            and last_read(flat, position) < position[mark]
+        ):
             consume(gm, "overlap_optimizer", spec.unit)
             Builder(mark, mark)(STEP, *mark.args)
             gm.graph.erase_node(mark)

@@ -3,7 +3,8 @@
 Each invariant is one function below; its docstring is the rule that an error quotes.
 
 Requires: a lowered graph in its final order.
-Ensures: the graph keeps every rule, or `GraphInvariantError` names the first one broken, with the nodes around the place.
+Ensures: the graph keeps every rule, or `GraphInvariantError` names the first one broken, with the
+    nodes around the place.
 Leaves alone: everything.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil, floor, inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -70,7 +71,7 @@ def check(gm: GraphModule, plan: Plan, where: str) -> None:
     """Raise `GraphInvariantError` for the first rule that the graph breaks, after `where`."""
     for invariant in INVARIANTS:
         for node, detail in invariant(gm, plan):
-            rule = (invariant.__doc__ or "").strip()
+            rule = " ".join((invariant.__doc__ or "").split())
             raise GraphInvariantError(where, rule, detail, node)
 
 
@@ -81,14 +82,19 @@ def lowered(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def waited_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result."""
+    """Every collective is awaited exactly once, or its wait is left to the unit, and nothing else
+    reads its result.
+    """
     for node in _ours(starts(gm.graph)):  # the user may await his own as often as he likes
         users = list(node.users)
         if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
     for wait in _ours(find(gm.graph, WAIT)):
         if wait.all_input_nodes[0].target is WAIT:
-            yield wait, f"%{wait.name} awaits %{wait.all_input_nodes[0].name}, which is no collective"
+            yield (
+                wait,
+                f"%{wait.name} awaits %{wait.all_input_nodes[0].name}, which is no collective",
+            )
 
 
 def _ours(nodes: Iterable[Node]) -> list[Node]:
@@ -109,30 +115,49 @@ def uniform_buckets(gm: GraphModule, plan: Plan) -> Violations:
     """All members of a bucket have the same group, dtype and way of reducing."""
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
-            is_gather = kind == "gather"  # gradients of any dtype are cast to that of their reduction
-            ways = {(s.group, s.dtype if is_gather else None, None if is_gather else s.reduction) for s in region.tag.specs}
+            is_gather = (
+                kind == "gather"
+            )  # gradients of any dtype are cast to that of their reduction
+            ways = {
+                (s.group, s.dtype if is_gather else None, None if is_gather else s.reduction)
+                for s in region.tag.specs
+            }
             if len(ways) > 1:
-                yield region.nodes[0], f"members of the bucket of {region.tag.unit} differ: {sorted(map(str, ways))}"
+                yield (
+                    region.nodes[0],
+                    f"members of the bucket of {region.tag.unit} differ: {sorted(map(str, ways))}",
+                )
 
 
 def as_specified(gm: GraphModule, plan: Plan) -> Violations:
-    """Each communication starts the collectives that its parameters' settings name: op, group, size and dtype."""
+    """Each communication starts the collectives that its parameters' settings name: op, group, size
+    and dtype.
+    """
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
             found = [_described(node) for node in region.starts]
             wanted = _wanted_gather(region) if kind == "gather" else _wanted_reduction(region)
             if found != wanted:
                 names = [s.fqn for s in region.tag.specs]
-                yield (*region.starts, *region.nodes)[0], f"the {kind} of {names} starts {found}; its settings name {wanted}"
+                yield (
+                    (*region.starts, *region.nodes)[0],
+                    f"the {kind} of {names} starts {found}; its settings name {wanted}",
+                )
 
 
 def _described(start: Node) -> str:
-    """What a collective does, without its position in the arguments; one that may have started ahead, as it would start here."""
+    """What a collective does, without its position in the arguments; one that may have started
+    ahead, as it would start here.
+    """
     target, args = start.target, start.args
     if target is GATHER_AHEAD:
         shard, _, _, sizes, *others = args
         is_whole = len(sizes) == 1  # type: ignore[arg-type]
-        target, args = (comm.ALL_GATHER, (shard, *others)) if is_whole else (schema.ALL_GATHER, (shard, sizes, *others))
+        target, args = (
+            (comm.ALL_GATHER, (shard, *others))
+            if is_whole
+            else (schema.ALL_GATHER, (shard, sizes, *others))
+        )
     sent = [value(n) for n in _sent(start)]
     others = [a for a in args[1:] if isinstance(a, str | int | list | tuple)]
     return f"{_op(target)}({sum(v.numel() for v in sent)} x {sent[0].dtype}, {', '.join(map(str, others))})"
@@ -154,7 +179,10 @@ def _wanted_gather(region: Region) -> list[str]:
         return []
     sent = f"{sum(s.shard_numel for s in region.tag.specs)} x {spec.dtype}"
     if spec.gather_algorithm:
-        return [f"{_op(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, {spec.gather_algorithm})"]
+        return [
+            f"{_op(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, "
+            f"{spec.gather_algorithm})"
+        ]
     sizes = [message.numel for message in comm.gather_messages(region.tag.specs)]
     if len(sizes) > 1:
         return [f"{_op(schema.ALL_GATHER)}({sent}, {sizes}, {spec.group_size}, {spec.group})"]
@@ -171,22 +199,33 @@ def _wanted_reduction(region: Region) -> list[str]:
     if size > 1 and how.algorithm == "all_to_all":
         wanted = [f"{_op(ALL_TO_ALL)}({rows}, {size}, {spec.reduce_group})"]
     elif size > 1 and how.algorithm.startswith(comm.CUSTOM):
-        wanted = [f"{_op(schema.CUSTOM_REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group}, {how.algorithm})"]
+        wanted = [
+            f"{_op(schema.CUSTOM_REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group}, "
+            f"{how.algorithm})"
+        ]
     elif size > 1:
         wanted = [f"{_op(comm.REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group})"]
     if how.replicate_size > 1 and how.sync == "reduce":
-        wanted.append(f"{_op(comm.ALL_REDUCE)}({numel} x {how.dtype}, {how.op}, {how.replicate_group})")
+        wanted.append(
+            f"{_op(comm.ALL_REDUCE)}({numel} x {how.dtype}, {how.op}, {how.replicate_group})"
+        )
     return wanted
 
 
 def divided(gm: GraphModule, plan: Plan) -> Violations:
-    """Every gradient is divided by what its settings say: before it is reduced, and after, or by the unit that awaits it."""
+    """Every gradient is divided by what its settings say: before it is reduced, and after, or by
+    the unit that awaits it.
+    """
     for region in find_regions(gm.graph, "reduce"):
         how, communicates = region.spec.reduction, (*region.starts, *region.waits)
         divisions = [n for n in region.nodes if n.target is torch.ops.aten.div.Tensor]
-        after = prod([_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0)
+        after = prod(
+            [_number(n) for n in divisions if not communicates or communicates[0] < n], start=1.0
+        )
         before = {_divisor(n, region) for n in _sent(communicates[0])} if communicates else {1.0}
-        wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(how.sync, (how.pre_divide, how.post_divide))
+        wanted = {"retain": (1.0, 1.0), "scatter": (how.pre_divide, 1.0)}.get(
+            how.sync, (how.pre_divide, how.post_divide)
+        )
         if not communicates:
             wanted = 1.0, prod(wanted)
         for later in (n for n in region.nodes if n.target is REDUCE_LATER):
@@ -194,11 +233,16 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
         if (before, after) != ({wanted[0]}, wanted[1]):
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), after)
-            yield (*divisions, *region.nodes)[0], f"gradients of {names} are divided by {found}, not by {wanted}"
+            yield (
+                (*divisions, *region.nodes)[0],
+                f"gradients of {names} are divided by {found}, not by {wanted}",
+            )
 
 
 def _divisor(node: Node, region: Region) -> float:
-    """What a value that a region sends was divided by in it; all that was joined to it, by the same."""
+    """What a value that a region sends was divided by in it; all that was joined to it, by the
+    same.
+    """
     product, nodes = 1.0, {node}
     for current in reversed(region.nodes):
         if current in nodes:
@@ -220,7 +264,9 @@ def _is_left(region: Region) -> bool:
 
 
 def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
-    """Parameters are cast to the compute dtype before they are gathered, gradients to the reduce dtype and back around it."""
+    """Parameters are cast to the compute dtype before they are gathered, gradients to the reduce
+    dtype and back around it.
+    """
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
             spec, starts_ = region.spec, region.starts
@@ -232,49 +278,77 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                 if kind == "gather":
                     is_right = target == spec.dtype and is_before
                 else:
-                    dtypes = (target, source) if not starts_ else (target,) if is_before else (source,)
-                    is_right = spec.reduce_dtype in dtypes or (is_before and spec.reduction.first_dtype in dtypes)
+                    dtypes = (
+                        (target, source) if not starts_ else (target,) if is_before else (source,)
+                    )
+                    is_right = spec.reduce_dtype in dtypes or (
+                        is_before and spec.reduction.first_dtype in dtypes
+                    )
                 if not is_right:
                     place = "before" if is_before else "after"
                     wanted = spec.dtype if kind == "gather" else spec.reduce_dtype
-                    yield node, f"%{node.name} casts from {source} to {target} {place} the {kind} of {spec.fqn} in {wanted}"
+                    yield (
+                        node,
+                        f"%{node.name} casts from {source} to {target} {place} the {kind} of "
+                        f"{spec.fqn} in {wanted}",
+                    )
 
 
 def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
-    """No gathered buffer, nor a view of it, is read after its free, or by a collective that is not awaited by then."""
+    """No gathered buffer, nor a view of it, is read after its free, or by a collective that is not
+    awaited by then.
+    """
     position = order(gm.graph)
     for free in find(gm.graph, FREE):
         for alias in aliases(free.all_input_nodes[0]):
             for user in alias.users:
                 if user.target is not FREE and position[user] > position[free]:
                     yield user, f"%{user.name} reads %{alias.name} after it is freed"
-                elif user.target in comm.STARTS and any(position[w] > position[free] for w in user.users):
+                elif user.target in comm.STARTS and any(
+                    position[w] > position[free] for w in user.users
+                ):
                     yield user, f"%{user.name} is still reading %{alias.name} when it is freed"
 
 
 def added_first(gm: GraphModule, plan: Plan) -> Violations:
-    """What a unit has kept of earlier backwards is added to gradients before anything reads them."""
+    """What a unit has kept of earlier backwards is added to gradients before anything reads
+    them.
+    """
     position = order(gm.graph)
     for add in find(gm.graph, ADD_RETAINED):
         for alias in aliases(add.all_input_nodes[0]):
             for user in alias.users:
                 if not is_view(user) and position[user] < position[add]:
-                    yield user, f"%{user.name} reads %{alias.name} before what was kept is added to it"
+                    yield (
+                        user,
+                        f"%{user.name} reads %{alias.name} before what was kept is added to it",
+                    )
 
 
 def freed_once(gm: GraphModule, plan: Plan) -> Violations:
-    """A graph that frees, frees every buffer that it received exactly once, unless it returns it."""
+    """A graph that frees, frees every buffer that it received exactly once, unless it returns
+    it.
+    """
     frees = Counter(node.all_input_nodes[0] for node in find(gm.graph, FREE))
     end = output(gm.graph)
     for wait in find(gm.graph, WAIT) if frees else ():
-        is_buffer = wait.all_input_nodes[0].target in (*GATHERS, GATHER_AHEAD, ALL_TO_ALL) and get_tag(wait) is not None
+        is_buffer = (
+            wait.all_input_nodes[0].target in (*GATHERS, GATHER_AHEAD, ALL_TO_ALL)
+            and get_tag(wait) is not None
+        )
         is_returned = any(alias in end.all_input_nodes for alias in aliases(wait))
         if frees[wait] > 1 or (is_buffer and frees[wait] != (not is_returned)):
-            yield wait, f"%{wait.name} is freed {frees[wait]} times" + (" and returned" if is_returned else "")
+            yield (
+                wait,
+                f"%{wait.name} is freed {frees[wait]} times"
+                + (" and returned" if is_returned else ""),
+            )
 
 
 def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
-    """No graph saves storage of a parameter that is to be dropped after forward; what the user returns is the user's."""
+    """No graph saves storage of a parameter that is to be dropped after forward; what the user
+    returns is the user's.
+    """
     saved = set(saved_for_backward(output(gm.graph)))
     for region in find_regions(gm.graph, "gather"):
         kept = [s.fqn for s in region.tag.specs if s.reshard == "keep"]
@@ -282,7 +356,11 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
         for alias in dict.fromkeys(a for node in full for a in aliases(node)):
             if alias in saved and not kept:
                 names = [s.fqn for s in region.tag.specs]
-                yield alias, f"%{alias.name} is saved for backward and shares storage with the gathered {names}"
+                yield (
+                    alias,
+                    f"%{alias.name} is saved for backward and shares storage with the gathered "
+                    f"{names}",
+                )
 
 
 def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
@@ -293,21 +371,29 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
             into = region.result.args[1] if _is_left(region) else sum_root(region.result)
             before = seen.setdefault((spec.unit, spec.fqn, into), region)  # type: ignore[arg-type]
             if before is not region:
-                yield region.nodes[0], f"the gradient of {spec.fqn} is reduced here and at %{before.nodes[0].name}"
+                yield (
+                    region.nodes[0],
+                    f"the gradient of {spec.fqn} is reduced here and at %{before.nodes[0].name}",
+                )
 
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
     """Every fully reduced gradient is named by exactly one mark_grads_, reduce_later_ or step_."""
-    marked = Counter(offset for node in find(gm.graph, MARK_GRADS, REDUCE_LATER, STEP) for offset in node.args[2])  # type: ignore[union-attr]
+    marks = find(gm.graph, MARK_GRADS, REDUCE_LATER, STEP)
+    marked = Counter(offset for node in marks for offset in cast("list[int]", node.args[2]))
     regions = find_regions(gm.graph, "reduce")
-    reduced = Counter(spec.offset for region in regions for spec in region.tag.specs if spec.sync == "reduce")
+    reduced = Counter(
+        spec.offset for region in regions for spec in region.tag.specs if spec.sync == "reduce"
+    )
     if marked != reduced:
         where = regions[0].nodes[0] if regions else output(gm.graph)
         yield where, f"offsets reduced {dict(reduced)} are not the offsets marked {dict(marked)}"
 
 
 def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
-    """No flat buffer is read after the optimizer has stepped it, nor by a collective that is not awaited by then."""
+    """No flat buffer is read after the optimizer has stepped it, nor by a collective that is not
+    awaited by then.
+    """
     position = order(gm.graph)
     for step in find(gm.graph, STEP):
         flat: Any = step.args[1]
@@ -316,7 +402,9 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
-    """No more gathers or reductions are under way at once than the plan, or the user for a unit, allows."""
+    """No more gathers or reductions are under way at once than the plan, or the user for a unit,
+    allows.
+    """
     for kind in ("gather", "reduce"):
         regions = [r for r in find_regions(gm.graph, kind) if r.starts]
         limit, room = _limit(gm, plan, kind, regions)
@@ -333,12 +421,15 @@ def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
                 allowed = f"{room:g} bytes" if num <= limit else f"{limit:g}"
                 yield (
                     node,
-                    f"%{node.name} makes {num} {kind}s of together {total} bytes under way; the plan allows {allowed}",
+                    f"%{node.name} makes {num} {kind}s of together {total} bytes under way; the "
+                    f"plan allows {allowed}",
                 )
 
 
 def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tuple[float, float]:
-    """How many may be under way at once, and bytes of several; with prefetch lists of the user, any number of gathers."""
+    """How many may be under way at once, and bytes of several; with prefetch lists of the user, any
+    number of gathers.
+    """
     if kind == "reduce":
         distance = plan.distance("reduces_in_flight")
         asked = [r.spec.reduces_in_flight for r in regions if r.waits]
@@ -346,7 +437,11 @@ def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tup
             return inf, reduction_room(regions, plan.reduction_bytes)
         by_default = DISTANCES["reduces_in_flight"] if distance is None else distance
         return max([1, *(ceil(number or by_default) for number in asked)]), inf
-    name, lists = ("backward_prefetch", "backward_after") if is_backward(gm.graph) else ("prefetch", "forward_after")
+    name, lists = (
+        ("backward_prefetch", "backward_after")
+        if is_backward(gm.graph)
+        else ("prefetch", "forward_after")
+    )
     if any(getattr(r.spec, lists) for r in regions):
         return inf, inf
     distance = plan.distance(name)
@@ -354,13 +449,18 @@ def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tup
 
 
 def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
-    """What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest reduction."""
+    """What a graph leaves in flight for the unit to await is no more than twice the bytes of its
+    largest reduction.
+    """
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
     left = [r for r in regions if _is_left(r)]
     sizes = [r.sent_bytes for r in left]
     room = UNITS_IN_FLIGHT * max((r.sent_bytes for r in regions), default=0)
     if sum(sizes) > room:
-        yield left[0].nodes[-1], f"{len(left)} reductions of together {sum(sizes)} bytes; at most {room}"
+        yield (
+            left[0].nodes[-1],
+            f"{len(left)} reductions of together {sum(sizes)} bytes; at most {room}",
+        )
 
 
 def same_interface(gm: GraphModule, plan: Plan) -> Violations:
@@ -371,13 +471,18 @@ def same_interface(gm: GraphModule, plan: Plan) -> Violations:
     now, end = interface(placeholders(gm.graph)), output(gm.graph)
     if now != captured.inputs:
         changed = sorted({*now} ^ {*captured.inputs})
-        yield next(iter(gm.graph.nodes)), f"inputs differ from the captured ones: {changed or 'another order'}"
+        yield (
+            next(iter(gm.graph.nodes)),
+            f"inputs differ from the captured ones: {changed or 'another order'}",
+        )
     if len(end.args[0]) != len(captured.outputs):  # type: ignore[arg-type]
         yield end, f"{len(end.args[0])} outputs; {len(captured.outputs)} were captured"  # type: ignore[arg-type]
 
 
 def same_meaning(gm: GraphModule, plan: Plan) -> Violations:
-    """The graph returns the values that were captured, with the same effects, of the communications that its settings name."""
+    """The graph returns the values that were captured, with the same effects, of the communications
+    that its settings name.
+    """
     captured: Captured | None = get_captured(gm)
     if captured is not None:
         yield from captured.differences(gm.graph)

@@ -1,4 +1,6 @@
-"""Fixtures: worker pools of two and four processes, and a fake process group for what needs no communication."""
+"""Fixtures: worker pools of two and four processes, and a fake process group for what needs no
+communication.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
-os.environ["COMPILED_FSDP_VERIFY"] = "1"  # after every pass, in this process and those that it starts
+os.environ["COMPILED_FSDP_VERIFY"] = (
+    "1"  # after every pass, in this process and those that it starts
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,9 @@ def four() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def dump(two: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dump of two ranks for the tests of the report, with a measured step on each; to be copied by who changes it."""
+    """A dump of two ranks for the tests of the report, with a measured step on each; to be copied
+    by who changes it.
+    """
     folder = tmp_path_factory.mktemp("report") / "dump"
     two.run(record, str(folder))
     return folder

@@ -1,7 +1,9 @@
-"""The main job, for torchrun; `FAULTS` says where its ranks die, each time once, as JSON: [[place, step], ...].
+"""The main job, for torchrun; `FAULTS` says where its ranks die, each time once, as JSON: [[place,
+step], ...].
 
-Places: "step", before a training step; "save", when this rank's shards of a checkpoint are written and the checkpoint is not
-complete, and torchrun dies too. `MARKS` is a folder that remembers what has happened.
+Places: "step", before a training step; "save", when this rank's shards of a checkpoint are written
+and the checkpoint is not complete, and torchrun dies too. `MARKS` is a folder that remembers what
+has happened.
 """
 
 from __future__ import annotations

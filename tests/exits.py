@@ -1,11 +1,13 @@
-"""Short jobs of two ranks, one after another, and the exit code of every process: a finished job must not end with another.
+"""Short jobs of two ranks, one after another, and the exit code of every process: a finished job
+must not end with another.
 
-    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 200             # a fifth of them in each way to end
-    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 20 --period 0   # the watcher is always inside the store
+    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 200             # a fifth of them in
+    each way to end PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 20 --period 0   # the
+    watcher is always inside the store
 
-Every process is forked from this one, which has imported torch, and ends as any interpreter does. They train a few steps and go
-on for up to a second, so that the exit falls anywhere between two looks of the watcher. Of those that compile, one rank wishes at
-the end that units were run eagerly.
+Every process is forked from this one, which has imported torch, and ends as any interpreter does.
+They train a few steps and go on for up to a second, so that the exit falls anywhere between two
+looks of the watcher. Of those that compile, one rank wishes at the end that units were run eagerly.
 """
 
 from __future__ import annotations
@@ -89,9 +91,13 @@ def code_of(pid: int, deadline: float) -> int | str:
 
 def main() -> int:
     """The exit code of this script, or of the job that a forked process has run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--period", type=float, default=None, help="seconds between two looks of the watcher")
+    parser.add_argument(
+        "--period", type=float, default=None, help="seconds between two looks of the watcher"
+    )
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     codes: dict[str, Counter[int | str]] = {ending: Counter() for ending in EXPECTED}
@@ -114,7 +120,9 @@ def main() -> int:
             codes[ending][code] += 1
             if code != EXPECTED[ending]:
                 lines = Path(f"{folder}/{number}.{rank}").read_text().splitlines()[-20:]
-                print(f"run {number}, rank {rank}, {ending}: {code}", *lines, sep="\n    ", flush=True)
+                print(
+                    f"run {number}, rank {rank}, {ending}: {code}", *lines, sep="\n    ", flush=True
+                )
     for ending, found in codes.items():
         print(f"{ending}: expected {EXPECTED[ending]}, got {dict(found)}")
     return int(any(set(found) - {EXPECTED[ending]} for ending, found in codes.items()))

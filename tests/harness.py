@@ -1,14 +1,13 @@
 """One training loop for every way to train, so that tests can lay the results side by side.
 
-`train(kind, options)` runs inside a worker of a `Pool` and returns a `Trace`: losses, and after each step this rank's shard of
-every gradient and parameter. The kinds:
+`train(kind, options)` runs inside a worker of a `Pool` and returns a `Trace`: losses, and after
+each step this rank's shard of every gradient and parameter. The kinds:
 
-unsharded       the model as it is; each backward's gradients are averaged over the ranks, in an order written down here
-stock           torch.distributed.fsdp.fully_shard, eager
-eager           ours, not compiled
-compiled        ours, torch.compile(backend="compiled_fsdp_eager", fullgraph=True)
-inductor        ours, torch.compile(fullgraph=True)
-aot_eager       ours, the ops run as they are, unlowered
+unsharded       the model as it is; each backward's gradients are averaged over the ranks, in an
+order written down here stock           torch.distributed.fsdp.fully_shard, eager eager
+ours, not compiled compiled        ours, torch.compile(backend="compiled_fsdp_eager",
+fullgraph=True) inductor        ours, torch.compile(fullgraph=True) aot_eager       ours, the ops
+run as they are, unlowered
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ def quiet() -> Iterator[None]:
 class Options:
     """A training run; the same for every kind.
 
-    policies: one `MixedPrecisionPolicy` by argument, for all units, or one for each unit in turn (the last repeats).
+    policies: one `MixedPrecisionPolicy` by argument, for all units, or one for each unit in turn
+        (the last repeats).
     mesh: "1d", "hsdp" (world size / 2 replicas of 2 shards), or "hsdp_1x4".
     ignore: names of parameters that are not sharded; their gradients are left per rank.
     num_backwards: backwards before each optimizer step.
@@ -80,7 +80,9 @@ class Options:
 
 @dataclass
 class Trace:
-    """What happened: per step the loss, every gradient and parameter (this rank's shard); at the end every buffer."""
+    """What happened: per step the loss, every gradient and parameter (this rank's shard); at the
+    end every buffer.
+    """
 
     losses: list[float] = field(default_factory=list)
     grads: list[Tensors] = field(default_factory=list)
@@ -124,7 +126,9 @@ def shard(model: nn.Module, options: Options, apply: Callable[..., Any]) -> nn.M
 
 
 def make(kind: str, options: Options) -> tuple[nn.Module, Callable[..., Any], list[int]]:
-    """The model, what to call (the model, or it compiled), and a count of the graphs that Dynamo captured."""
+    """The model, what to call (the model, or it compiled), and a count of the graphs that Dynamo
+    captured.
+    """
     model, graphs = build(options.model), [0]
     if kind != "unsharded":
         shard(model, options, stock_fully_shard if kind == "stock" else fully_shard)
@@ -168,7 +172,9 @@ def shard_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The mean, summed within a shard group in rank order and then over the replicas in rank order."""
+    """The mean, summed within a shard group in rank order and then over the replicas in rank
+    order.
+    """
     pieces = [torch.empty_like(grad) for _ in range(mesh.size())]
     dist.all_gather(pieces, grad.contiguous())
     width = mesh.size(mesh.ndim - 1)
@@ -210,7 +216,9 @@ def train(kind: str, options: Options) -> Trace:
 
 
 def _reduce(params: dict[str, nn.Parameter], before: Tensors, options: Options) -> None:
-    """What FSDP does after each backward by itself: the mean over the ranks, added to the gradients from `before`."""
+    """What FSDP does after each backward by itself: the mean over the ranks, added to the gradients
+    from `before`.
+    """
     for name, p in params.items():
         if p.grad is not None and name not in options.ignore:
             p.grad = mean_over_ranks(p.grad, mesh_of(options.mesh))
@@ -220,7 +228,9 @@ def _reduce(params: dict[str, nn.Parameter], before: Tensors, options: Options) 
 
 
 def _shards(tensors: Tensors, kind: str, options: Options) -> Tensors:
-    """Copies of this rank's shards; an unsharded tensor is cut by the rule, an ignored one stays whole."""
+    """Copies of this rank's shards; an unsharded tensor is cut by the rule, an ignored one stays
+    whole.
+    """
     mesh, shards = mesh_of(options.mesh), {}
     for name, tensor in tensors.items():
         is_cut = kind == "unsharded" and tensor is not None and name not in options.ignore
@@ -275,10 +285,14 @@ def check_parity(
     atol: float = 0.0,
     exact: tuple[str, ...] = (),
 ) -> None:
-    """Worker function: train every kind and compare each of ours with each oracle; with the `exact` ones every bit counts."""
+    """Worker function: train every kind and compare each of ours with each oracle; with the `exact`
+    ones every bit counts.
+    """
     oracles = {kind: train(kind, options) for kind in against}
     for oracle in oracles.values():
-        assert len(set(oracle.losses)) > 1, "the oracle does not learn, so the comparison shows nothing"
+        assert len(set(oracle.losses)) > 1, (
+            "the oracle does not learn, so the comparison shows nothing"
+        )
     for kind in kinds:
         ours = train(kind, options)
         for name, oracle in oracles.items():

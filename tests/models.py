@@ -1,7 +1,9 @@
-"""Small models, each with what makes sharding hard: ties, odd sizes, frozen and unused parameters, units called twice.
+"""Small models, each with what makes sharding hard: ties, odd sizes, frozen and unused parameters,
+units called twice.
 
-A `Recipe` says how to build one, which modules are the units (in the order of the `fully_shard` calls; a list is one unit of
-several modules), and what a batch is. `forward` returns the loss, or an output that `loss_of` squares.
+A `Recipe` says how to build one, which modules are the units (in the order of the `fully_shard`
+calls; a list is one unit of several modules), and what a batch is. `forward` returns the loss, or
+an output that `loss_of` squares.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class LlamaBlock(nn.Module):
         batch, length, width = x.shape
         h = self.norm1(x)
         query = rotate(self.query(h).view(batch, length, 2, -1).transpose(1, 2), table)
-        key = rotate(self.key(h).view(batch, length, 1, -1).transpose(1, 2), table).expand(-1, 2, -1, -1)
+        key = rotate(self.key(h).view(batch, length, 1, -1).transpose(1, 2), table).expand(
+            -1, 2, -1, -1
+        )
         value = self.value(h).view(batch, length, 1, -1).transpose(1, 2).expand(-1, 2, -1, -1)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
@@ -103,7 +107,9 @@ class Tied(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every expert computes every row; the router weighs. Three experts: not divisible by two or four ranks."""
+    """Every expert computes every row; the router weighs. Three experts: not divisible by two or
+    four ranks.
+    """
 
     def __init__(self, width: int = 12, hidden: int = 10, num_experts: int = 3) -> None:
         super().__init__()
@@ -121,7 +127,9 @@ class MoE(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions and BatchNorm, whose running statistics are buffers that forward changes; each rank has its own."""
+    """Convolutions and BatchNorm, whose running statistics are buffers that forward changes; each
+    rank has its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +156,9 @@ class OddMLP(nn.Module):
 
 
 def frozen() -> nn.Module:
-    """The first layer is frozen whole, in the second only the bias, in the root's unit only the weight."""
+    """The first layer is frozen whole, in the second only the bias, in the root's unit only the
+    weight.
+    """
     model = OddMLP()
     model.layers[0].requires_grad_(False)
     model.layers[1].bias.requires_grad_(False)
@@ -202,7 +212,9 @@ class Branches(nn.Module):
 
 
 class Halves(nn.Module):
-    """Floating, integer and non-tensor inputs, inputs and outputs in containers, a keyword argument, and a buffer."""
+    """Floating, integer and non-tensor inputs, inputs and outputs in containers, a keyword
+    argument, and a buffer.
+    """
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -229,9 +241,15 @@ class Halves(nn.Module):
 RECIPES: dict[str, Recipe] = {
     "gpt": Recipe(lambda: GPT(SIZES["tiny"]), lambda m: [*m.layers, [m.norm, m.head], m], _tokens),
     "llama": Recipe(Llama, lambda m: [*m.layers, m], _tokens),
-    "llama_tied_unit": Recipe(Llama, lambda m: [*m.layers, [m.embedding, m.norm, m.head], m], _tokens),
-    "tied": Recipe(Tied, lambda m: [m.layer, [m.embedding, m.head], m], partial(_tokens, vocabulary=11)),
-    "moe": Recipe(lambda: nn.Sequential(MoE(), nn.Linear(12, 12), MoE()), lambda m: [m[0], m[2], m], _rows(12)),
+    "llama_tied_unit": Recipe(
+        Llama, lambda m: [*m.layers, [m.embedding, m.norm, m.head], m], _tokens
+    ),
+    "tied": Recipe(
+        Tied, lambda m: [m.layer, [m.embedding, m.head], m], partial(_tokens, vocabulary=11)
+    ),
+    "moe": Recipe(
+        lambda: nn.Sequential(MoE(), nn.Linear(12, 12), MoE()), lambda m: [m[0], m[2], m], _rows(12)
+    ),
     "conv": Recipe(
         ConvNet,
         lambda m: [m.stage1, m.stage2, m],
@@ -244,7 +262,11 @@ RECIPES: dict[str, Recipe] = {
     "read_twice": Recipe(ReadTwice, lambda m: [m.first, m], _rows(6)),
     "called_twice": Recipe(CalledTwice, lambda m: [m.step, m], _rows(5)),
     "branches": Recipe(Branches, lambda m: [m.left, m.right, m], _rows(6)),
-    "equal_units": Recipe(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)),
-    "list_units": Recipe(OddMLP, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m], _rows(6)),
+    "equal_units": Recipe(
+        lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)
+    ),
+    "list_units": Recipe(
+        OddMLP, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m], _rows(6)
+    ),
     "halves": Recipe(Halves, lambda m: [*m.inner, m], _rows(5)),
 }

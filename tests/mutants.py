@@ -1,9 +1,11 @@
 """Graphs broken on purpose, and what becomes of them: the mutation test of `verify`.
 
-A correct graph of `subjects.py` is changed, and executed by `simulation.py`. A mutant is harmful if some rank's results or effects
-differ from those of the correct graph, if it cannot run, hangs, or communicates other things.
+A correct graph of `subjects.py` is changed, and executed by `simulation.py`. A mutant is harmful if
+some rank's results or effects differ from those of the correct graph, if it cannot run, hangs, or
+communicates other things.
 
-    python tests/mutants.py --count 5000        # prints the rates, and each harmful mutant that nothing saw
+    python tests/mutants.py --count 5000        # prints the rates, and each harmful mutant that
+    nothing saw
 """
 
 from __future__ import annotations
@@ -161,7 +163,12 @@ def change_dtype(graph: Graph, rng: random.Random) -> None:
 
 def change_cast(graph: Graph, rng: random.Random) -> None:
     cast = rng.choice(find(graph, comm.CONVERT))
-    cast.args = (cast.args[0], rng.choice([d for d in (torch.bfloat16, torch.float16, torch.float64) if d != cast.args[1]]))
+    cast.args = (
+        cast.args[0],
+        rng.choice(
+            [d for d in (torch.bfloat16, torch.float16, torch.float64) if d != cast.args[1]]
+        ),
+    )
 
 
 def change_divisor(graph: Graph, rng: random.Random) -> None:
@@ -178,7 +185,9 @@ def drop_divisor(graph: Graph, rng: random.Random) -> None:
 def save_gathered(graph: Graph, rng: random.Random) -> None:
     """One more value for backward: a gathered buffer, a view or a copy of it."""
     full = [
-        n for n in graph.nodes if (tag := get_tag(n)) is not None and tag.kind == "gather" and n.target not in comm.STARTS
+        n
+        for n in graph.nodes
+        if (tag := get_tag(n)) is not None and tag.kind == "gather" and n.target not in comm.STARTS
     ]
     end = output(graph)
     end.args = ((*end.args[0], rng.choice(full)),)
@@ -187,7 +196,9 @@ def save_gathered(graph: Graph, rng: random.Random) -> None:
 
 def save_gathered_instead(graph: Graph, rng: random.Random) -> None:
     full = [
-        n for n in graph.nodes if (tag := get_tag(n)) is not None and tag.kind == "gather" and n.target not in comm.STARTS
+        n
+        for n in graph.nodes
+        if (tag := get_tag(n)) is not None and tag.kind == "gather" and n.target not in comm.STARTS
     ]
     end = output(graph)
     values = list(end.args[0])
@@ -210,7 +221,9 @@ def swap_members(graph: Graph, rng: random.Random) -> None:
 
 def shift_view(graph: Graph, rng: random.Random) -> None:
     """Other elements of a gathered flat parameter."""
-    node = rng.choice([n for n in find(graph, aten.slice.Tensor) if get_tag(n) is None and n.args[1] == 0])
+    node = rng.choice(
+        [n for n in find(graph, aten.slice.Tensor) if get_tag(n) is None and n.args[1] == 0]
+    )
     shift = rng.choice([-1, 1])
     node.args = (*node.args[:2], max(0, node.args[2] + shift), node.args[3] + shift)
 
@@ -263,7 +276,11 @@ def swap_outputs(graph: Graph, rng: random.Random) -> None:
 
 def other_operand(graph: Graph, rng: random.Random) -> None:
     """A node reads another value of the same shape and dtype."""
-    nodes = [n for n in graph.nodes if n.op == "call_function" and n.all_input_nodes and n.target is not FREE]
+    nodes = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and n.all_input_nodes and n.target is not FREE
+    ]
     node = rng.choice(nodes)
     before = rng.choice(node.all_input_nodes)
     like = before.meta["val"]
@@ -318,7 +335,9 @@ def harm_of(subject: Subject, good: tuple[Any, Counter[str]], graph: Graph) -> s
     return "communicates otherwise" if moved != good[1] else ""
 
 
-def trial(subject: Subject, good: tuple[Any, Counter[str]], mutation: Callable[..., None], seed: int) -> Mutant | None:
+def trial(
+    subject: Subject, good: tuple[Any, Counter[str]], mutation: Callable[..., None], seed: int
+) -> Mutant | None:
     """One mutant; None where the mutation does not apply, or gives no graph at all."""
     graphs: list[Graph] = []
 
@@ -339,7 +358,9 @@ def trial(subject: Subject, good: tuple[Any, Counter[str]], mutation: Callable[.
 
 
 def trials(count: int, seed: int = 0) -> list[Mutant]:
-    """`count` mutants: every mutation in turn, each on a graph at random to which it can be done."""
+    """`count` mutants: every mutation in turn, each on a graph at random to which it can be
+    done.
+    """
     found: list[Mutant] = []
     everything = [(s, s.execute(s.compiled().graph)) for s in subjects()]
     numbers = iter(range(seed, sys.maxsize))
@@ -365,13 +386,18 @@ def report(mutants: list[Mutant]) -> str:
         lines.append(f"{name:24}{len(mine):8}{len(harmful):8}{caught:8}{refused:19}")
     missed = [m for m in mutants if m.harm and m.rule is None]
     harmful = sum(bool(m.harm) for m in mutants)
-    lines.append(f"{len(mutants)} mutants, {harmful} harmful, {harmful - len(missed)} of these caught; missed:")
+    lines.append(
+        f"{len(mutants)} mutants, {harmful} harmful, {harmful - len(missed)} of these caught; "
+        "missed:"
+    )
     lines += [f"  {m.name} of {m.subject}, seed {m.seed}: {m.harm}" for m in missed]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,6 +1,8 @@
-"""What the tests of passes share: graphs written by hand, graphs of real models, and the graphs that docstrings show.
+"""What the tests of passes share: graphs written by hand, graphs of real models, and the graphs
+that docstrings show.
 
-Nothing here communicates: values are fake tensors, and the process group is torch's fake one, at any world size.
+Nothing here communicates: values are fake tensors, and the process group is torch's fake one, at
+any world size.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ PLAN = Plan(prefetch=1, backward_prefetch=1, reduces_in_flight=1, bucket_bytes=0
 WORLD = 2
 
 
-def unit(name: str, shapes: dict[str, tuple[int, ...]], world: int = WORLD, **changes: Any) -> list[ParamSpec]:
+def unit(
+    name: str, shapes: dict[str, tuple[int, ...]], world: int = WORLD, **changes: Any
+) -> list[ParamSpec]:
     """The specs of a unit's parameters, back to back in one flat buffer."""
     specs: list[ParamSpec] = []
     defaults: dict[str, Any] = {
@@ -74,7 +78,9 @@ def numel(specs: list[ParamSpec]) -> int:
 
 
 class Hand:
-    """A graph written by hand, one call a node: `hand.input(...)`, `hand(op, ...)`, `hand.returns(...)`."""
+    """A graph written by hand, one call a node: `hand.input(...)`, `hand(op, ...)`,
+    `hand.returns(...)`.
+    """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
@@ -121,13 +127,17 @@ class GraphTest(TestCase):
         gm.graph.lint()
         self.assertExpectedInline(show(gm.graph), expected, skip=1)
 
-    def assertUnchanged(self, run: Callable[[GraphModule, Plan], GraphModule], gm: GraphModule, plan: Plan = PLAN) -> None:
+    def assertUnchanged(
+        self, run: Callable[[GraphModule, Plan], GraphModule], gm: GraphModule, plan: Plan = PLAN
+    ) -> None:
         before = show(gm.graph)
         after = show(run(gm, plan).graph)
         self.assertEqual(before, after)
 
     def assertDocumented(self, module: ModuleType, heading: str, gm: GraphModule) -> None:
-        """The graph is the one under `heading` in the module's docstring: same ops, same data flow, same order."""
+        """The graph is the one under `heading` in the module's docstring: same ops, same data flow,
+        same order.
+        """
         self.assertEqual(documented(module.__doc__ or "", heading), flow(gm.graph))
 
 
@@ -142,7 +152,9 @@ _SHORT = {
 
 
 def flow(graph: Graph) -> list[str]:
-    """Ops and what they read: inputs by name, results as the number of the line that makes them; no reshapes."""
+    """Ops and what they read: inputs by name, results as the number of the line that makes them; no
+    reshapes.
+    """
     lines: list[str] = []
     names: dict[Node, str] = {}
     for node in graph.nodes:
@@ -165,7 +177,9 @@ def _reads(value: Any) -> list[Node]:
 
 
 def documented(docstring: str, heading: str) -> list[str]:
-    """The same for the block under `heading`: each line is Python, but for the `%` and for `... compute ...`."""
+    """The same for the block under `heading`: each line is Python, but for the `%` and for `...
+    compute ...`.
+    """
     block = re.search(rf"^{re.escape(heading)}.*:\n\n((?:    .*\n|\n)+)", docstring, re.MULTILINE)
     assert block is not None, f"no block {heading!r}"
     lines: list[str] = []
@@ -213,8 +227,12 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trace(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, backward: bool = True) -> dict[str, str]:
-    """Compile a sharded model, and its backward; every graph that was dumped, by `forward/01_lower` and the like."""
+def trace(
+    model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, backward: bool = True
+) -> dict[str, str]:
+    """Compile a sharded model, and its backward; every graph that was dumped, by `forward/01_lower`
+    and the like.
+    """
     with compiled_fsdp.dumped_to(folder):
         out = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(*inputs)
         leaves = out if isinstance(out, tuple) else (out,)
@@ -234,7 +252,9 @@ def body(text: str) -> str:
 
 def ops(graph: Graph) -> list[str]:
     """Names of the ops, in order."""
-    return [getattr(n.target, "_opname", str(n.target)) for n in graph.nodes if n.op == "call_function"]
+    return [
+        getattr(n.target, "_opname", str(n.target)) for n in graph.nodes if n.op == "call_function"
+    ]
 
 
 getitem = operator.getitem

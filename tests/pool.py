@@ -1,8 +1,9 @@
 """A pool of worker processes, one per rank, that lives for a whole test session.
 
-The workers are started once and asked again and again. A worker that raises, or does not answer in time, costs its pool: all
-ranks' stacks and output are put into the failure, the processes are killed, and the next call gets new ones. `import torch` costs
-seconds, so every worker is forked from one process that has only imported, before it has any thread or group.
+The workers are started once and asked again and again. A worker that raises, or does not answer in
+time, costs its pool: all ranks' stacks and output are put into the failure, the processes are
+killed, and the next call gets new ones. `import torch` costs seconds, so every worker is forked
+from one process that has only imported, before it has any thread or group.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Pool:
         report = [f"{fn.__qualname__}{args} failed at world size {self.world_size}"]
         for rank, (kind, value) in enumerate(answers):
             report.append(f"--- rank {rank}: {kind}")
-            report.append(str(value) if kind == "error" else "" if kind == "ok" else self._stack(rank))
+            report.append(
+                str(value) if kind == "error" else "" if kind == "ok" else self._stack(rank)
+            )
             output = self._log(rank).read_text(errors="replace")[sizes[rank] :].strip()
             report.append(f"--- rank {rank}, its output: {output[-3000:]}" if output else "")
         self.close()
@@ -102,14 +105,19 @@ class Pool:
             self._log(rank).touch()
             here, there = context.Pipe()
             arguments = (there, rank, self.world_size, str(self._folder))
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank{rank}")
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank{rank}"
+            )
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
         answers = self._collect(START)
         if any(kind != "ok" for kind, _ in answers):
-            texts = [f"rank {r}: {kind} {value}\n{self._stack(r)}" for r, (kind, value) in enumerate(answers)]
+            texts = [
+                f"rank {r}: {kind} {value}\n{self._stack(r)}"
+                for r, (kind, value) in enumerate(answers)
+            ]
             self.close()
             raise WorkerError("the pool did not start\n" + "\n".join(texts))
 
@@ -133,7 +141,10 @@ class Pool:
         for rank in missing:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5 if missing else 0.0)  # for the stacks to be written
-        return [answers.get(rank, (f"no answer within {timeout} s", None)) for rank in range(self.world_size)]
+        return [
+            answers.get(rank, (f"no answer within {timeout} s", None))
+            for rank in range(self.world_size)
+        ]
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"
@@ -158,11 +169,17 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
         torch.set_num_threads(1)
         _share_device()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
         _share_groups()
-        compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=0))  # models of tests are so small that all units would share
+        compiled_fsdp.set_plan(
+            compiled_fsdp.Plan(bucket_bytes=0)
+        )  # models of tests are so small that all units would share
         gc.freeze()  # or every test pays for looking through all of torch again
-        gc.set_threshold(50_000, 20, 100)  # a compilation allocates much and leaves little in cycles; `forget` collects
+        gc.set_threshold(
+            50_000, 20, 100
+        )  # a compilation allocates much and leaves little in cycles; `forget` collects
         pipe.send(("ok", None))
         while True:
             try:
@@ -176,7 +193,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
 
 def begin() -> None:
-    """Count messages and runs from a new number: a test in which only some ranks fail leaves them at different ones."""
+    """Count messages and runs from a new number: a test in which only some ranks fail leaves them
+    at different ones.
+    """
     from compiled_fsdp import errors
     from compiled_fsdp.wire import agreement, gloo
 
@@ -204,7 +223,9 @@ def _share_device() -> None:
     device = c10d.ProcessGroupGloo.create_device(interface="lo")
 
     class Gloo(c10d.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **fields: Any) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **fields: Any
+        ) -> None:
             options = self._Options()
             options._devices, options._timeout = [device], timeout
             for name, value in fields.items():  # since torch 2.15: enable_reconfigure
@@ -215,14 +236,18 @@ def _share_device() -> None:
 
 
 def _share_groups() -> None:
-    """Give meshes of the same ranks the same groups: each has threads, and hundreds slow down every test."""
+    """Give meshes of the same ranks the same groups: each has threads, and hundreds slow down every
+    test.
+    """
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
     groups: dict[tuple[object, ...], Any] = {}
     make = device_mesh.new_group
 
-    def new_group(ranks: list[int], *, backend: str | None = None, pg_options: object = None, **options: Any) -> Any:
+    def new_group(
+        ranks: list[int], *, backend: str | None = None, pg_options: object = None, **options: Any
+    ) -> Any:
         key = (*ranks, backend)
         alive = (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)
         if pg_options is not None or groups.get(key) not in alive:
@@ -246,7 +271,9 @@ def _answer(module: str, path: str, name: str, payload: bytes) -> tuple[str, Any
 
 
 def _load(name: str, path: str) -> Any:
-    """A test module by its file: pytest's importlib mode gives it a name that a plain import need not find."""
+    """A test module by its file: pytest's importlib mode gives it a name that a plain import need
+    not find.
+    """
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -1,4 +1,6 @@
-"""A dump for the tests of the report: a small model with a module whose name is markup, compiled, and profiled on two ranks."""
+"""A dump for the tests of the report: a small model with a module whose name is markup, compiled,
+and profiled on two ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The rooms of the source: who may import whom, and what imports whom. `python tests/rooms.py [TREE]` prints the numbers."""
+"""The rooms of the source: who may import whom, and what imports whom. `python tests/rooms.py
+[TREE]` prints the numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEAVES = {"errors", "log", "options", "torch_private", "version"}
 # What users import.
-PUBLIC = {"__init__", "api", "fully_sharded_data_parallel", "memory", "report", "sharded_grad_scaler", "wrap"}
-STARTERS = {"__main__", "passes"}  # `python -m compiled_fsdp`, and what finds `passes/` in a checkout
+PUBLIC = {
+    "__init__",
+    "api",
+    "fully_sharded_data_parallel",
+    "memory",
+    "report",
+    "sharded_grad_scaler",
+    "wrap",
+}
+STARTERS = {
+    "__main__",
+    "passes",
+}  # `python -m compiled_fsdp`, and what finds `passes/` in a checkout
 MAY_IMPORT = {
     "leaves": "",
     "ir": "leaves",
@@ -53,11 +66,17 @@ def room(name: str) -> str:
 
 
 def is_typing_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def imports(path: Path, *, at_run_time: bool = False, root: Path = ROOT) -> list[str]:
-    """Full names of what a file imports, inside functions too; those for annotations alone only without `at_run_time`."""
+    """Full names of what a file imports, inside functions too; those for annotations alone only
+    without `at_run_time`.
+    """
     package = name_of(path, root).rpartition(".")[0]
     found: list[str] = []
     stack: list[ast.AST] = [tree(path)]
@@ -70,12 +89,16 @@ def imports(path: Path, *, at_run_time: bool = False, root: Path = ROOT) -> list
             module = f"{above}{node.module or ''}".rstrip(".")
             found.extend(f"{module}.{alias.name}" for alias in node.names)
         else:
-            stack.extend(n for n in ast.iter_child_nodes(node) if not (at_run_time and is_typing_only(n)))
+            stack.extend(
+                n for n in ast.iter_child_nodes(node) if not (at_run_time and is_typing_only(n))
+            )
     return found
 
 
 def arrows(root: Path = ROOT, *, at_run_time: bool = False) -> dict[str, set[str]]:
-    """For each module, the modules that it imports. The root's `__init__` imports all, and is left out."""
+    """For each module, the modules that it imports. The root's `__init__` imports all, and is left
+    out.
+    """
     names = {name_of(path, root).removesuffix(".__init__"): path for path in files(root)}
     found: dict[str, set[str]] = {}
     for name, path in names.items():
@@ -92,12 +115,15 @@ def against_the_table(root: Path = ROOT) -> list[str]:
         f"{name} imports {target}"
         for name, targets in arrows(root).items()
         for target in sorted(targets)
-        if room(name) not in ("public", room(target)) and room(target) not in MAY_IMPORT[room(name)].split()
+        if room(name) not in ("public", room(target))
+        and room(target) not in MAY_IMPORT[room(name)].split()
     ]
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, over however many others: those that reach themselves, together with whom they meet."""
+    """Modules that import each other, over however many others: those that reach themselves,
+    together with whom they meet.
+    """
 
     def reached(name: str) -> set[str]:
         seen: set[str] = set()
@@ -110,7 +136,11 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         return seen
 
     below = {name: reached(name) for name in graph}
-    found = {tuple(sorted(n for n in below[name] if name in below[n])) for name in graph if name in below[name]}
+    found = {
+        tuple(sorted(n for n in below[name] if name in below[n]))
+        for name in graph
+        if name in below[name]
+    }
     return [list(circle) for circle in sorted(found)]
 
 
@@ -122,7 +152,8 @@ def main(root: Path) -> None:
     run_time, all_imports = arrows(root, at_run_time=True), arrows(root)
     print(f"modules at the root        {len(at_root)} of {len(lengths)}")
     print(
-        f"arrows                     {sum(map(len, all_imports.values()))}, at run time {sum(map(len, run_time.values()))}"
+        f"arrows                     {sum(map(len, all_imports.values()))}, at run time "
+        f"{sum(map(len, run_time.values()))}"
     )
     print(f"arrows against the table   {len(against_the_table(root))}")
     print(f"circles at run time        {[len(c) for c in circles(run_time)] or 'none'}")

@@ -1,7 +1,7 @@
 """One graph for every rank of a small world, executed in one process.
 
-Collectives match in the order in which each rank starts them; results of collectives that are not awaited, and freed buffers,
-hold NaN; what a unit kept of earlier backwards is a constant.
+Collectives match in the order in which each rank starts them; results of collectives that are not
+awaited, and freed buffers, hold NaN; what a unit kept of earlier backwards is a constant.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ class Simulation:
 
     world: int
     groups: dict[str, list[tuple[int, ...]]]
-    posted: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, Tensor, Tensor]]] = field(default_factory=dict)
+    posted: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, Tensor, Tensor]]] = field(
+        default_factory=dict
+    )
     moved: Counter[str] = field(default_factory=Counter)
 
-    def run(self, graphs: list[Graph], inputs: list[dict[str, Tensor]]) -> list[tuple[list[Any], list[Any]]]:
+    def run(
+        self, graphs: list[Graph], inputs: list[dict[str, Tensor]]
+    ) -> list[tuple[list[Any], list[Any]]]:
         """(outputs, effects) of each rank."""
         ranks = [_Rank(self, rank, graph, inputs[rank]) for rank, graph in enumerate(graphs)]
         running = {rank.rank: rank.steps() for rank in ranks}
@@ -61,7 +65,9 @@ class Simulation:
 
 
 class _Rank:
-    def __init__(self, wire: Simulation, rank: int, graph: Graph, inputs: dict[str, Tensor]) -> None:
+    def __init__(
+        self, wire: Simulation, rank: int, graph: Graph, inputs: dict[str, Tensor]
+    ) -> None:
         self.wire, self.rank, self.graph, self.inputs = wire, rank, graph, inputs
         self.outputs: list[Any] = []
         self.effects: list[Any] = []
@@ -101,7 +107,9 @@ class _Rank:
             spec = ParamSpec.of(args[1:]).over_post_group()
             rank = self.wire.members(spec.group, self.rank).index(self.rank)
             kept = args[0].new_zeros(spec.shard_shape)
-            rows = args[0].narrow(spec.dim, min(rank * spec.rows, spec.shape[spec.dim]), _rows(spec, rank))
+            rows = args[0].narrow(
+                spec.dim, min(rank * spec.rows, spec.shape[spec.dim]), _rows(spec, rank)
+            )
             kept.narrow(spec.dim, 0, rows.shape[spec.dim]).copy_(rows)
             return kept.flatten()
         else:
@@ -149,12 +157,18 @@ class _Rank:
 
 
 def _rows(spec: ParamSpec, rank: int) -> int:
-    return max(0, min(spec.rows, spec.shape[spec.dim] - min(rank * spec.rows, spec.shape[spec.dim])))
+    return max(
+        0, min(spec.rows, spec.shape[spec.dim] - min(rank * spec.rows, spec.shape[spec.dim]))
+    )
 
 
 def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
+        )
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     return type(a) is type(b) and a == b

@@ -1,7 +1,9 @@
-"""2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore, beside the unsharded model.
+"""2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore,
+beside the unsharded model.
 
-    make soak                                   # two ranks; prints one line per 200 steps and a verdict
-    make soak ARGS="--front-end fsdp1"          # through `FullyShardedDataParallel`; "fsdp1_orig": with `use_orig_params`
+    make soak                                   # two ranks; prints one line per 200 steps and a
+    verdict make soak ARGS="--front-end fsdp1"          # through `FullyShardedDataParallel`;
+    "fsdp1_orig": with `use_orig_params`
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """
@@ -36,7 +38,14 @@ from compiled_fsdp import FullyShardedDataParallel
 
 FRONT_ENDS = ("fully_shard", "fsdp1", "fsdp1_orig")
 WARM_UP = 100
-PROGRAM = Program(0, (Spec(width=11), Spec(kind="scaled", shares=0, width=11), Spec(kind="normed", width=5, reshard=False)))
+PROGRAM = Program(
+    0,
+    (
+        Spec(width=11),
+        Spec(kind="scaled", shares=0, width=11),
+        Spec(kind="normed", width=5, reshard=False),
+    ),
+)
 
 
 def batch(number: int) -> torch.Tensor:
@@ -61,11 +70,15 @@ def live_bytes() -> int:
 
 
 def program_of(front_end: str) -> Program:
-    """FSDP1 takes the layers that share a weight into one instance, the root: the model's own specs say so."""
+    """FSDP1 takes the layers that share a weight into one instance, the root: the model's own specs
+    say so.
+    """
     if front_end == "fully_shard":
         return PROGRAM
     use_orig_params = front_end == "fsdp1_orig"
-    return random_fsdp1.legal(random_fsdp1.Wrapped(0, PROGRAM.specs, policy="custom", use_orig_params=use_orig_params))
+    return random_fsdp1.legal(
+        random_fsdp1.Wrapped(0, PROGRAM.specs, policy="custom", use_orig_params=use_orig_params)
+    )
 
 
 def sharded(model: Model, program: Program) -> Any:
@@ -111,7 +124,9 @@ class Soak:
             optimizer.zero_grad()
         if number % 7 == 0:
             with torch.no_grad():
-                gap = max(gap, (call(batch(number)) - self.reference(batch(number))).abs().max().item())
+                gap = max(
+                    gap, (call(batch(number)) - self.reference(batch(number))).abs().max().item()
+                )
         if number % 50 == 0:
             self._save_and_restore()
         return gap
@@ -126,7 +141,10 @@ class Soak:
         if isinstance(self.model, FullyShardedDataParallel):
             self._save_and_restore_fsdp1()
             return
-        state = {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.ours)}
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.ours),
+        }
         dcp.save(state, checkpoint_id=self.folder, no_dist=False)
         with torch.no_grad():
             for p in self.model.parameters():
@@ -136,9 +154,13 @@ class Soak:
         set_optimizer_state_dict(self.model, self.ours, state["optimizer"])
 
     def _save_and_restore_fsdp1(self) -> None:
-        """By FSDP1's own methods: torch 2.13 cannot load what it has saved of FSDP1's sharded optimizer state, stock's either."""
+        """By FSDP1's own methods: torch 2.13 cannot load what it has saved of FSDP1's sharded
+        optimizer state, stock's either.
+        """
         fsdp, whole = FullyShardedDataParallel, FullOptimStateDictConfig(rank0_only=False)
-        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
+        with fsdp.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole
+        ):
             optimizer = fsdp.optim_state_dict(self.model, self.ours)
         with fsdp.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
             state = {"model": self.model.state_dict()}
@@ -146,18 +168,26 @@ class Soak:
             self._forget()
             dcp.load(state, checkpoint_id=self.folder)
             self.model.load_state_dict(state["model"])
-        with fsdp.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole):
-            self.ours.load_state_dict(fsdp.optim_state_dict_to_load(self.model, self.ours, optimizer))
+        with fsdp.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole
+        ):
+            self.ours.load_state_dict(
+                fsdp.optim_state_dict_to_load(self.model, self.ours, optimizer)
+            )
 
     @torch.no_grad()
     def _forget(self) -> None:
-        averages = [entry[name] for entry in self.ours.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        averages = [
+            entry[name] for entry in self.ours.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ]
         for tensor in (*self.model.parameters(), *averages):
             tensor.zero_()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
     options = parser.parse_args()
@@ -176,21 +206,28 @@ def main() -> None:
             now, bytes_ = counters["stats"]["unique_graphs"], live_bytes()
             elapsed = time.perf_counter() - start
             sys.stdout.write(
-                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} live tensor bytes, "
+                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} "
+                "live tensor bytes, "
                 f"resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
             )
             sys.stdout.flush()
     if worst > 1e-4:
         problems.append(f"losses differ by {worst:.1e}")
     if counters["stats"]["unique_graphs"] != graphs:
-        problems.append(f"{counters['stats']['unique_graphs'] - graphs} recompiles after step {WARM_UP}")
+        problems.append(
+            f"{counters['stats']['unique_graphs'] - graphs} recompiles after step {WARM_UP}"
+        )
     if live_bytes() > live:
         problems.append(f"live tensor bytes grew from {live:,} to {live_bytes():,}")
     if resident() > 1.1 * memory:
-        problems.append(f"resident memory grew from {memory / 2**20:.0f} to {resident() / 2**20:.0f} MiB")
+        problems.append(
+            f"resident memory grew from {memory / 2**20:.0f} to {resident() / 2**20:.0f} MiB"
+        )
     if dist.get_rank() == 0:
         sys.stdout.write(
-            "; ".join(problems) + "\n" if problems else "no growth, no recompile, the losses of the unsharded run\n"
+            "; ".join(problems) + "\n"
+            if problems
+            else "no growth, no recompile, the losses of the unsharded run\n"
         )
     dist.destroy_process_group()
     sys.exit(bool(problems))

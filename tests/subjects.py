@@ -1,4 +1,6 @@
-"""Correct graphs for the mutation test of `verify`: of both front ends, under several settings and plans."""
+"""Correct graphs for the mutation test of `verify`: of both front ends, under several settings and
+plans.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,12 @@ class Subject:
     world: int
     groups: dict[str, list[tuple[int, ...]]]
 
-    def compiled(self, change: Callable[[GraphModule, Plan], GraphModule] | None = None) -> GraphModule:
-        """The final graph, changed just before `verify` would look at it; the captured meaning stays with it."""
+    def compiled(
+        self, change: Callable[[GraphModule, Plan], GraphModule] | None = None
+    ) -> GraphModule:
+        """The final graph, changed just before `verify` would look at it; the captured meaning
+        stays with it.
+        """
         final, meaning = self._final
         gm = copy.deepcopy(final)
         if change is not None:
@@ -60,7 +66,12 @@ class Subject:
         """Made once for all mutants."""
         kept: list[Captured | None] = []
         passes = [entry for entry in HALF if entry.name != "verify"]
-        gm = run_pipeline(copy.deepcopy(self.captured), self.plan, passes, lambda gm, _: kept.append(get_captured(gm)))
+        gm = run_pipeline(
+            copy.deepcopy(self.captured),
+            self.plan,
+            passes,
+            lambda gm, _: kept.append(get_captured(gm)),
+        )
         return gm, kept[-1]
 
     def caught(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str | None:
@@ -77,7 +88,9 @@ class Subject:
         return None
 
     def inputs(self) -> list[dict[str, Tensor]]:
-        """Random values for every rank, without zeros and of small integers: sums are exact in any order."""
+        """Random values for every rank, without zeros and of small integers: sums are exact in any
+        order.
+        """
         found = []
         for rank in range(self.world):
             generator = torch.Generator().manual_seed(rank)
@@ -85,12 +98,16 @@ class Subject:
             for node in self.captured.graph.nodes:
                 if node.op == "placeholder":
                     val = node.meta["val"]
-                    values[node.name] = (torch.rand(val.shape, generator=generator) + 0.5).to(val.dtype)
+                    values[node.name] = (torch.rand(val.shape, generator=generator) + 0.5).to(
+                        val.dtype
+                    )
             found.append(values)
         return found
 
     def execute(self, *graphs: Graph) -> tuple[Any, Counter[str]]:
-        """What every rank gets, and what was communicated; one graph for all ranks, or one for each."""
+        """What every rank gets, and what was communicated; one graph for all ranks, or one for
+        each.
+        """
         wire = Simulation(self.world, self.groups)
         each = list(graphs) if len(graphs) > 1 else [*graphs] * self.world
         return wire.run(each, self.inputs()), wire.moved
@@ -101,7 +118,9 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList((torch.nn.Linear(4, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 5)))
+        self.layers = torch.nn.ModuleList(
+            (torch.nn.Linear(4, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 5))
+        )
         self.scale = torch.nn.Parameter(torch.ones(5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,10 +141,19 @@ PLANS = (Plan(1, 1, 1, 0), Plan(2, 1, 2, 0), Plan(0, 0, 0, 0), Plan(1, 1, 1))
 # Of `FullyShardedDataParallel`: flat parameters, whose views the model reads.
 FLAT_SETTINGS: dict[str, dict[str, Any]] = {
     "flat": {"use_orig_params": True},
-    "flat bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "use_orig_params": False},
-    "flat retained": {"mixed_precision": MixedPrecision(None, torch.float16), "use_orig_params": True},
+    "flat bf16": {
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        "use_orig_params": False,
+    },
+    "flat retained": {
+        "mixed_precision": MixedPrecision(None, torch.float16),
+        "use_orig_params": True,
+    },
     "flat whole": {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": False},
-    "flat hybrid": {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "use_orig_params": True},
+    "flat hybrid": {
+        "sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2,
+        "use_orig_params": True,
+    },
 }
 FLAT_PLANS = (PLANS[0], PLANS[3])
 
@@ -142,7 +170,9 @@ def subjects() -> list[Subject]:
             if world == 4:
                 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             model = wrapped(mesh, settings) if is_flat else sharded(mesh, settings)
-            call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False)  # whatever ran before
+            call = torch.compile(
+                model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False
+            )  # whatever ran before
             if name == "flat retained":
                 with model.no_sync():
                     train(call)
@@ -150,7 +180,10 @@ def subjects() -> list[Subject]:
             groups = _groups(mesh)
         for i, gm in enumerate(captured):
             kind = ("forward", "backward")[i % 2] + ("" if i < 2 else " again")
-            found += [Subject(f"{name} {kind} {p}", gm, p, world, groups) for p in (FLAT_PLANS if is_flat else PLANS)]
+            found += [
+                Subject(f"{name} {kind} {p}", gm, p, world, groups)
+                for p in (FLAT_PLANS if is_flat else PLANS)
+            ]
     return found
 
 
@@ -167,7 +200,9 @@ def wrapped(mesh: Any, settings: dict[str, Any]) -> Any:
     policy = ModuleWrapPolicy({torch.nn.Linear})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every NO_SHARD instance warns
-        return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, device_id="cpu", device_mesh=mesh, **settings)
+        return FullyShardedDataParallel(
+            Net(), auto_wrap_policy=policy, device_id="cpu", device_mesh=mesh, **settings
+        )
 
 
 def train(call: Any) -> None:

@@ -1,4 +1,6 @@
-"""`fully_shard`'s arguments, what it does to the module, and the methods of `FSDPModule`; no communication."""
+"""`fully_shard`'s arguments, what it does to the module, and the methods of `FSDPModule`; no
+communication.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_returns_what_it_got() -> None:
 
 def test_policies_are_those_of_stock() -> None:
     assert issubclass(compiled_fsdp.MixedPrecisionPolicy, stock.MixedPrecisionPolicy)
-    ours, theirs = (tuple(f.name for f in fields(p.MixedPrecisionPolicy)) for p in (compiled_fsdp, stock))
+    ours, theirs = (
+        tuple(f.name for f in fields(p.MixedPrecisionPolicy)) for p in (compiled_fsdp, stock)
+    )
     newer = ("param_dtype_override_fn",)  # came with torch 2.15
     assert ours == (*(name for name in theirs if name not in newer), *newer)
     assert (ours == theirs) == (compiled_fsdp.MixedPrecisionPolicy is stock.MixedPrecisionPolicy)
@@ -61,8 +65,16 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reshard_after_forward": 3}, ValueError, r"reshard_after_forward=3;.*factor.* 2"),
     ({"reshard_after_forward": -1}, ValueError, r"reshard_after_forward=-1;.*factor"),
     ({"shard_placement_fn": lambda p: Shard(2)}, AssertionError, r"shard_placement_fn.*no dim 2"),
-    ({"shard_placement_fn": lambda p: "x"}, ValueError, r"shard_placement_fn returned 'x'.*invalid"),
-    ({"offload_policy": stock.CPUOffloadPolicy()}, RuntimeError, r"pinned memory.*pin_memory=False"),
+    (
+        {"shard_placement_fn": lambda p: "x"},
+        ValueError,
+        r"shard_placement_fn returned 'x'.*invalid",
+    ),
+    (
+        {"offload_policy": stock.CPUOffloadPolicy()},
+        RuntimeError,
+        r"pinned memory.*pin_memory=False",
+    ),
 ]
 if hasattr(stock, "DataParallelMeshDims"):  # since torch 2.13
     dims = stock.DataParallelMeshDims(shard="dp")
@@ -74,7 +86,9 @@ if hasattr(stock, "DataParallelMeshDims"):  # since torch 2.13
     REJECTED,
     ids=[f"{i}-{next(iter(a))}" for i, (a, _, _) in enumerate(REJECTED)],
 )
-def test_rejected_arguments_leave_the_module_alone(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_rejected_arguments_leave_the_module_alone(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     model = OddMLP()
     before = {name: p for name, p in model.named_parameters()}
     with pytest.raises(error, match=text):
@@ -96,7 +110,9 @@ def test_two_dimensional_mesh_needs_names() -> None:
     fully_shard(OddMLP(), mesh=init_device_mesh("cpu", (2,)))
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
+@pytest.mark.parametrize(
+    "container", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})]
+)
 def test_container_without_forward(container: nn.Module) -> None:
     with pytest.raises(ValueError, match=f"{type(container).__name__} has no forward"):
         fully_shard(container)
@@ -164,7 +180,9 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group it is initialised from the environment, as stock does."""
     called = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: bool(called))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: called.append((a, k)))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *a, **k: called.append((a, k))
+    )
     fully_shard(nn.Linear(2, 2))
     assert called == [((), {})]
 
@@ -200,11 +218,15 @@ def test_class_of_a_child_used_by_others_is_unchanged() -> None:
 def test_names_order_and_placements(apply: Any) -> None:
     model = OddMLP()
     model.register_buffer("extra", torch.ones(2))
-    expected = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    expected = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+    ]
     modules = [name for name, _ in model.named_modules()]
     apply(model.layers[1])
     apply(model)
-    assert [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()] == expected
+    assert [
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+    ] == expected
     assert [name for name, _ in model.named_modules()] == modules
     assert list(model.state_dict()) == [*(["extra"]), *(name for name, *_ in expected)]
     for p in model.parameters():
@@ -321,7 +343,8 @@ def test_what_is_registered_when() -> None:
             type(module._parameters["weight"]),
         )
 
-    # Stock: a hook that is registered before `fully_shard` sees the full weight; prepend puts this one before ours.
+    # Stock: a hook that is registered before `fully_shard` sees the full weight; prepend puts this
+    # one before ours.
     model.layers[0].register_forward_hook(look, prepend=True)
     out = model(torch.randn(2, 6))
     assert seen["layer"] == (nn.Parameter, (7, 6), nn.Parameter)
@@ -391,7 +414,9 @@ NOT_YET = sorted(
 
 def test_no_method_of_stock_reaches_stocks_state() -> None:
     """Each public method of stock's class is ours, or says that it is not there."""
-    inherited = [name for name in NOT_YET if name not in vars(FSDPModule) and not name.startswith("_")]
+    inherited = [
+        name for name in NOT_YET if name not in vars(FSDPModule) and not name.startswith("_")
+    ]
     assert inherited == []
 
 
@@ -404,7 +429,10 @@ def test_to_dtype_before_the_first_forward() -> None:
     fully_shard(model)
     objects = list(model.parameters())
     model.to(torch.float64)
-    assert all(p.dtype == torch.float64 and p._local_tensor.dtype == torch.float64 for p in model.parameters())
+    assert all(
+        p.dtype == torch.float64 and p._local_tensor.dtype == torch.float64
+        for p in model.parameters()
+    )
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     pointers = {p._local_tensor.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(pointers) == 2, "back in the two units' flat buffers"

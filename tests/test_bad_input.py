@@ -1,6 +1,5 @@
 """Bad input to every public function, with the exact text of each error."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import re
@@ -92,9 +91,13 @@ CASES: dict[str, Callable[[], object]] = {
     "reshard by 3 of 2": lambda: fully_shard(linear(), reshard_after_forward=3),
     "reshard by -1": lambda: fully_shard(linear(), reshard_after_forward=-1),
     "no such dim": lambda: fully_shard(linear(), shard_placement_fn=lambda p: Shard(2)),
-    "no such dim from the end": lambda: fully_shard(linear(), shard_placement_fn=lambda p: Shard(-3)),
+    "no such dim from the end": lambda: fully_shard(
+        linear(), shard_placement_fn=lambda p: Shard(-3)
+    ),
     "a word for a placement": lambda: fully_shard(linear(), shard_placement_fn=lambda p: "rows"),
-    "uneven on another dim": lambda: fully_shard(nn.Linear(3, 4, bias=False), shard_placement_fn=lambda p: Shard(1)),
+    "uneven on another dim": lambda: fully_shard(
+        nn.Linear(3, 4, bias=False), shard_placement_fn=lambda p: Shard(1)
+    ),
     "a placement instead of a function": lambda: fully_shard(linear(), shard_placement_fn=Shard(0)),
     "a dtype as mp_policy": lambda: fully_shard(linear(), mp_policy=torch.bfloat16),
     "None as mp_policy": lambda: fully_shard(linear(), mp_policy=None),
@@ -112,7 +115,9 @@ CASES: dict[str, Callable[[], object]] = {
     "reshard after backward by word": lambda: sharded().set_reshard_after_backward("yes"),
     "last backward by number": lambda: sharded().set_is_last_backward(1),
     "unshard in backward by word": lambda: sharded().set_unshard_in_backward("x"),
-    "forward prefetch of a plain module": lambda: sharded().set_modules_to_forward_prefetch([nn.ReLU()]),
+    "forward prefetch of a plain module": lambda: sharded().set_modules_to_forward_prefetch(
+        [nn.ReLU()]
+    ),
     "backward prefetch of a word": lambda: sharded().set_modules_to_backward_prefetch(["layer"]),
     "divide by 0": lambda: sharded().set_gradient_divide_factor(0),
     "divide by less": lambda: sharded().set_gradient_divide_factor(-2.0),
@@ -128,14 +133,20 @@ CASES: dict[str, Callable[[], object]] = {
     "a hook that is none": lambda: sharded().set_all_reduce_hook(3),
     "a custom gather that is none": lambda: sharded().set_custom_all_gather("ring"),
     "a custom gather without allocate": lambda: sharded().set_custom_all_gather(NoAllocate()),
-    "a custom reduction without allocate": lambda: sharded().set_custom_reduce_scatter(NoAllocate()),
+    "a custom reduction without allocate": lambda: sharded().set_custom_reduce_scatter(
+        NoAllocate()
+    ),
     "memory by word": lambda: sharded().set_allocate_memory_from_process_group_for_comm("yes"),
     "symmetric memory": lambda: sharded().set_symm_mem_for_comm(),
     "reset inside": lambda: nested()[0].reset_iter_state(),
     "deepcopy": lambda: __import__("copy").deepcopy(sharded()),
     # functions
-    "a method that is not there": lambda: compiled_fsdp.register_fsdp_forward_method(sharded(), "generate"),
-    "shared context of a plain module": lambda: compiled_fsdp.share_comm_ctx([sharded(), nn.ReLU()]),
+    "a method that is not there": lambda: compiled_fsdp.register_fsdp_forward_method(
+        sharded(), "generate"
+    ),
+    "shared context of a plain module": lambda: compiled_fsdp.share_comm_ctx(
+        [sharded(), nn.ReLU()]
+    ),
     "fallback by word": lambda: compiled_fsdp.set_fallback("ignore"),
     "fallback by None": lambda: compiled_fsdp.set_fallback(None),
     "a plan that is none": lambda: compiled_fsdp.set_plan({"prefetch": 1}),
@@ -160,43 +171,63 @@ CASES: dict[str, Callable[[], object]] = {
 # The exact texts.
 EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "no module": (TypeError, "fully_shard: expects nn.Module, got NoneType: None"),
-    "a class": (TypeError, "fully_shard: expects nn.Module, got type: <class 'torch.nn.modules.linear.Linear'>"),
+    "a class": (
+        TypeError,
+        "fully_shard: expects nn.Module, got type: <class 'torch.nn.modules.linear.Linear'>",
+    ),
     "a tensor": (TypeError, "fully_shard: expects nn.Module, got Tensor: tensor([1., 1.])"),
-    "an empty list": (IndexError, "fully_shard: got an empty list of modules; a unit needs at least one"),
+    "an empty list": (
+        IndexError,
+        "fully_shard: got an empty list of modules; a unit needs at least one",
+    ),
     "a list with something else": (TypeError, "fully_shard: expects nn.Module, got str: 'layer'"),
     "a ModuleList": (
         ValueError,
-        "fully_shard: ModuleList has no forward, so nothing would gather its parameters. Shard its members, or pass them as a list",
+        "fully_shard: ModuleList has no forward, so nothing would gather its parameters. Shard its "
+        "members, or pass them as a list",
     ),
     "a ModuleDict": (
         ValueError,
-        "fully_shard: ModuleDict has no forward, so nothing would gather its parameters. Shard its members, or pass them as a list",
+        "fully_shard: ModuleDict has no forward, so nothing would gather its parameters. Shard its "
+        "members, or pass them as a list",
     ),
-    "twice": (AssertionError, "fully_shard: FSDPLinear is sharded already; a module can be given to fully_shard once"),
-    "twice in a list": (AssertionError, "fully_shard: Linear is sharded already; a module can be given to fully_shard once"),
+    "twice": (
+        AssertionError,
+        "fully_shard: FSDPLinear is sharded already; a module can be given to fully_shard once",
+    ),
+    "twice in a list": (
+        AssertionError,
+        "fully_shard: Linear is sharded already; a module can be given to fully_shard once",
+    ),
     "a scalar parameter": (
         ValueError,
-        "fully_shard: parameter weight is a scalar and cannot be cut. Change it to a 1D tensor with numel equal to 1, or name it in ignored_params",
+        "fully_shard: parameter weight is a scalar and cannot be cut. Change it to a 1D tensor "
+        "with numel equal to 1, or name it in ignored_params",
     ),
     "a strided parameter": (
         NotImplementedError,
-        "fully_shard: parameter weight is not contiguous (parameter.shape=torch.Size([2, 4]) parameter.stride()=(1, 2)). Call .contiguous() on it before sharding",
+        "fully_shard: parameter weight is not contiguous (parameter.shape=torch.Size([2, 4]) "
+        "parameter.stride()=(1, 2)). Call .contiguous() on it before sharding",
     ),
     "a mesh of three dimensions": (
         ValueError,
-        "fully_shard: mesh has 3 dimensions (DeviceMesh(...)); expects a 1D mesh (shard) or a 2D mesh (replicate, shard). Pass a sub-mesh, for example mesh['dp']",
+        "fully_shard: mesh has 3 dimensions (DeviceMesh(...)); expects a 1D mesh (shard) or a 2D "
+        "mesh (replicate, shard). Pass a sub-mesh, for example mesh['dp']",
     ),
     "a mesh without names": (
         AssertionError,
-        "fully_shard: the 2D mesh DeviceMesh(...) has no mesh_dim_names; HSDP needs them. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh",
+        "fully_shard: the 2D mesh DeviceMesh(...) has no mesh_dim_names; HSDP needs them. Pass "
+        "mesh_dim_names=('replicate', 'shard') to init_device_mesh",
     ),
     "a mesh by name": (
         TypeError,
-        "fully_shard: mesh is str 'dp'; should be a DeviceMesh, for example init_device_mesh('cpu', (2,))",
+        "fully_shard: mesh is str 'dp'; should be a DeviceMesh, for example "
+        "init_device_mesh('cpu', (2,))",
     ),
     "a group as mesh": (
         TypeError,
-        "fully_shard: mesh is int 2; should be a DeviceMesh, for example init_device_mesh('cpu', (2,))",
+        "fully_shard: mesh is int 2; should be a DeviceMesh, for example init_device_mesh('cpu', "
+        "(2,))",
     ),
     "reshard by word": (
         ValueError,
@@ -208,77 +239,137 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "reshard by 0": (
         ValueError,
-        "fully_shard: reshard_after_forward=0; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+        "fully_shard: reshard_after_forward=0; an int should be a factor of the shard mesh size 2, "
+        "so that slices can be kept on groups of that size",
     ),
     "reshard by 3 of 2": (
         ValueError,
-        "fully_shard: reshard_after_forward=3; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+        "fully_shard: reshard_after_forward=3; an int should be a factor of the shard mesh size 2, "
+        "so that slices can be kept on groups of that size",
     ),
     "reshard by -1": (
         ValueError,
-        "fully_shard: reshard_after_forward=-1; an int should be a factor of the shard mesh size 2, so that slices can be kept on groups of that size",
+        "fully_shard: reshard_after_forward=-1; an int should be a factor of the shard mesh size "
+        "2, so that slices can be kept on groups of that size",
     ),
     "no such dim": (
         AssertionError,
-        "fully_shard: shard_placement_fn returned S(2) for weight of shape (4, 4), which has no dim 2",
+        "fully_shard: shard_placement_fn returned S(2) for weight of shape (4, 4), which has no "
+        "dim 2",
     ),
     "no such dim from the end": (
         AssertionError,
-        "fully_shard: shard_placement_fn returned S(-3) for weight of shape (4, 4), which has no dim -3",
+        "fully_shard: shard_placement_fn returned S(-3) for weight of shape (4, 4), which has no "
+        "dim -3",
     ),
     "a word for a placement": (
         ValueError,
-        "fully_shard: shard_placement_fn returned 'rows' for weight, an invalid result; should be None, a Shard, or a ShardPlacementResult",
+        "fully_shard: shard_placement_fn returned 'rows' for weight, an invalid result; should be "
+        "None, a Shard, or a ShardPlacementResult",
     ),
     "uneven on another dim": (
         NotImplementedError,
-        "fully_shard: FSDP does not support uneven sharding on dim 1: weight has size 3 there, and the shard mesh has 2 ranks. Return Shard(0), or pad the parameter",
+        "fully_shard: FSDP does not support uneven sharding on dim 1: weight has size 3 there, and "
+        "the shard mesh has 2 ranks. Return Shard(0), or pad the parameter",
     ),
     "a placement instead of a function": (
         TypeError,
-        "fully_shard: shard_placement_fn is Shard Shard(dim=0), which cannot be called; should be a callable",
+        "fully_shard: shard_placement_fn is Shard Shard(dim=0), which cannot be called; should be "
+        "a callable",
     ),
-    "a dtype as mp_policy": (TypeError, "fully_shard: mp_policy is dtype torch.bfloat16; should be a MixedPrecisionPolicy"),
-    "None as mp_policy": (TypeError, "fully_shard: mp_policy is NoneType None; should be a MixedPrecisionPolicy"),
-    "a bool as offload_policy": (TypeError, "fully_shard: offload_policy is bool True; should be an OffloadPolicy"),
+    "a dtype as mp_policy": (
+        TypeError,
+        "fully_shard: mp_policy is dtype torch.bfloat16; should be a MixedPrecisionPolicy",
+    ),
+    "None as mp_policy": (
+        TypeError,
+        "fully_shard: mp_policy is NoneType None; should be a MixedPrecisionPolicy",
+    ),
+    "a bool as offload_policy": (
+        TypeError,
+        "fully_shard: offload_policy is bool True; should be an OffloadPolicy",
+    ),
     "pinned memory": (
         RuntimeError,
-        "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) asks for pinned memory, which needs an accelerator. Pass CPUOffloadPolicy(pin_memory=False)",
+        "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True) asks for pinned memory, "
+        "which needs an accelerator. Pass CPUOffloadPolicy(pin_memory=False)",
     ),
-    "one ignored parameter": (TypeError, "fully_shard: ignored_params is Parameter; should be a set of parameters"),
+    "one ignored parameter": (
+        TypeError,
+        "fully_shard: ignored_params is Parameter; should be a set of parameters",
+    ),
     "ignored by name": (
         TypeError,
-        "fully_shard: ignored_params holds str 'weight'; should hold the nn.Parameters themselves, not names",
+        "fully_shard: ignored_params holds str 'weight'; should hold the nn.Parameters themselves, "
+        "not names",
     ),
     "ignored module": (
         TypeError,
-        "fully_shard: ignored_params holds Linear Linear(in_features=4, out_features=4, bias=True); should hold the nn.Parameters themselves, not names",
+        "fully_shard: ignored_params holds Linear Linear(in_features=4, out_features=4, "
+        "bias=True); should hold the nn.Parameters themselves, not names",
     ),
-    "sync by word": (TypeError, "set_requires_gradient_sync: requires_gradient_sync is str 'no'; should be a bool"),
-    "sync by number": (TypeError, "set_requires_gradient_sync: requires_gradient_sync is int 0; should be a bool"),
-    "recurse by word": (TypeError, "set_requires_gradient_sync: recurse is str 'no'; should be a bool"),
-    "all-reduce by None": (TypeError, "set_requires_all_reduce: requires_all_reduce is NoneType None; should be a bool"),
+    "sync by word": (
+        TypeError,
+        "set_requires_gradient_sync: requires_gradient_sync is str 'no'; should be a bool",
+    ),
+    "sync by number": (
+        TypeError,
+        "set_requires_gradient_sync: requires_gradient_sync is int 0; should be a bool",
+    ),
+    "recurse by word": (
+        TypeError,
+        "set_requires_gradient_sync: recurse is str 'no'; should be a bool",
+    ),
+    "all-reduce by None": (
+        TypeError,
+        "set_requires_all_reduce: requires_all_reduce is NoneType None; should be a bool",
+    ),
     "reshard after forward by int": (
         ValueError,
-        "set_reshard_after_forward: got 2; reshard_after_forward should be a bool. Pass an int to fully_shard(reshard_after_forward=...)",
+        "set_reshard_after_forward: got 2; reshard_after_forward should be a bool. Pass an int to "
+        "fully_shard(reshard_after_forward=...)",
     ),
     "reshard after backward by word": (
         TypeError,
         "set_reshard_after_backward: reshard_after_backward is str 'yes'; should be a bool",
     ),
-    "last backward by number": (TypeError, "set_is_last_backward: is_last_backward is int 1; should be a bool"),
-    "unshard in backward by word": (TypeError, "set_unshard_in_backward: unshard_in_backward is str 'x'; should be a bool"),
+    "last backward by number": (
+        TypeError,
+        "set_is_last_backward: is_last_backward is int 1; should be a bool",
+    ),
+    "unshard in backward by word": (
+        TypeError,
+        "set_unshard_in_backward: unshard_in_backward is str 'x'; should be a bool",
+    ),
     "forward prefetch of a plain module": (
         ValueError,
         "Expects FSDPModule but got <class 'torch.nn.modules.activation.ReLU'>: ReLU()",
     ),
     "backward prefetch of a word": (ValueError, "Expects FSDPModule but got <class 'str'>: layer"),
-    "divide by 0": (ValueError, "set_gradient_divide_factor: factor is 0; should be finite and greater than 0"),
-    "divide by less": (ValueError, "set_gradient_divide_factor: factor is -2.0; should be finite and greater than 0"),
-    "divide by nan": (ValueError, "set_gradient_divide_factor: factor is nan; should be finite and greater than 0"),
-    "divide by a word": (TypeError, "set_gradient_divide_factor: factor is str '2'; should be a number"),
-    "divide by True": (TypeError, "set_gradient_divide_factor: factor is bool True; should be a number"),
-    "force sum by word": (TypeError, "set_force_sum_reduction_for_comms: enable is str 'sum'; should be a bool"),
+    "divide by 0": (
+        ValueError,
+        "set_gradient_divide_factor: factor is 0; should be finite and greater than 0",
+    ),
+    "divide by less": (
+        ValueError,
+        "set_gradient_divide_factor: factor is -2.0; should be finite and greater than 0",
+    ),
+    "divide by nan": (
+        ValueError,
+        "set_gradient_divide_factor: factor is nan; should be finite and greater than 0",
+    ),
+    "divide by a word": (
+        TypeError,
+        "set_gradient_divide_factor: factor is str '2'; should be a number",
+    ),
+    "divide by True": (
+        TypeError,
+        "set_gradient_divide_factor: factor is bool True; should be a number",
+    ),
+    "force sum by word": (
+        TypeError,
+        "set_force_sum_reduction_for_comms: enable is str 'sum'; should be a bool",
+    ),
     "unused by number": (
         TypeError,
         "set_reduce_scatter_unused_params: reduce_scatter_unused_params is int 1; should be a bool",
@@ -286,32 +377,47 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "buffers by half": (TypeError, "max_input_buffers must be an int, got float"),
     "buffers by True": (TypeError, "max_input_buffers must be an int, got bool"),
     "no buffers": (ValueError, "max_input_buffers must be a positive int, got 0"),
-    "separate group by None": (TypeError, "set_separate_reduce_scatter_group: enable is NoneType None; should be a bool"),
-    "a hook that is none": (TypeError, "set_all_reduce_hook: hook is int 3, which cannot be called; should be a callable"),
+    "separate group by None": (
+        TypeError,
+        "set_separate_reduce_scatter_group: enable is NoneType None; should be a bool",
+    ),
+    "a hook that is none": (
+        TypeError,
+        "set_all_reduce_hook: hook is int 3, which cannot be called; should be a callable",
+    ),
     "a custom gather that is none": (
         TypeError,
-        "set_custom_all_gather: comm is str 'ring', which cannot be called; should be a callable with allocate()",
+        "set_custom_all_gather: comm is str 'ring', which cannot be called; should be a callable "
+        "with allocate()",
     ),
     "a custom gather without allocate": (
         TypeError,
-        "set_custom_all_gather: comm is NoAllocate NoAllocate(), which has no allocate(); should be a callable with allocate()",
+        "set_custom_all_gather: comm is NoAllocate NoAllocate(), which has no allocate(); should "
+        "be a callable with allocate()",
     ),
     "a custom reduction without allocate": (
         TypeError,
-        "set_custom_reduce_scatter: comm is NoAllocate NoAllocate(), which has no allocate(); should be a callable with allocate()",
+        "set_custom_reduce_scatter: comm is NoAllocate NoAllocate(), which has no allocate(); "
+        "should be a callable with allocate()",
     ),
-    "memory by word": (TypeError, "set_allocate_memory_from_process_group_for_comm: enable is str 'yes'; should be a bool"),
+    "memory by word": (
+        TypeError,
+        "set_allocate_memory_from_process_group_for_comm: enable is str 'yes'; should be a bool",
+    ),
     "symmetric memory": (
         NotImplementedError,
-        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported; nothing was changed. Leave it out",
+        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported; nothing was changed. Leave it "
+        "out",
     ),
     "reset inside": (
         RuntimeError,
-        "reset_iter_state: called on '0', which is inside another sharded module. Call it on the outermost one",
+        "reset_iter_state: called on '0', which is inside another sharded module. Call it on the "
+        "outermost one",
     ),
     "deepcopy": (
         AssertionError,
-        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict",
+        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. "
+        "Copy its state_dict",
     ),
     "a method that is not there": (
         ValueError,
@@ -323,10 +429,22 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "fallback by word": (ValueError, 'set_fallback: got \'ignore\'; should be "warn" or "error"'),
     "fallback by None": (ValueError, 'set_fallback: got None; should be "warn" or "error"'),
-    "a plan that is none": (TypeError, "set_plan: plan is {'prefetch': 1}; should be a Plan, for example Plan(prefetch=1)"),
-    "prefetch before": (ValueError, "Plan: prefetch=-1; should be a number of units, at least 0, or None (from costs)"),
-    "prefetch by word": (ValueError, "Plan: prefetch='all'; should be a number of units, at least 0, or None (from costs)"),
-    "prefetch by True": (ValueError, "Plan: prefetch=True; should be a number of units, at least 0, or None (from costs)"),
+    "a plan that is none": (
+        TypeError,
+        "set_plan: plan is {'prefetch': 1}; should be a Plan, for example Plan(prefetch=1)",
+    ),
+    "prefetch before": (
+        ValueError,
+        "Plan: prefetch=-1; should be a number of units, at least 0, or None (from costs)",
+    ),
+    "prefetch by word": (
+        ValueError,
+        "Plan: prefetch='all'; should be a number of units, at least 0, or None (from costs)",
+    ),
+    "prefetch by True": (
+        ValueError,
+        "Plan: prefetch=True; should be a number of units, at least 0, or None (from costs)",
+    ),
     "buckets below nothing": (
         ValueError,
         "Plan: bucket_bytes=-1; should be a number of bytes, at least 0, or None (from costs)",
@@ -337,37 +455,53 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "a budget below nothing": (
         ValueError,
-        "Plan: memory_budget=-1; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0",
+        "Plan: memory_budget=-1; should be bytes (an int), or a float from 0.0 (nothing kept for "
+        "backward) to 1.0",
     ),
     "a budget of more than all": (
         ValueError,
-        "Plan: memory_budget=1.5; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0",
+        "Plan: memory_budget=1.5; should be bytes (an int), or a float from 0.0 (nothing kept for "
+        "backward) to 1.0",
     ),
     "a budget by word": (
         ValueError,
-        "Plan: memory_budget='8 GiB'; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0",
+        "Plan: memory_budget='8 GiB'; should be bytes (an int), or a float from 0.0 (nothing kept "
+        "for backward) to 1.0",
     ),
     "endless reductions": (
         ValueError,
-        "Plan: reduces_in_flight=inf; should be a number of units, at least 0, or None (from costs)",
+        "Plan: reduces_in_flight=inf; should be a number of units, at least 0, or None (from "
+        "costs)",
     ),
     "backward prefetch by nan": (
         ValueError,
-        "Plan: backward_prefetch=nan; should be a number of units, at least 0, or None (from costs)",
+        "Plan: backward_prefetch=nan; should be a number of units, at least 0, or None (from "
+        "costs)",
     ),
     "planned with another field": (
         TypeError,
-        "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', 'backward_prefetch', 'reduces_in_flight', "
-        "'bucket_bytes', 'split_bytes', 'own_message', 'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'memory_budget', 'kept', 'dropped', 'costs']",
+        "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
+        "'backward_prefetch', 'reduces_in_flight', "
+        "'bucket_bytes', 'split_bytes', 'own_message', 'reductions', 'copy_out', "
+        "'reduction_bytes', 'recompute', 'memory_budget', 'kept', 'dropped', 'costs']",
     ),
     "planned with a bad value": (
         ValueError,
         "Plan: prefetch=-2; should be a number of units, at least 0, or None (from costs)",
     ),
     "a dump into nothing": (TypeError, "dumped_to: path is None; should be the path of a folder"),
-    "a dump into a file": (NotADirectoryError, "dumped_to: /dev/null is a file; should be a folder, or nothing yet"),
-    "warmup of a plain module": (TypeError, "warmup: ReLU ReLU() has no sharded module. Call fully_shard on it first"),
-    "warmup of no module": (TypeError, "warmup: str 'model' has no sharded module. Call fully_shard on it first"),
+    "a dump into a file": (
+        NotADirectoryError,
+        "dumped_to: /dev/null is a file; should be a folder, or nothing yet",
+    ),
+    "warmup of a plain module": (
+        TypeError,
+        "warmup: ReLU ReLU() has no sharded module. Call fully_shard on it first",
+    ),
+    "warmup of no module": (
+        TypeError,
+        "warmup: str 'model' has no sharded module. Call fully_shard on it first",
+    ),
 }
 
 

@@ -89,31 +89,47 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
-def test_a_damaged_file_is_named(out: Path, name: str, damage: Callable[[Path], None], words: str) -> None:
+def test_a_damaged_file_is_named(
+    out: Path, name: str, damage: Callable[[Path], None], words: str
+) -> None:
     path = out / checkpoint.FOLDER / name
     damage(path)
-    with pytest.raises(UsageError, match=f"^reading the checkpoint: {re.escape(str(path))} .*{words}"):
+    with pytest.raises(
+        UsageError, match=f"^reading the checkpoint: {re.escape(str(path))} .*{words}"
+    ):
         checkpoint.verify(out)
 
 
 def test_a_checkpoint_from_before_jobs_had_names(out: Path) -> None:
     """Belongs to no job that could be restarted."""
     path = out / checkpoint.FOLDER / "run.json"
-    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "job"}))
+    path.write_text(
+        json.dumps(
+            {name: value for name, value in json.loads(path.read_text()).items() if name != "job"}
+        )
+    )
     assert checkpoint.read_run(out)["job"] == ""
 
 
 @pytest.mark.parametrize("entry", [name for name in checkpoint.RUN_TYPES if name != "job"])
 def test_a_missing_entry_is_named(out: Path, entry: str) -> None:
     path = out / checkpoint.FOLDER / "run.json"
-    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != entry}))
-    with pytest.raises(UsageError, match=f"run.json has no proper entry {entry}; a checkpoint is used only whole"):
+    path.write_text(
+        json.dumps(
+            {name: value for name, value in json.loads(path.read_text()).items() if name != entry}
+        )
+    )
+    with pytest.raises(
+        UsageError, match=f"run.json has no proper entry {entry}; a checkpoint is used only whole"
+    ):
         checkpoint.read_run(out)
 
 
 @pytest.mark.parametrize("name", [SHARD, META])
 @pytest.mark.parametrize("damage", [truncate, empty, Path.unlink])
-def test_reading_without_checking_first(out: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_reading_without_checking_first(
+    out: Path, name: str, damage: Callable[[Path], None]
+) -> None:
     """torch's reader finds it too; the error names the checkpoint."""
     damage(out / checkpoint.FOLDER / name)
     with pytest.raises(UsageError, match=f"^reading the checkpoint {re.escape(str(out))}"):
@@ -129,8 +145,13 @@ def test_what_was_saved_is_read(out: Path) -> None:
         for p in model.parameters():
             p.zero_()
     checkpoint.load(out, model, optimizer)
-    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
-    assert all(torch.equal(s["exp_avg"].full_tensor(), b) for s, b in zip(optimizer.state.values(), states, strict=True))
+    assert all(
+        torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
+    )
+    assert all(
+        torch.equal(s["exp_avg"].full_tensor(), b)
+        for s, b in zip(optimizer.state.values(), states, strict=True)
+    )
     assert checkpoint.read_run(out)["step"] == 1
 
 
@@ -187,7 +208,10 @@ def test_another_number_of_ranks_divides_the_same_sequences(out: Path, num_ranks
     assert (resumed.sequences, resumed.streams, resumed.world) == (4, 2, num_ranks)
     data = bytes(range(256)) * 4
     share = resumed.sequences // num_ranks
-    parts = [random_crops(data, 0, 3, range(r * share, (r + 1) * share), resumed.batch, 8)[0] for r in range(num_ranks)]
+    parts = [
+        random_crops(data, 0, 3, range(r * share, (r + 1) * share), resumed.batch, 8)[0]
+        for r in range(num_ranks)
+    ]
     assert torch.equal(torch.cat(parts), random_crops(data, 0, 3, range(4), 2, 8)[0])
 
 
@@ -197,7 +221,9 @@ def test_a_number_of_ranks_that_does_not_divide_them(out: Path) -> None:
         options(3, "--resume", "--out", str(out))
 
 
-def test_only_a_checkpoint_of_this_job_is_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_checkpoint_of_this_job_is_gone_on_with(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not is_restarted(out), "not under torchrun"
     for job, expected in {"j": True, "another": False}.items():
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)

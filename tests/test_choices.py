@@ -24,7 +24,9 @@ from compiled_fsdp.planning.memory import StepProfile, profile
 from compiled_fsdp.planning.plan import Plan
 
 
-def machine(message: float = 0.0, scatter: float = 0.0, exchange: float = 0.0, bandwidth: float = 1e6) -> Costs:
+def machine(
+    message: float = 0.0, scatter: float = 0.0, exchange: float = 0.0, bandwidth: float = 1e6
+) -> Costs:
     return Costs(1e9, bandwidth, 0.0, (("shard", Link(1e-3, 1e6, message, scatter, exchange)),))
 
 
@@ -35,22 +37,37 @@ class TestMessages:
     def test_a_free_message(self):
         assert break_even(machine(), "shard") == 0
 
-    @pytest.mark.parametrize(("plan", "expected"), [(Plan(), OWN_MESSAGE), (Plan(own_message=7), 7)])
+    @pytest.mark.parametrize(
+        ("plan", "expected"), [(Plan(), OWN_MESSAGE), (Plan(own_message=7), 7)]
+    )
     def test_as_set(self, plan, expected):
         assert Choices.decide(unit("a", {"w": (4, 2)}), plan).own_message == {"shard": expected}
 
     def test_without_costs_as_it_is(self):
-        assert Choices.decide(unit("a", {"w": (4, 2)}), Plan(own_message=None)).own_message == {"shard": OWN_MESSAGE}
+        assert Choices.decide(unit("a", {"w": (4, 2)}), Plan(own_message=None)).own_message == {
+            "shard": OWN_MESSAGE
+        }
 
 
 class TestReductions:
     @pytest.mark.parametrize(
         ("scatter", "exchange", "expected"),
-        [(1e6, 2e6, "all_to_all"), (1e6, 1.01e6, "reduce_scatter"), (2e6, 1e6, "reduce_scatter"), (0.0, 0.0, "")],
+        [
+            (1e6, 2e6, "all_to_all"),
+            (1e6, 1.01e6, "reduce_scatter"),
+            (2e6, 1e6, "reduce_scatter"),
+            (0.0, 0.0, ""),
+        ],
         ids=["faster by more than adding", "adding takes longer", "slower", "not measured"],
     )
     def test_faster(self, scatter, exchange, expected):
-        assert faster(machine(scatter=scatter, exchange=exchange, bandwidth=1e7), unit("a", {"w": (100, 100)})) == expected
+        assert (
+            faster(
+                machine(scatter=scatter, exchange=exchange, bandwidth=1e7),
+                unit("a", {"w": (100, 100)}),
+            )
+            == expected
+        )
 
     def test_a_unit_changes_as_a_whole(self):
         """One of its gradients is reduced by a user's own algorithm: buckets would fall apart."""
@@ -60,17 +77,25 @@ class TestReductions:
     def test_a_mean_becomes_a_sum_and_a_division(self):
         (spec,) = unit("a", {"w": (4, 2)}, reduce_op="avg", post_divide=1.0)
         changed = reduced_by(spec, "all_to_all")
-        assert (changed.reduce_op, changed.post_divide, changed.reduce_algorithm) == ("sum", 2.0, "all_to_all")
+        assert (changed.reduce_op, changed.post_divide, changed.reduce_algorithm) == (
+            "sum",
+            2.0,
+            "all_to_all",
+        )
         assert reduced_by(spec, "") == reduced_by(spec, "reduce_scatter") == spec
 
     def test_the_mean_over_replicas_stays(self):
-        specs = unit("a", {"w": (4, 2)}, reduce_op="avg", replicate_size=2, replicate_group="replicate")
+        specs = unit(
+            "a", {"w": (4, 2)}, reduce_op="avg", replicate_size=2, replicate_group="replicate"
+        )
         assert Choices.decide(specs, Plan(reductions="all_to_all")).algorithm == {"a": ""}
 
 
 class TestParts:
     def units(self, latency: float) -> tuple[object, Plan]:
-        """One unit of two parameters, and matmuls with each: the second half of the gather can be hidden by the first ones."""
+        """One unit of two parameters, and matmuls with each: the second half of the gather can be
+        hidden by the first ones.
+        """
         hand = Hand()
         specs = unit("a", {"v": (64, 64), "w": (64, 64)})
         flat = hand.input("flat", numel(specs))
@@ -81,7 +106,9 @@ class TestParts:
                 x = hand(torch.ops.aten.mm.default, x, w)
         nbytes = 64 * 64 * 4 / 2
         link = Link(latency, nbytes)  # a second for each parameter
-        plan = Plan(None, None, None, 0, None, costs=Costs(2 * 64**3 / 0.5, 1e12, 0.0, (("shard", link),)))
+        plan = Plan(
+            None, None, None, 0, None, costs=Costs(2 * 64**3 / 0.5, 1e12, 0.0, (("shard", link),))
+        )
         return hand.returns(x), plan
 
     def test_computing_begins_with_the_first(self):
@@ -98,19 +125,34 @@ class TestParts:
         fit_split(gm, plan)
         assert [n.name for n in gm.graph.nodes] == before
 
-    @pytest.mark.parametrize("plan", [Plan(), Plan(split_bytes=None), Plan(split_bytes=3, costs=costs(1.0, 1.0))])
+    @pytest.mark.parametrize(
+        "plan", [Plan(), Plan(split_bytes=None), Plan(split_bytes=3, costs=costs(1.0, 1.0))]
+    )
     def test_set_or_without_costs(self, plan):
         assert fit_split(chain(1), plan) is plan
 
 
 @pytest.mark.parametrize(
     ("room", "kept", "sliced"),
-    [(0, "", ""), (70, "", "v"), (150, "", "vw"), (250, "v", "vw"), (400, "vwx", "vw"), (349, "vw", "vw")],
+    [
+        (0, "", ""),
+        (70, "", "v"),
+        (150, "", "vw"),
+        (250, "v", "vw"),
+        (400, "vwx", "vw"),
+        (349, "vw", "vw"),
+    ],
 )
 def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
-    """A slice costs 50 bytes, a kept parameter 100; `v` and `w` have a smaller mesh, and `v` is used last."""
+    """A slice costs 50 bytes, a kept parameter 100; `v` and `w` have a smaller mesh, and `v` is
+    used last.
+    """
     hand = Hand()
-    sizes = {"x": {}, "w": {"reshard": "slice", "post_size": 2}, "v": {"reshard": "slice", "post_size": 2}}
+    sizes = {
+        "x": {},
+        "w": {"reshard": "slice", "post_size": 2},
+        "v": {"reshard": "slice", "post_size": 2},
+    }
     dy = hand.input("tangents_1", 4, 4)
     for name, changes in sizes.items():
         (spec,) = unit("u", {name: (4, 4)}, **changes)
@@ -123,7 +165,9 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
 
     by_num = [0, 50, 100, 200, 300, 400]
     monkeypatch.setattr(budget, "schedule", tried)
-    monkeypatch.setattr(budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num]))
+    monkeypatch.setattr(
+        budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num])
+    )
     plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
     assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
     assert [fqn for _, fqn in plan.dropped] == [n for n in "vw" if n not in sliced]
@@ -132,7 +176,9 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("error", [0, 40])
 def test_the_most_that_fits_in_few_trials(share, error):
-    """What is expected is right, or off by more and more; then a trial corrects it, and what is returned fits."""
+    """What is expected is right, or off by more and more; then a trial corrects it, and what is
+    returned fits.
+    """
     rng = random.Random(0)
     calls = []
     for _ in range(100):
@@ -158,7 +204,9 @@ def test_the_most_that_fits_in_few_trials(share, error):
 
 
 class TestGrowth:
-    """Two units of a parameter each, gathered in forward in this order and in backward in the other."""
+    """Two units of a parameter each, gathered in forward in this order and in backward in the
+    other.
+    """
 
     def trial(self) -> Trial:
         halves = []
@@ -174,7 +222,9 @@ class TestGrowth:
 
     def test_from_the_last_use_to_the_next_gather(self):
         trial = self.trial()
-        forward, backward = ([n.name for n in graph.nodes] for graph in (trial.forward, trial.backward))
+        forward, backward = (
+            [n.name for n in graph.nodes] for graph in (trial.forward, trial.backward)
+        )
         curves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
         last = {"w": forward.index("free_default_1"), "v": forward.index("free_default")}
         first = {
@@ -203,7 +253,9 @@ class TestGrowth:
 @pytest.mark.parametrize("name", ["split_bytes", "own_message"])
 @pytest.mark.parametrize("size", [-1, 1.5, True])
 def test_bad_sizes(name, size):
-    with pytest.raises(ValueError, match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None"):
+    with pytest.raises(
+        ValueError, match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None"
+    ):
         Plan(**{name: size})
 
 

@@ -1,4 +1,6 @@
-"""`python -m compiled_fsdp`: what it prints of a dump, what it finds, and what it says of folders that are none."""
+"""`python -m compiled_fsdp`: what it prints of a dump, what it finds, and what it says of folders
+that are none.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def dump(folder: Path, **plan: object) -> None:
         fully_shard(layer, reshard_after_forward=True)
     compiled = torch.compile(fully_shard(model), backend="compiled_fsdp_eager")
     optimizer = torch.optim.SGD(compiled.parameters())
-    with mock.patch("compiled_fsdp.dump.writer._number", 0), planned(**plan), compiled_fsdp.dumped_to(folder):
+    with (
+        mock.patch("compiled_fsdp.dump.writer._number", 0),
+        planned(**plan),
+        compiled_fsdp.dumped_to(folder),
+    ):
         compiled(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 
@@ -64,11 +70,18 @@ def test_dump_lists(dumps, capsys):
     status, text = run(capsys, "dump", dumps / "dumped")
     assert status == 0
     assert text.splitlines()[0] == (
-        f"rank 0: of 2, fake; torch {torch.__version__}, compiled_fsdp {compiled_fsdp.__version__}, "
+        f"rank 0: of 2, fake; torch {torch.__version__}, compiled_fsdp "
+        f"{compiled_fsdp.__version__}, "
         f"python {sys.version.split()[0]}"
     )
-    assert "    09_free                     2 gathers, 0 reductions; 160 bytes gathered, largest bucket 80" in text
-    assert "    09_free                     1 gathers, 2 reductions; 64 bytes gathered, largest bucket 64" in text
+    assert (
+        "    09_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "
+        "bucket 80" in text
+    )
+    assert (
+        "    09_free                     1 gathers, 2 reductions; 64 bytes gathered, largest "
+        "bucket 64" in text
+    )
 
 
 def test_dump_prints_a_graph(dumps, capsys):
@@ -78,15 +91,20 @@ def test_dump_prints_a_graph(dumps, capsys):
     lines = text.splitlines()
     assert lines[0] == "# rank0/001_forward/09_free"
     assert lines[1].startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
-    assert "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  # 0: gather" in lines
-    assert "free(%wait_tensor_default_4)" in lines
-    assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[1].startswith(
-        "# rank0/001_forward/11_gather_ahead\n"
+    assert (
+        "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  "
+        "# 0: gather" in lines
     )
+    assert "free(%wait_tensor_default_4)" in lines
+    assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[
+        1
+    ].startswith("# rank0/001_forward/11_gather_ahead\n")
 
 
 def test_diff_of_passes(dumps, capsys):
-    status, text = run(capsys, "diff", dumps / "dumped", "--passes", "lower", "free", "--graph", "forward")
+    status, text = run(
+        capsys, "diff", dumps / "dumped", "--passes", "lower", "free", "--graph", "forward"
+    )
     assert status == 1
     assert text.startswith(
         "rank0/001_forward/01_lower -> rank0/001_forward/09_free\n"
@@ -96,7 +114,10 @@ def test_diff_of_passes(dumps, capsys):
         "--- rank0/001_forward/01_lower\n"
         "+++ rank0/001_forward/09_free\n"
     )
-    assert run(capsys, "diff", dumps / "dumped", "--passes", "free", "verify") == (0, "no difference\n")
+    assert run(capsys, "diff", dumps / "dumped", "--passes", "free", "verify") == (
+        0,
+        "no difference\n",
+    )
 
 
 def test_diff_of_runs(dumps, capsys):
@@ -109,7 +130,9 @@ def test_diff_of_runs(dumps, capsys):
 
 def test_diff_of_ranks(folder, dumps, capsys):
     shutil.copytree(dumps / "other" / "rank0", folder / "rank1")
-    status, text = run(capsys, "diff", folder, "--ranks", 0, 1, "--graph", "backward", "--after", "free")
+    status, text = run(
+        capsys, "diff", folder, "--ranks", 0, 1, "--graph", "backward", "--after", "free"
+    )
     assert status == 1
     assert text.startswith("rank0/002_backward/09_free -> rank1/002_backward/09_free\n")
     assert "  reductions: 2 -> 1\n" in text
@@ -120,7 +143,8 @@ def test_explain(dumps, capsys):
     status, text = run(capsys, "explain", dumps / "dumped")
     assert status == 0
     assert text.startswith(
-        "rank 0, after its first step\nSequential: 3 units, 4 parameters, 160 bytes on 2 ranks together\n"
+        "rank 0, after its first step\nSequential: 3 units, 4 parameters, 160 bytes on 2 ranks "
+        "together\n"
     )
     assert "\n  2 in a graph: 0, 1\n  1 without parameters: Sequential\n" in text
     assert "  reshard_after_forward=True of 0, 1: reshard\n" in text
@@ -183,7 +207,9 @@ def test_verify_finds_a_dropped_wait(folder, capsys):
     status, text = run(capsys, "verify", folder)
     assert status == 1
     assert "Every collective is awaited exactly once" in text
-    assert "the text is not that of the graph in the .json beside it; one of them was changed" in text
+    assert (
+        "the text is not that of the graph in the .json beside it; one of them was changed" in text
+    )
 
 
 def test_verify_finds_another_text(folder, capsys):
@@ -192,7 +218,8 @@ def test_verify_finds_another_text(folder, capsys):
     status, text = run(capsys, "verify", folder)
     assert (status, text) == (
         1,
-        "rank0/001_forward/01_lower: the text is not that of the graph in the .json beside it; one of them was changed\n"
+        "rank0/001_forward/01_lower: the text is not that of the graph in the .json beside it; one "
+        "of them was changed\n"
         "2 graphs of 1 ranks: 1 wrong\n",
     )
 
@@ -202,7 +229,9 @@ def test_verify_compares_ranks(folder, dumps, capsys):
     shutil.copytree(dumps / "other" / "rank0", folder / "rank1")
     status, text = run(capsys, "verify", folder)
     assert status == 1
-    assert text.startswith("ranks 0 and 1 communicate differently over group '0':\n--- rank 0\n+++ rank 1\n")
+    assert text.startswith(
+        "ranks 0 and 1 communicate differently over group '0':\n--- rank 0\n+++ rank 1\n"
+    )
     assert text.endswith("4 graphs of 2 ranks: 1 wrong\n")
 
 
@@ -229,7 +258,10 @@ def test_folders_that_are_no_dump(folder, tmp_path, capsys):
         "has no graph '7'; it has ['000_joint', '001_forward', '002_backward']"
         in run(capsys, "dump", folder, "--graph", 7)[1]
     )
-    assert "holds no graph after 'x'; it has ['capture', " in run(capsys, "dump", folder, "--after", "x")[1]
+    assert (
+        "holds no graph after 'x'; it has ['capture', "
+        in run(capsys, "dump", folder, "--after", "x")[1]
+    )
     words = "python -m compiled_fsdp diff: give one of: a second folder, --passes PASS PASS, --ranks RANK RANK\n"
     assert run(capsys, "diff", folder) == (2, words)
 
@@ -239,7 +271,9 @@ def test_damaged_files(folder, capsys):
     path.write_text(path.read_text()[:500])
     status, text = run(capsys, "verify", folder)
     assert status == 2
-    assert text.startswith(f"python -m compiled_fsdp verify: {path} holds no graph that can be read: JSONDecodeError: ")
+    assert text.startswith(
+        f"python -m compiled_fsdp verify: {path} holds no graph that can be read: JSONDecodeError: "
+    )
     (folder / "rank0" / "explain.json").write_text('{"model": 1}')
     assert run(capsys, "explain", folder)[0] == 2
     path = folder / "rank0" / "settings.json"
@@ -273,4 +307,6 @@ def test_as_a_program(dumps):
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "2 graphs of 1 ranks: nothing wrong\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "2 graphs of 1 ranks: nothing wrong\n"), (
+        done.stderr
+    )

@@ -1,9 +1,11 @@
-"""On a GPU, where there is one: NCCL of one rank against the CPU, CUDA graphs, and streams under slow collectives.
+"""On a GPU, where there is one: NCCL of one rank against the CPU, CUDA graphs, and streams under
+slow collectives.
 
-Every check runs in a process of its own, since each needs another process group. One GPU holds one NCCL rank, so the tests of
-streams bring a communication of their own (`SlowGather`, `SlowReduce`): it runs on a side stream, far later than it was asked for,
-and hands out buffers full of NaN. What reads too early, or frees too early, computes NaN or something else than a run that
-synchronizes with the device after every collective.
+Every check runs in a process of its own, since each needs another process group. One GPU holds one
+NCCL rank, so the tests of streams bring a communication of their own (`SlowGather`, `SlowReduce`):
+it runs on a side stream, far later than it was asked for, and hands out buffers full of NaN. What
+reads too early, or frees too early, computes NaN or something else than a run that synchronizes
+with the device after every collective.
 """
 
 from __future__ import annotations
@@ -82,9 +84,13 @@ def test_nccl_agrees_with_the_cpu(mode: str) -> None:
 
 def nccl_and_cpu(mode: str) -> None:
     expected = train(model := make("cpu", None), model)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     model = make("cuda", fully_shard)
-    call = model if mode == "eager" else torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    call = (
+        model if mode == "eager" else torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    )
     # Another order of sums in other matmuls, in fp32; three steps of Adam amplify it.
     torch.testing.assert_close(train(model, call), expected, atol=2e-4, rtol=2e-4)
 
@@ -94,7 +100,9 @@ def test_nccl_agrees_with_the_unsharded_model() -> None:
 
 
 def nccl_and_unsharded() -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     torch.use_deterministic_algorithms(True)  # the embedding's gradient adds atomically
     expected = train(plain := make("cuda", None), plain)
     sharded = make("cuda", fully_shard)
@@ -110,9 +118,13 @@ def test_cuda_graphs_change_nothing(world: int) -> None:
 
 
 def cuda_graphs(world: int) -> None:
-    """Gathers of a fake group bring nothing, so both sides train on the same nonsense, of zeros rather than of old memory."""
+    """Gathers of a fake group bring nothing, so both sides train on the same nonsense, of zeros
+    rather than of old memory.
+    """
     if world == 1:
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        dist.init_process_group(
+            "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        )
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -139,13 +151,25 @@ def test_plans_from_costs(memory_budget: float | None) -> None:
 
 
 def plans_from_costs(memory_budget: float | None) -> None:
-    """Fused attention whose keys have fewer heads than its queries: torch 2.11's formula for its FLOPs refuses it."""
+    """Fused attention whose keys have fewer heads than its queries: torch 2.11's formula for its
+    FLOPs refuses it.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     costs = Costs(4e14, 2.5e12, 4e-6, (("", Link(2e-5, 5e10)),))
     distances = {"prefetch": None, "backward_prefetch": None, "reduces_in_flight": None}
-    set_plan(Plan(bucket_bytes=None, split_bytes=None, costs=costs, memory_budget=memory_budget, **distances))
+    set_plan(
+        Plan(
+            bucket_bytes=None,
+            split_bytes=None,
+            costs=costs,
+            memory_budget=memory_budget,
+            **distances,
+        )
+    )
     with torch.device("cuda"):
-        model = Llama(LlamaConfig(num_layers=2, width=256, num_heads=8, hidden=512, max_length=512, vocab=512))
+        model = Llama(
+            LlamaConfig(num_layers=2, width=256, num_heads=8, hidden=512, max_length=512, vocab=512)
+        )
         tokens = torch.randint(512, (2, 513))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in (*model.layers, model):
@@ -179,7 +203,9 @@ class Slow:
         self.stream = torch.cuda.Stream()
         self.works: list[LateWork] = []
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.full(size, torch.nan, dtype=dtype, device=device)
 
     def later(self, do: Callable[[], object], *tensors: Tensor) -> LateWork:
@@ -192,19 +218,31 @@ class Slow:
         if not self.cycles:
             torch.cuda.synchronize()
         work = LateWork(event, tensors)
-        self.works = [*self.works[-50:], work]  # torch keeps no reference to the Python half of a Work
+        self.works = [
+            *self.works[-50:],
+            work,
+        ]  # torch keeps no reference to the Python half of a Work
         return work
 
 
 class SlowGather(Slow):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> LateWork:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> LateWork:
         half = output_tensor.numel() // 2
-        return self.later(lambda: output_tensor[half:].copy_(output_tensor[:half]), output_tensor, input_tensor)
+        return self.later(
+            lambda: output_tensor[half:].copy_(output_tensor[:half]), output_tensor, input_tensor
+        )
 
 
 class SlowReduce(Slow):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: object,
+        op: object,
+        async_op: bool = False,
     ) -> LateWork:
         half = input_tensor.numel() // 2
         return self.later(
@@ -228,7 +266,10 @@ def streams(compiled: bool) -> None:
     def poisoned(self: Runtime, **how: Any) -> None:
         if self.is_unsharded:
             for param in self.unit.params:
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(param.gathered):
+                with (
+                    torch.no_grad(),
+                    torch.autograd._unsafe_preserve_version_counter(param.gathered),
+                ):
                     param.gathered.fill_(torch.nan)
         reshard(self, **how)
 

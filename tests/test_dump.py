@@ -24,8 +24,12 @@ from compiled_fsdp.ir.schema import FREE
 
 class TestPrinter(GraphTest):
     def test_each_kind_of_node(self):
-        """Inputs, fsdp ops, collectives with their unit, effects, keyword arguments, dtypes, tuples, no value, output."""
-        (spec,) = unit("u#1", {"w": (4, 4)}, world=4, reshard="slice", post_size=2, post_group="post")
+        """Inputs, fsdp ops, collectives with their unit, effects, keyword arguments, dtypes,
+        tuples, no value, output.
+        """
+        (spec,) = unit(
+            "u#1", {"w": (4, 4)}, world=4, reshard="slice", post_size=2, post_group="post"
+        )
         hand = Hand()
         flat, other = hand.input("flat", 4), hand.input("other", 4)
         ids, mask = hand.input("ids", 2, dtype=torch.int64), hand.input("mask", 2, dtype=torch.bool)
@@ -103,7 +107,8 @@ return [%convert_element_type_default, None, %ids, %mask]""",
         hand = Hand()
         gm = hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), W)))
         self.assertExpectedInline(
-            "\n".join(collectives(gm.graph)), """%unshard_default: f32[4,2] = unshard(%flat, 'layers.0.w', reshard=gather)"""
+            "\n".join(collectives(gm.graph)),
+            """%unshard_default: f32[4,2] = unshard(%flat, 'layers.0.w', reshard=gather)""",
         )
         self.assertExpectedInline(
             "\n".join(collectives(lower(gm, PLAN).graph)),
@@ -135,12 +140,21 @@ class TestFolder(GraphTest):
         for world in (2, 4):
             with fake_ranks(world), tempfile.TemporaryDirectory() as name:
                 trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
-                found += [json.loads(path.read_text())["groups"] for path in Path(name).rglob("settings.json")]
+                found += [
+                    json.loads(path.read_text())["groups"]
+                    for path in Path(name).rglob("settings.json")
+                ]
         self.assertEqual([[*groups.values()] for groups in found], [[[0, 1]], [[0, 1, 2, 3]]])
 
     def test_files(self):
-        """One folder a graph, numbered in the order of compilation; one text a pass, and what it changed."""
-        with fake_ranks(2), tempfile.TemporaryDirectory() as name, mock.patch("compiled_fsdp.dump.writer._number", 0):
+        """One folder a graph, numbered in the order of compilation; one text a pass, and what it
+        changed.
+        """
+        with (
+            fake_ranks(2),
+            tempfile.TemporaryDirectory() as name,
+            mock.patch("compiled_fsdp.dump.writer._number", 0),
+        ):
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
             found = sorted(str(p.relative_to(name)) for p in Path(name).rglob("*.*"))
             self.assertExpectedInline(
@@ -240,7 +254,8 @@ rank0/settings.json""",
             )
             backward = Path(name) / "rank0" / "002_backward"
             self.assertRegex(
-                (backward / "memory.txt").read_text(), r"as it is, backward: peak 0.00 MB above rest at %cat_default"
+                (backward / "memory.txt").read_text(),
+                r"as it is, backward: peak 0.00 MB above rest at %cat_default",
             )
             self.assertExpectedInline(
                 (backward / "01_lower.txt").read_text(),
@@ -301,7 +316,9 @@ return [None, %add]
             self.assertEqual(folder(), Path("from_environment"))
 
     def test_caches_are_bypassed(self):
-        """A hook without uuid makes torch compile afresh; with one, its text holds all that the passes depend on."""
+        """A hook without uuid makes torch compile afresh; with one, its text holds all that the
+        passes depend on.
+        """
         with mock.patch.dict(os.environ):
             os.environ.pop("COMPILED_FSDP_DUMP", None)
             for hook in (JointPass(), HalfPass(), Chain((JointPass(),))):
@@ -310,7 +327,11 @@ return [None, %add]
                     self.assertIsNone(hook.uuid())
 
     def test_nothing_is_written_by_default(self):
-        with fake_ranks(2), mock.patch("compiled_fsdp.dump.writer.Dump._write") as write, mock.patch.dict(os.environ):
+        with (
+            fake_ranks(2),
+            mock.patch("compiled_fsdp.dump.writer.Dump._write") as write,
+            mock.patch.dict(os.environ),
+        ):
             os.environ.pop("COMPILED_FSDP_DUMP", None)
             model = torch.compile(fully_shard(nn.Linear(4, 4)), backend="compiled_fsdp_eager")
             model(torch.ones(2, 4)).sum().backward()

@@ -1,4 +1,6 @@
-"""A process that is done ends with its own exit code, whatever the watcher thread is at: a few runs of `exits.py`."""
+"""A process that is done ends with its own exit code, whatever the watcher thread is at: a few runs
+of `exits.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_every_way_to_end() -> None:
     """The watcher is inside the store all the time."""
     path = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "benchmarks"))
     command = [sys.executable, exits.__file__, "--runs", "5", "--period", "0"]
-    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -1,4 +1,6 @@
-"""`explain`: what it knows before, during and after; every option has a consumer, or is an error."""
+"""`explain`: what it knows before, during and after; every option has a consumer, or is an
+error.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,8 @@ def test_before_anything_ran():
     assert {unit.where for unit in found.units} == {"not run yet"}
     assert found.graphs == []
     assert str(found).splitlines()[0] == (
-        "Model: 5 units, 16 parameters, 1032 bytes on 2 ranks together. Nothing has run yet: call this again after a step"
+        "Model: 5 units, 16 parameters, 1032 bytes on 2 ranks together. Nothing has run yet: call "
+        "this again after a step"
     )
     assert found.step.measured_seconds is None
     assert "step time not measured" in str(found)
@@ -130,9 +133,17 @@ def test_in_a_graph():
         ["0"],
     )
     forward, backward = found.graphs
-    assert [(g.kind, g.num_runs, g.is_fused) for g in found.graphs] == [("forward", 1, False), ("backward", 1, False)]
-    assert [bucket["units"] for bucket in forward.gathers] == [["layers.0", "layers.1", "layers.2"], ["Model"]]
-    assert [s.units for s in block.gathers if s.graph == 0] == [["layers.0", "layers.1", "layers.2"]]
+    assert [(g.kind, g.num_runs, g.is_fused) for g in found.graphs] == [
+        ("forward", 1, False),
+        ("backward", 1, False),
+    ]
+    assert [bucket["units"] for bucket in forward.gathers] == [
+        ["layers.0", "layers.1", "layers.2"],
+        ["Model"],
+    ]
+    assert [s.units for s in block.gathers if s.graph == 0] == [
+        ["layers.0", "layers.1", "layers.2"]
+    ]
     assert forward.gathers[0]["num_bytes"] == 3 * 76 * 2
     assert {name for bucket in backward.reductions for name in bucket["units"]} == {
         "layers.0",
@@ -140,10 +151,15 @@ def test_in_a_graph():
         "layers.2",
         "Model",
     }
-    assert [bucket["dtype"] for bucket in backward.reductions] == ["float32"] * len(backward.reductions)
+    assert [bucket["dtype"] for bucket in backward.reductions] == ["float32"] * len(
+        backward.reductions
+    )
     text = str(found)
     assert "  4 in a graph: layers.0 to layers.2, Model\n  1 never gathered: unused\n" in text
-    assert "\n  layers.1: as layers.0\n    all-gathers 0 in graph 0 (with layers.0, layers.2), " in text
+    assert (
+        "\n  layers.1: as layers.0\n    all-gathers 0 in graph 0 (with layers.0, layers.2), "
+        in text
+    )
 
 
 def test_eager_only():
@@ -151,11 +167,17 @@ def test_eager_only():
     step(model)
     found = explain(model)
     units = {unit.name: unit for unit in found.units}
-    assert {name for name, unit in units.items() if unit.where == "eager"} == {"layers.0", "layers.1", "layers.2", "Model"}
+    assert {name for name, unit in units.items() if unit.where == "eager"} == {
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "Model",
+    }
     assert units["Model"].why == ["the model is not compiled"]
     assert units["unused"].where == "never gathered"
     assert found.summary() == (
-        "compiled_fsdp: Model of 5 units: 4 eager, 1 never gathered; more by compiled_fsdp.explain(model)"
+        "compiled_fsdp: Model of 5 units: 4 eager, 1 never gathered; more by "
+        "compiled_fsdp.explain(model)"
     )
 
 
@@ -273,11 +295,14 @@ def test_unused_options_raise():
         with pytest.raises(UnusedOptionError) as raised:
             explain(model)
         assert str(raised.value) == (
-            "explain: these options were set, a step has run since, and nothing took a decision from them, so they changed "
+            "explain: these options were set, a step has run since, and nothing took a decision "
+            "from them, so they changed "
             "nothing:\n"
-            "  set_requires_all_reduce=False of layers.0, layers.1, layers.2, Model (without a replicate axis (HSDP) there is no "
+            "  set_requires_all_reduce=False of layers.0, layers.1, layers.2, Model (without a "
+            "replicate axis (HSDP) there is no "
             "all-reduce)\n"
-            "  Plan.prefetch=3 (a plan is for graphs: compile the model, before the step and after set_plan)\n"
+            "  Plan.prefetch=3 (a plan is for graphs: compile the model, before the step and after "
+            "set_plan)\n"
             "Leave them out, or pass allow_unused=True to see the rest"
         )
         assert raised.value.explanation.step.count == 0
@@ -310,14 +335,18 @@ def test_another_value_is_another_option():
 
 
 def test_predicted_and_measured():
-    """Peak by the memory model; times by the planner if the plan has costs; measured ones from the optimizer and a profile."""
+    """Peak by the memory model; times by the planner if the plan has costs; measured ones from the
+    optimizer and a profile.
+    """
     costs = compiled_fsdp.Costs(1e9, 1e9, 1e-6, (("0", compiled_fsdp.Link(1e-3, 1e6)),))
     model = compiled(build())
     optimizer = torch.optim.SGD(model.parameters())
     with planned(costs=costs):
         step(model, optimizer)
         found = explain(model, allow_unused=True)
-        assert found.step.predicted_seconds == pytest.approx(sum(g.predicted["total"] for g in found.graphs))
+        assert found.step.predicted_seconds == pytest.approx(
+            sum(g.predicted["total"] for g in found.graphs)
+        )
         assert found.step.predicted_exposed > 0
         assert found.step.predicted_peak == max(g.peak for g in found.graphs) > 0
         assert found.step.measured_seconds is None
@@ -355,9 +384,13 @@ def test_as_json():
 
 
 def test_bad_arguments():
-    with pytest.raises(TypeError, match=r"^explain: Linear.* has no sharded module\. Call fully_shard on it first$"):
+    with pytest.raises(
+        TypeError, match=r"^explain: Linear.* has no sharded module\. Call fully_shard on it first$"
+    ):
         explain(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match=r"^explain: profile is 3; should be a torch\.profiler\.profile, or None$"):
+    with pytest.raises(
+        TypeError, match=r"^explain: profile is 3; should be a torch\.profiler\.profile, or None$"
+    ):
         explain(build(), profile=3)
     with (
         torch.profiler.profile() as profile,
@@ -371,7 +404,9 @@ def test_bad_arguments():
 
 @pytest.fixture
 def stderr_of(capsys):
-    """What the summary writes where no handler is installed, as in a program that knows nothing of logging."""
+    """What the summary writes where no handler is installed, as in a program that knows nothing of
+    logging.
+    """
 
     def read() -> str:
         return capsys.readouterr().err
@@ -388,7 +423,8 @@ def test_one_summary_after_the_first_step(stderr_of):
     for _ in range(3):
         step(model, optimizer)
     assert stderr_of() == (
-        "compiled_fsdp: Model of 5 units: 4 in a graph, 1 never gathered; 2 graphs of 3 all-gathers and 1 reductions, "
+        "compiled_fsdp: Model of 5 units: 4 in a graph, 1 never gathered; 2 graphs of 3 "
+        "all-gathers and 1 reductions, "
         f"{explain(model).summary().split('reductions, ')[1]}\n"
     )
 

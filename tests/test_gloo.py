@@ -1,4 +1,6 @@
-"""All-gather and all-to-all by sends and receives: the same as gloo's own, for any dtype, order and group size."""
+"""All-gather and all-to-all by sends and receives: the same as gloo's own, for any dtype, order and
+group size.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ def same_as_gloos_own() -> None:
         shard = (torch.arange(7) + 100 * dist.get_rank()).to(dtype)
         expected = torch.empty(7 * world, dtype=dtype)
         dist.all_gather_into_tensor(expected, shard)
-        assert torch.equal(wait(torch.ops.fsdp.all_gather(shard, [7], world, name)), expected), dtype
-        pieces = [expected.view(world, 7)[:, columns].flatten() for columns in (slice(0, 4), slice(4, 5), slice(5, 7))]
-        assert torch.equal(wait(torch.ops.fsdp.all_gather(shard, [4, 1, 2], world, name)), torch.cat(pieces)), dtype
+        assert torch.equal(wait(torch.ops.fsdp.all_gather(shard, [7], world, name)), expected), (
+            dtype
+        )
+        pieces = [
+            expected.view(world, 7)[:, columns].flatten()
+            for columns in (slice(0, 4), slice(4, 5), slice(5, 7))
+        ]
+        assert torch.equal(
+            wait(torch.ops.fsdp.all_gather(shard, [4, 1, 2], world, name)), torch.cat(pieces)
+        ), dtype
 
 
 def test_messages_outlive_the_profile_that_saw_them_start(two: Pool) -> None:
@@ -35,12 +44,15 @@ def test_messages_outlive_the_profile_that_saw_them_start(two: Pool) -> None:
 
 
 def outlive_a_profile() -> None:
-    """As with `overlap_optimizer`, whose gathers start in one step and are awaited in the next: torch 2.13 crashes there if it has
-    a record of them, outside any profile and inside another.
+    """As with `overlap_optimizer`, whose gathers start in one step and are awaited in the next:
+    torch 2.13 crashes there if it has a record of them, outside any profile and inside another.
     """
     for other in (nullcontext(), torch.profiler.profile(record_shapes=True)):
         with torch.profiler.profile(record_shapes=True) as profiler:
-            started = [gloo.start(torch.ones(8), [4, 4], 2, dist.group.WORLD.group_name, "w", "forward") for _ in range(8)]
+            started = [
+                gloo.start(torch.ones(8), [4, 4], 2, dist.group.WORLD.group_name, "w", "forward")
+                for _ in range(8)
+            ]
             rows = gloo.all_to_all([torch.ones(2, 4)], 2, dist.group.WORLD.group_name)
         assert not {"gloo:send", "gloo:recv"} & {event.name for event in profiler.events()}
         with other:
@@ -69,9 +81,14 @@ def test_many_in_flight_are_awaited_in_any_order(two: Pool) -> None:
 
 
 def any_order() -> None:
-    """Ranks wait in opposite orders, and drop what they sent at once, with a message of the user's own in between."""
+    """Ranks wait in opposite orders, and drop what they sent at once, with a message of the user's
+    own in between.
+    """
     rank, name, before = dist.get_rank(), dist.group.WORLD.group_name, set(gloo._pending)
-    under_way = [torch.ops.fsdp.all_gather(torch.full((50_000,), 10.0 * n + rank), [50_000], 2, name) for n in range(5)]
+    under_way = [
+        torch.ops.fsdp.all_gather(torch.full((50_000,), 10.0 * n + rank), [50_000], 2, name)
+        for n in range(5)
+    ]
     message = torch.full((3,), float(rank))
     work = dist.isend(message, 1 - rank, tag=0)
     dist.recv(message.clone(), 1 - rank, tag=0)

@@ -1,4 +1,6 @@
-"""Graphs as JSON and back: they print, compare and verify as before, and nothing in the text is run."""
+"""Graphs as JSON and back: they print, compare and verify as before, and nothing in the text is
+run.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,15 @@ from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.meaning import Captured
 
-COSTS = Costs(1e12, 1e10, 1e-6, (("0", Link(1e-5, 1e9, 1e-6, 2e9, 3e9, 1e-7, 1e-12)),), is_fused=False)
+COSTS = Costs(
+    1e12, 1e10, 1e-6, (("0", Link(1e-5, 1e9, 1e-6, 2e9, 3e9, 1e-7, 1e-12)),), is_fused=False
+)
 
 
 class Attention(nn.Module):
-    """Views, a tuple, an attention with several results, a mask from indices, a size that changes."""
+    """Views, a tuple, an attention with several results, a mask from indices, a size that
+    changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +67,16 @@ def dumped():
 
 
 def test_a_graph_comes_back_as_it_was(dumped):
-    """After every pass: the printed graph, what is compared of it, and that it is written the same again."""
+    """After every pass: the printed graph, what is compared of it, and that it is written the same
+    again.
+    """
     for rank in read_folder(dumped):
         for entry in (entry for graph in rank.graphs for entry in graph.passes):
             assert show(entry.gm.graph) == entry.text.split("\n", 1)[1].rstrip(), entry.where
-            assert to_text(entry.gm.graph, entry.name, entry.plan) == entry.path.with_suffix(".json").read_text()
+            assert (
+                to_text(entry.gm.graph, entry.name, entry.plan)
+                == entry.path.with_suffix(".json").read_text()
+            )
 
 
 def test_invariants_hold_of_what_was_read(dumped):
@@ -93,7 +104,10 @@ def test_values_share_storages_as_they_did():
     assert (plan, name) == (PLAN, "lower")
     nodes = {node.name: node for node in again.graph.nodes}
     assert nodes["getitem"].target is operator.getitem
-    storages = [value(nodes[n]).untyped_storage()._cdata for n in ("unshard_default", "getitem", "clone_default")]
+    storages = [
+        value(nodes[n]).untyped_storage()._cdata
+        for n in ("unshard_default", "getitem", "clone_default")
+    ]
     assert storages[0] == storages[1] != storages[2]
     assert profile(again.graph).peak == profile(gm.graph).peak
     assert collectives(again.graph) == collectives(gm.graph)
@@ -102,7 +116,9 @@ def test_values_share_storages_as_they_did():
 
 def test_plan_and_costs_come_back():
     costs = replace(COSTS, kernels=(("mm float32[8, 4] float32[4, 2]", 0.5),))
-    plan = Plan(prefetch=None, memory_budget=0.5, costs=costs, kept=(("u#1", "w"),), dropped=(("u#2", "v"),))
+    plan = Plan(
+        prefetch=None, memory_budget=0.5, costs=costs, kept=(("u#1", "w"),), dropped=(("u#2", "v"),)
+    )
     _, gm = hand_made()
     assert of_text(to_text(gm.graph, "lower", plan))[1] == plan
 
@@ -116,7 +132,9 @@ def test_other_ops_are_known_by_name_only():
     assert isinstance(node.target, Opaque)
     assert node.target is Opaque.named("os.system.default")
     assert "os.system.default(" in show(again.graph)
-    with pytest.raises(TypeError, match=r"^os\.system\.default: a graph that was built from JSON cannot be run$"):
+    with pytest.raises(
+        TypeError, match=r"^os\.system\.default: a graph that was built from JSON cannot be run$"
+    ):
         node.target()
     assert not callable(again)
 
@@ -148,21 +166,36 @@ def at(values, name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.pop("format"), r'no graph of format 1: the key "format" is missing or another'),
-        (lambda v: v.update(format=2), r'no graph of format 1: the key "format" is missing or another'),
+        (
+            lambda v: v.pop("format"),
+            r'no graph of format 1: the key "format" is missing or another',
+        ),
+        (
+            lambda v: v.update(format=2),
+            r'no graph of format 1: the key "format" is missing or another',
+        ),
         (lambda v: v.pop("nodes"), r"KeyError: 'nodes'"),
         (lambda v: v["nodes"].pop(), r"the graph has no output: the text is cut off"),
         (lambda v: v["nodes"].pop(1), r"%unshard_default is read before it is computed"),
         (lambda v: v["nodes"].insert(1, v["nodes"][0]), r"two nodes are called 'flat'"),
-        (lambda v: at(v, "split_tensor").__setitem__(2, "aten.split.Nothing"), r"AttributeError: .*Nothing.*"),
-        (lambda v: at(v, "split_tensor").__setitem__(1, "call_module"), r"node 'split_tensor' is a 'call_module'"),
+        (
+            lambda v: at(v, "split_tensor").__setitem__(2, "aten.split.Nothing"),
+            r"AttributeError: .*Nothing.*",
+        ),
+        (
+            lambda v: at(v, "split_tensor").__setitem__(1, "call_module"),
+            r"node 'split_tensor' is a 'call_module'",
+        ),
         (lambda v: at(v, "split_tensor").__setitem__(2, "aten.__class__.x"), r".*"),
         (lambda v: at(v, "flat")[5].__setitem__(0, "save"), r"'save' is no dtype"),
         (lambda v: at(v, "flat")[5].__setitem__(1, [1 << 60]), r".*is no tensor"),
         (lambda v: at(v, "flat")[5].__setitem__(1, [-4]), r".*is no tensor"),
         (lambda v: v["plan"].update(prefetch=-1), r"ValueError: Plan: prefetch=-1; .*"),
         (lambda v: v["plan"].update(other=1), r"TypeError: .*other.*"),
-        (lambda v: at(v, "clone_default").__setitem__(4, {"x": {"call": "f"}}), r"KeyError: 'call'"),
+        (
+            lambda v: at(v, "clone_default").__setitem__(4, {"x": {"call": "f"}}),
+            r"KeyError: 'call'",
+        ),
     ],
 )
 def test_damaged_texts_are_refused(change, words):

@@ -68,7 +68,9 @@ def test_shards_are_back_to_back_in_one_buffer() -> None:
     originals = {name: p.detach().clone() for name, p in model.named_parameters()}
     fully_shard(model)
     assert len({storage(p) for p in model.parameters()}) == 1
-    places = sorted((p._local_tensor.storage_offset(), name) for name, p in model.named_parameters())
+    places = sorted(
+        (p._local_tensor.storage_offset(), name) for name, p in model.named_parameters()
+    )
     sizes_ = {name: -(-p.shape[0] // 2) * p[0].numel() for name, p in originals.items()}
     expected = 0
     for offset, name in places:
@@ -109,7 +111,11 @@ def test_padding_is_zero() -> None:
 
 
 def backward(model: nn.Module, call: nn.Module | None = None) -> None:
-    loss_of((model if call is None else call)(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))).backward()
+    loss_of(
+        (model if call is None else call)(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        )
+    ).backward()
 
 
 def fake_group_reduces() -> bool:
@@ -182,7 +188,10 @@ def test_a_gradient_the_user_replaced_is_added_to(pair: tuple[nn.Module, nn.Modu
     backward(model, call)
     assert storage(model.last.weight.grad) != storage(weight.grad)
     if not fake_group_reduces():
-        pytest.skip("the fake group of this torch leaves what a reduce-scatter is to write as it was: numbers mean nothing")
+        pytest.skip(
+            "the fake group of this torch leaves what a reduce-scatter is to write as it was: "
+            "numbers mean nothing"
+        )
     torch.testing.assert_close(weight.grad._local_tensor, first * 3)
     bias = model.layers[0].bias.grad._local_tensor
     assert bias.isfinite().all()
@@ -192,7 +201,9 @@ def test_post_accumulate_hooks_fire_once_a_backward(pair: tuple[nn.Module, nn.Mo
     model, call = pair
     fired: list[str] = []
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda q, name=name: fired.append(name) or setattr(q, "grad", None))
+        p.register_post_accumulate_grad_hook(
+            lambda q, name=name: fired.append(name) or setattr(q, "grad", None)
+        )
     for _ in range(2):
         fired.clear()
         backward(model, call)
@@ -211,7 +222,9 @@ def test_detach_keeps_the_old_gradient(pair: tuple[nn.Module, nn.Module]) -> Non
         for p in model.parameters():
             p.mul_(0.5)
     backward(model, call)
-    assert torch.equal(kept._local_tensor.view(torch.uint8), copy.view(torch.uint8))  # bytes: it may hold nan
+    assert torch.equal(
+        kept._local_tensor.view(torch.uint8), copy.view(torch.uint8)
+    )  # bytes: it may hold nan
 
 
 def test_frozen_gets_no_gradient() -> None:
@@ -219,7 +232,9 @@ def test_frozen_gets_no_gradient() -> None:
     model.layers[1].requires_grad_(False)
     fully_shard(model)
     backward(model)
-    assert all((p.grad is None) == name.startswith("layers.1.") for name, p in model.named_parameters())
+    assert all(
+        (p.grad is None) == name.startswith("layers.1.") for name, p in model.named_parameters()
+    )
 
 
 def test_what_a_device_prints_is_cut() -> None:

@@ -1,4 +1,6 @@
-"""The memory model: what it counts on graphs written by hand, and its peak beside the measured one."""
+"""The memory model: what it counts on graphs written by hand, and its peak beside the measured
+one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def elements(gm: GraphModule, is_fused: bool = False) -> list[int]:
 
 class TestLifetimes(GraphTest):
     def test_chain(self):
-        """The input is the caller's; each result lives until its reader is done, what is returned for ever."""
+        """The input is the caller's; each result lives until its reader is done, what is returned
+        for ever.
+        """
         hand = Hand()
         x = hand.input("x", 8)
         y = hand.compute(hand.compute(hand.compute(x)))
@@ -54,7 +58,9 @@ class TestLifetimes(GraphTest):
         self.assertEqual(elements(hand.returns(y)), [0, 8, 0, 2, 2])
 
     def test_views_keep_the_storage(self):
-        """The last reader is one of a view of a view, and no view allocates; a copy in the same place does."""
+        """The last reader is one of a view of a view, and no view allocates; a copy in the same
+        place does.
+        """
         for op, arguments, expected in (
             (aten.view.default, ([4, 2],), [0, 8, 8, 8, 10, 2]),
             (aten._unsafe_view.default, ([4, 2],), [0, 8, 8, 8, 10, 2]),
@@ -92,7 +98,9 @@ class TestLifetimes(GraphTest):
         self.assertEqual(elements(hand.returns(hand.compute(mean))), [0, 16, 16, 16, 8])
 
     def test_collective_under_way(self):
-        """Its input lives until the wait, though nothing else reads it; waiting allocates nothing."""
+        """Its input lives until the wait, though nothing else reads it; waiting allocates
+        nothing.
+        """
         hand = Hand()
         shard = hand.compute(hand.input("x", 4))
         gathered = hand(ALL_GATHER, shard, 2, "shard")
@@ -119,7 +127,9 @@ class TestLifetimes(GraphTest):
             self.assertEqual(elements(hand.returns(y)), expected)
 
     def test_another_order(self):
-        """A start moved up costs its bytes on the way; the same curve as of a graph in that order."""
+        """A start moved up costs its bytes on the way; the same curve as of a graph in that
+        order.
+        """
         hand = Hand()
         x = hand.input("x", 4)
         y = hand.compute(hand.compute(x))
@@ -140,7 +150,9 @@ class TestLifetimes(GraphTest):
 
 class TestHalves(GraphTest):
     def halves(self, takes: int = 8) -> tuple[Graph, Graph]:
-        """Forward returns a loss and saves two views of one storage; backward reads one after the other."""
+        """Forward returns a loss and saves two views of one storage; backward reads one after the
+        other.
+        """
         hand = Hand()
         x = hand.input("primals_1", 8)
         y = hand.compute(x)
@@ -154,15 +166,25 @@ class TestHalves(GraphTest):
         tangent = back.input("tangents_1")
         grad = back.add(back.compute(first), tangent)
         grad = back.add(grad, second)
-        backward = back.returns(back.add(back.compute(grad), back(aten.slice.Tensor, kept, 0, 0, 4))).graph
+        backward = back.returns(
+            back.add(back.compute(grad), back(aten.slice.Tensor, kept, 0, 0, 4))
+        ).graph
         return forward, backward
 
     def test_saved_by_forward(self):
-        """One storage of eight, alive until its second view is read; the primal is the caller's, the loss the user's."""
+        """One storage of eight, alive until its second view is read; the primal is the caller's,
+        the loss the user's.
+        """
         forward, backward = self.halves()
-        self.assertEqual([n // FLOAT for n in profile(backward).curve.during], [9, 9, 9, 9, 13, 17, 16, 8, 4, 8, 4])
+        self.assertEqual(
+            [n // FLOAT for n in profile(backward).curve.during],
+            [9, 9, 9, 9, 13, 17, 16, 8, 4, 8, 4],
+        )
         step = profile_step(forward, backward)
-        self.assertEqual([n // FLOAT for n in step.backward.curve.during], [10, 10, 10, 10, 14, 18, 17, 9, 5, 9, 5])
+        self.assertEqual(
+            [n // FLOAT for n in step.backward.curve.during],
+            [10, 10, 10, 10, 14, 18, 17, 9, 5, 9, 5],
+        )
         self.assertEqual(step.peak, 18 * FLOAT)
         kinds = {alive.owner: alive.kind for alive in step.backward.alive}
         self.assertEqual(kinds["neg_default"], "temporary")
@@ -174,27 +196,38 @@ class TestHalves(GraphTest):
         hand = Hand()
         hand.input("other", 3)
         hand.input("tangents_1", 1)
-        with self.assertRaisesRegex(ValueError, r"backward takes \['%other'\], and forward returns last \['%slice"):
+        with self.assertRaisesRegex(
+            ValueError, r"backward takes \['%other'\], and forward returns last \['%slice"
+        ):
             profile_step(forward, hand.returns().graph)
 
     def test_parameters_kept_from_one_bucket(self):
-        """They share its storage until backward has read the last one, though its inputs look like two storages."""
+        """They share its storage until backward has read the last one, though its inputs look like
+        two storages.
+        """
         hand = Hand()
         x, flat = hand.input("primals_1", 4, 4), hand.input("primals_2", 16)
         specs = unit("u", {"v": (4, 4), "w": (4, 4)}, reshard="keep", own_message=0)
         v, w = (hand.unshard(flat, spec) for spec in specs)
-        forward = run_pipeline(hand.returns(hand(aten.mm.default, hand(aten.mm.default, x, v), w), v, w), PLAN, HALF).graph
+        forward = run_pipeline(
+            hand.returns(hand(aten.mm.default, hand(aten.mm.default, x, v), w), v, w), PLAN, HALF
+        ).graph
         back = Hand()
         a, b, dy = back.input("v", 4, 4), back.input("w", 4, 4), back.input("tangents_1", 4, 4)
         dx = back(aten.mm.default, back(aten.mm.default, dy, b), a)
         backward = back.returns(dx).graph
         y = 16  # which the user holds; so is the tangent, as large
-        before, after = profile(backward).curve.during, profile_step(forward, backward).backward.curve.during
+        before, after = (
+            profile(backward).curve.during,
+            profile_step(forward, backward).backward.curve.during,
+        )
         self.assertEqual([n // FLOAT for n in before], [48, 48, 48, 64, 48, 16])
         self.assertEqual([n // FLOAT - y for n in after], [48, 48, 48, 64, 64, 16])
 
     def test_what_the_step_gathers_ahead_and_backward_leaves_in_flight(self):
-        """Two gathers are there when forward begins, while they fit; gradients on their way outlive backward."""
+        """Two gathers are there when forward begins, while they fit; gradients on their way outlive
+        backward.
+        """
         hand = Hand()
         x = hand.input("x", 4, 4)
         for name in ("a", "b"):
@@ -207,13 +240,19 @@ class TestHalves(GraphTest):
         hand = Hand()
         (spec,) = unit("a", {"w": (4, 4)}, overlap="step")
         grad = hand.compute(hand.input("tangents_1", 4, 4))
-        graph = run_pipeline(hand.returns(hand.reduce_grad(grad, hand.input("primals_1", 8), spec)), PLAN, HALF).graph
-        self.assertEqual(Lifetimes(graph).curve().after[-1] // FLOAT, 16 + 8)  # what is sent, and what arrives
+        graph = run_pipeline(
+            hand.returns(hand.reduce_grad(grad, hand.input("primals_1", 8), spec)), PLAN, HALF
+        ).graph
+        self.assertEqual(
+            Lifetimes(graph).curve().after[-1] // FLOAT, 16 + 8
+        )  # what is sent, and what arrives
 
 
 class TestFused(GraphTest):
     def test_chain(self):
-        """Pointwise values that a kernel nearby reads have no buffer; what a matmul reads, or what is read after one, has."""
+        """Pointwise values that a kernel nearby reads have no buffer; what a matmul reads, or what
+        is read after one, has.
+        """
         hand = Hand()
         x = hand.input("x", 4, 4)
         a = hand.compute(hand.compute(hand.compute(x)))
@@ -226,7 +265,9 @@ class TestFused(GraphTest):
         self.assertEqual(elements(hand.returns(hand.add(a, b)), is_fused=True), [0, 16, 32, 32, 16])
 
     def test_copies_out_of_a_bucket(self):
-        """They are calls, not part of the kernel that reads them: the bucket ends with the last copy."""
+        """They are calls, not part of the kernel that reads them: the bucket ends with the last
+        copy.
+        """
         specs = unit("u", {"a": (4,), "b": (4,)})
         hand = Hand()
         x, flat = hand.input("x", 4), hand.input("flat", 4)
@@ -248,7 +289,9 @@ class TestFused(GraphTest):
         self.assertEqual(elements(hand.returns(c), is_fused=True), [0, 16, 16, 17, 1])
 
     def test_written_over(self):
-        """A kernel's result takes the place of an input of its size; not while that is read later."""
+        """A kernel's result takes the place of an input of its size; not while that is read
+        later.
+        """
         hand = Hand()
         x = hand.input("x", 4, 4)
         a = hand(aten.mm.default, x, x)
@@ -265,7 +308,11 @@ class TestProfile(GraphTest):
         specs = unit("layers.0#3", {"w": (200, 200), "v": (200, 200)})
         hand = Hand()
         x, flat = hand.input("x", 200, 200), hand.input("flat", 40_000)
-        y = hand(aten.mm.default, hand(aten.mm.default, x, hand.unshard(flat, specs[0])), hand.unshard(flat, specs[1]))
+        y = hand(
+            aten.mm.default,
+            hand(aten.mm.default, x, hand.unshard(flat, specs[0])),
+            hand.unshard(flat, specs[1]),
+        )
         graph = run_pipeline(hand.returns(y), PLAN, HALF).graph
         self.assertExpectedInline(
             str(profile(graph)),
@@ -313,7 +360,9 @@ def test_peak_with_a_smaller_mesh(four: Pool) -> None:
     four.run(check_peak, "compiled_fsdp_eager", "plain", 0.05, {"reshard_after_forward": 2})
 
 
-def check_peak(backend: str, case: str, tolerance: float, options: dict[str, Any] | None = None) -> None:
+def check_peak(
+    backend: str, case: str, tolerance: float, options: dict[str, Any] | None = None
+) -> None:
     """Worker function: the peak of a step as predicted and as measured."""
     options = options or CASES[case]
     model = GPT(GPTConfig(num_layers=3, width=128, num_heads=2, hidden=384))
@@ -329,7 +378,9 @@ def check_peak(backend: str, case: str, tolerance: float, options: dict[str, Any
 
     def step() -> None:
         if case == "logits":
-            torch.nn.functional.cross_entropy(call(tokens).flatten(0, 1), tokens.flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                call(tokens).flatten(0, 1), tokens.flatten()
+            ).backward()
         else:
             call(tokens, tokens).backward()
         optimizer.step()
@@ -338,7 +389,9 @@ def check_peak(backend: str, case: str, tolerance: float, options: dict[str, Any
     predicted = predict(step, is_fused=backend == "compiled_fsdp")
     # The least of some: profiles miss a release by a thread of gloo's.
     measured = min(peak_tensor_bytes(step).above_rest for _ in range(3))
-    assert abs(predicted / measured - 1) < tolerance, f"{case}: predicted {predicted}, measured {measured}"
+    assert abs(predicted / measured - 1) < tolerance, (
+        f"{case}: predicted {predicted}, measured {measured}"
+    )
 
 
 def predict(step: Any, is_fused: bool) -> int:

@@ -1,4 +1,6 @@
-"""The mutation test of `verify`: at least 99 % of the harmful mutants are caught, and every mutation is tried."""
+"""The mutation test of `verify`: at least 99 % of the harmful mutants are caught, and every
+mutation is tried.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ def test_harmful_mutants_are_caught(mutants: list[Mutant]) -> None:
 def test_every_mutation_is_tried_and_most_do_harm(mutants: list[Mutant]) -> None:
     tried = Counter(m.name for m in mutants)
     assert set(tried) == {mutation.__name__ for mutation in MUTATIONS}, report(mutants)
-    harmless = {"duplicate_wait", "duplicate_free", "drop_free", "reorder_starts"}  # of no consequence in execution
+    harmless = {
+        "duplicate_wait",
+        "duplicate_free",
+        "drop_free",
+        "reorder_starts",
+    }  # of no consequence in execution
     for name in set(tried) - harmless:
         assert any(m.harm for m in mutants if m.name == name), f"{name}\n{report(mutants)}"
 
@@ -36,11 +43,15 @@ def test_correct_graphs_pass_and_execute() -> None:
         assert subject.caught(lambda gm, plan: gm) is None, subject.name
         results, moved = subject.execute(subject.compiled().graph)
         assert len(results) == subject.world
-        assert moved or subject.name.startswith("flat whole forward"), "under NO_SHARD forward has nothing to gather"
+        assert moved or subject.name.startswith("flat whole forward"), (
+            "under NO_SHARD forward has nothing to gather"
+        )
 
 
 def test_ranks_that_start_in_another_order_hang() -> None:
-    """What no rank can see in its own graph: here the simulation hangs, and in use the comparison of sequences finds it."""
+    """What no rank can see in its own graph: here the simulation hangs, and in use the comparison
+    of sequences finds it.
+    """
     subject = next(s for s in subjects() if s.name.startswith("fp32 forward"))
     gather, other = subject.compiled().graph, subject.compiled().graph
     nodes = [n for n in other.nodes if "all_gather" in str(n.target)]

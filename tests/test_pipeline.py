@@ -1,4 +1,6 @@
-"""The pipeline: its order, its table in passes/README.md, and a two-block model through every stage."""
+"""The pipeline: its order, its table in passes/README.md, and a two-block model through every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class TestPipeline(GraphTest):
         """A pass put before what provides its requirement is refused."""
         for entry in PIPELINE:
             if entry.requires:
-                with self.assertRaisesRegex(ValueError, f"{entry.name} requires .*{entry.requires[0].name}"):
+                with self.assertRaisesRegex(
+                    ValueError, f"{entry.name} requires .*{entry.requires[0].name}"
+                ):
                     check_order([entry, *(e for e in PIPELINE if e is not entry)])
 
     def test_stages(self):
@@ -73,7 +77,10 @@ class TestPipeline(GraphTest):
             called.append("second")
             return gm
 
-        entries = [Pass(f, Stage.HALF, (), p) for f, p in ((first, Property.LOWERED), (second, Property.FREED))]
+        entries = [
+            Pass(f, Stage.HALF, (), p)
+            for f, p in ((first, Property.LOWERED), (second, Property.FREED))
+        ]
         hand = Hand()
         gm = hand.returns(hand.input("x", 2))
         run_pipeline(gm, PLAN, entries, lambda gm, entry: called.append(f"after {entry.name}"))
@@ -93,9 +100,17 @@ class TestPipeline(GraphTest):
             run_pipeline(gm, PLAN, [Pass(swap, Stage.HALF, (), Property.LOWERED)])
 
     def test_any_pass_after_lower_can_be_left_out(self):
-        """Leaving one out costs speed or memory; what follows still runs, and the graph still verifies."""
+        """Leaving one out costs speed or memory; what follows still runs, and the graph still
+        verifies.
+        """
         (w,) = unit("u", {"w": (4, 2)})
-        optional = ("bucket_all_gather", "bucket_reduce_scatter", "prefetch_all_gather", "delay_wait", "free")
+        optional = (
+            "bucket_all_gather",
+            "bucket_reduce_scatter",
+            "prefetch_all_gather",
+            "delay_wait",
+            "free",
+        )
         for name in optional:
             hand = Hand()
             flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
@@ -104,10 +119,14 @@ class TestPipeline(GraphTest):
             run_pipeline(gm, PLAN, [entry for entry in HALF if entry.name != name])
 
     def test_readme(self):
-        """One row a pass: purpose as in the docstring, requirements and property as in the list, the test file."""
+        """One row a pass: purpose as in the docstring, requirements and property as in the list,
+        the test file.
+        """
         readme = (ROOT / "passes" / "README.md").read_text()
         rows = re.findall(
-            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$", readme, re.MULTILINE
+            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
+            readme,
+            re.MULTILINE,
         )
         self.assertEqual([row[0] for row in rows], [entry.name for entry in PIPELINE])
         for entry, (name, purpose, requires, provides, test) in zip(PIPELINE, rows, strict=True):
@@ -118,7 +137,9 @@ class TestPipeline(GraphTest):
             self.assertTrue((ROOT / "passes" / test).resolve().is_file(), test)
 
     def test_two_blocks(self):
-        """Every stage of a model of two blocks of two parameters on two ranks, reshard_after_forward=True."""
+        """Every stage of a model of two blocks of two parameters on two ranks,
+        reshard_after_forward=True.
+        """
         with fake_ranks(2), tempfile.TemporaryDirectory() as folder:
             model = Model()
             for block in model.blocks:
@@ -689,11 +710,15 @@ class Returns(nn.Module):
 
 class TestUserOutputs(GraphTest):
     def test_weight_is_returned(self):
-        """No error from `verify`, no free of what the user gets, and backward gets its own; under every reshard class."""
+        """No error from `verify`, no free of what the user gets, and backward gets its own; under
+        every reshard class.
+        """
         for reshard in (True, False, 2):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
                 self.assertNotIn("free(", found["forward/10_verify"])
                 with torch.no_grad():
-                    torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(3, 4))
+                    torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
+                        torch.ones(3, 4)
+                    )

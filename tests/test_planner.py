@@ -1,4 +1,6 @@
-"""The planner: starts as late as still hides, waits when done, budgets that fit; all from costs, the same on every rank."""
+"""The planner: starts as late as still hides, waits when done, budgets that fit; all from costs,
+the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.planning.costs import Costs, Link, flops, traffic
 from compiled_fsdp.planning.plan import Plan, current_plan, planned
-from compiled_fsdp.planning.planner import AHEAD, REDUCTIONS, gather_anchors, program, simulate, wait_anchors
+from compiled_fsdp.planning.planner import (
+    AHEAD,
+    REDUCTIONS,
+    gather_anchors,
+    program,
+    simulate,
+    wait_anchors,
+)
 
 MM = torch.ops.aten.mm.default
 WIDTH = 64
@@ -41,7 +50,9 @@ BYTES = WIDTH * WIDTH * 4 / 2  # that each of two ranks sends for a weight
 
 
 def costs(matmul: float, transfer: float) -> Costs:
-    """A machine on which a matmul and a weight's all-gather take these times, and nothing else takes any."""
+    """A machine on which a matmul and a weight's all-gather take these times, and nothing else
+    takes any.
+    """
     return Costs(MATMUL / matmul, 1e30, 0.0, (("shard", Link(0.0, BYTES / transfer)),))
 
 
@@ -61,7 +72,9 @@ def chain(layers: int, matmuls: int = 4) -> GraphModule:
 
 
 def backward(layers: int, matmuls: int = 4, is_kept: bool = False, **changes: Any) -> GraphModule:
-    """A backward of such units, the last first, each with one reduction; `is_kept`: nothing is gathered again."""
+    """A backward of such units, the last first, each with one reduction; `is_kept`: nothing is
+    gathered again.
+    """
     hand = Hand()
     x = hand.input("tangents_1", WIDTH, WIDTH)
     flats = []
@@ -79,7 +92,9 @@ def backward(layers: int, matmuls: int = 4, is_kept: bool = False, **changes: An
 
 
 def marks(gm: GraphModule) -> str:
-    """The order of a graph: G starts a gather, R a reduction, lower case awaits it, m is a matmul."""
+    """The order of a graph: G starts a gather, R a reduction, lower case awaits it, m is a
+    matmul.
+    """
     letters = []
     for node in gm.graph.nodes:
         if node.target in STARTS:
@@ -108,7 +123,12 @@ def under_way(gm: GraphModule) -> int:
 def reducing(gradients: float) -> Plan:
     """Reductions by costs, with room for so many gradients under way."""
     machine = costs(matmul=1.0, transfer=20.0)
-    return Plan(reduces_in_flight=None, bucket_bytes=0, reduction_bytes=int(gradients * GRADIENT), costs=machine)
+    return Plan(
+        reduces_in_flight=None,
+        bucket_bytes=0,
+        reduction_bytes=int(gradients * GRADIENT),
+        costs=machine,
+    )
 
 
 class TestCosts:
@@ -168,7 +188,9 @@ class TestCosts:
             y = hand.compute(y)
         gm = hand.returns(y)
         machine = Costs(1.0, 4000.0, 0.0, (("shard", Link(0.0, 1.0)),))
-        seconds = [sum(m.compute(n) for n in gm.graph.nodes) for m in (machine, machine.fused(False))]
+        seconds = [
+            sum(m.compute(n) for n in gm.graph.nodes) for m in (machine, machine.fused(False))
+        ]
         assert seconds == [2.0, 6.0]
 
 
@@ -189,7 +211,9 @@ class TestSimulate:
 
 class TestSchedule:
     def test_started_as_late_as_still_hides_it(self):
-        """A gather takes one matmul of four: it starts before the last, with the margin before the last two."""
+        """A gather takes one matmul of four: it starts before the last, with the margin before the
+        last two.
+        """
         gm = scheduled(chain(3), costs(matmul=1.0, transfer=1.0))
         assert marks(gm) == "GgmmGmmgmmGmmgmmmm"
         line = simulate(program(gm.graph, costs(matmul=1.0, transfer=1.0)))
@@ -204,7 +228,9 @@ class TestSchedule:
         assert "GGG" not in marks(gm)
 
     def test_small_units_share_the_look_ahead(self):
-        """A long unit after short ones: its gather must start several units early, but not further than the bound."""
+        """A long unit after short ones: its gather must start several units early, but not further
+        than the bound.
+        """
         machine = costs(matmul=1.0, transfer=3.0)
         gm = scheduled(chain(6, matmuls=1), machine)
         ahead = used = worst = 0
@@ -234,7 +260,9 @@ class TestSchedule:
         assert marks(gm).startswith("G")
 
     def test_reductions_are_awaited_when_done(self):
-        """A reduction takes two matmuls: it is awaited in the middle of the next unit, the last one at the end."""
+        """A reduction takes two matmuls: it is awaited in the middle of the next unit, the last one
+        at the end.
+        """
         gm = scheduled(backward(3), costs(matmul=1.0, transfer=2.0))
         assert marks(gm).count("r") == 3
         assert "Rr" not in marks(gm)[:-2]
@@ -247,7 +275,9 @@ class TestSchedule:
 
     @pytest.mark.parametrize(("rooms", "at_most"), [(0, 1), (1.9, 1), (2, 2), (4.9, 4), (100, 8)])
     def test_bytes_of_reductions_under_way(self, rooms: float, at_most: int):
-        """In gradients, each of which is alive while it is sent; one at a time is always allowed."""
+        """In gradients, each of which is alive while it is sent; one at a time is always
+        allowed.
+        """
         gm = delay_wait(backward(8, matmuls=1, is_kept=True), reducing(rooms))
         assert under_way(gm) == at_most
         assert not list(bounded_in_flight(gm, reducing(rooms)))
@@ -256,7 +286,8 @@ class TestSchedule:
         gm = delay_wait(backward(8, matmuls=1, is_kept=True), reducing(3))
         ((_, detail), *_) = bounded_in_flight(gm, reducing(2))
         assert detail.endswith(
-            f"makes 3 reduces of together {3 * GRADIENT} bytes under way; the plan allows {2 * GRADIENT} bytes"
+            f"makes 3 reduces of together {3 * GRADIENT} bytes under way; the plan allows "
+            f"{2 * GRADIENT} bytes"
         )
 
     def test_a_units_own_bound_comes_before_costs(self):
@@ -291,10 +322,15 @@ class TestPlan:
 
 
 def test_what_costs_should_decide_and_there_are_none(fake_world):
-    """Nothing is measured over a fake group; the ranks' graphs are as by default, and it says so once."""
+    """Nothing is measured over a fake group; the ranks' graphs are as by default, and it says so
+    once.
+    """
     model = fully_shard(torch.nn.Linear(4, 4))
     with planned(prefetch=None, split_bytes=None):
-        with pytest.warns(UserWarning, match="the plan leaves prefetch, split_bytes to costs, and no costs are known"):
+        with pytest.warns(
+            UserWarning,
+            match="the plan leaves prefetch, split_bytes to costs, and no costs are known",
+        ):
             torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 4))
     with planned(prefetch=None, split_bytes=None, costs=costs(1.0, 1.0)), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -357,14 +393,22 @@ def test_the_same_in_every_process():
     here = Path(__file__).parent
     script = PROGRAM % [str(here), str(here.parent), str(here.parent / "benchmarks")]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
     assert "wait_tensor" in done.stdout
     assert done.stdout == planned_backward()
 
 
 def test_from_costs_units_share_until_the_link_is_busy():
-    """Eight times what it carries within its latency; by size, or without costs, a fixed number of bytes."""
+    """Eight times what it carries within its latency; by size, or without costs, a fixed number of
+    bytes.
+    """
     machine = Costs(1.0, 1.0, 0.0, (("shard", Link(1e-3, 1e6)),))
     assert Plan(bucket_bytes=None, costs=machine).bucket_limit("shard") == pytest.approx(8000)
-    assert Plan(bucket_bytes=None).bucket_limit("shard") == Plan(costs=machine).bucket_limit("shard") == 1 << 20
+    assert (
+        Plan(bucket_bytes=None).bucket_limit("shard")
+        == Plan(costs=machine).bucket_limit("shard")
+        == 1 << 20
+    )
     assert Plan(bucket_bytes=None).is_from_costs

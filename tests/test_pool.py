@@ -1,4 +1,6 @@
-"""The pool itself: a raise, a death or a hang of one rank is a failure that shows what every rank was doing."""
+"""The pool itself: a raise, a death or a hang of one rank is a failure that shows what every rank
+was doing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_results_by_rank_and_failures_of_every_kind(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 1: error.*ValueError: rank one objects"):
         pool.run(raise_on_one)
     assert pool.run(add_ranks, 2) == [5, 5], "a new pool"
-    with pytest.raises(WorkerError, match=r"(?s)rank 0: no answer.*add_ranks.*rank 1: no answer.*hang_on_one"):
+    with pytest.raises(
+        WorkerError, match=r"(?s)rank 0: no answer.*add_ranks.*rank 1: no answer.*hang_on_one"
+    ):
         pool.run(hang_on_one, timeout=2.0)
     with pytest.raises(WorkerError, match=r"rank 1: died"):
         pool.run(die_on_one)

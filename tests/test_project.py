@@ -1,4 +1,6 @@
-"""Rules about the source itself: who imports whom, what is public, who owns `node.meta`, where private torch is used."""
+"""Rules about the source itself: who imports whom, what is public, who owns `node.meta`, where
+private torch is used.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class TestRooms(unittest.TestCase):
     def test_every_file_is_in_a_room(self):
         top = {p.stem for p in (ROOT / "compiled_fsdp").glob("*.py")}
         self.assertEqual(top, PUBLIC | STARTERS | LEAVES - {"torch_private"})
-        folders = {p.parent.name for p in (ROOT / "compiled_fsdp").glob("*/__init__.py")} | {"passes"}
+        folders = {p.parent.name for p in (ROOT / "compiled_fsdp").glob("*/__init__.py")} | {
+            "passes"
+        }
         self.assertEqual(folders, {*MAY_IMPORT} - {"leaves"} | {"torch_private"})
 
     def test_imports_keep_to_the_table(self):
@@ -51,8 +55,14 @@ class TestRooms(unittest.TestCase):
             self.assertLessEqual({*MAY_IMPORT[name].split()}, {*rooms[:i]}, name)
 
     def test_the_table_is_told_as_it_is(self):
-        rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-        told = {name: "" if allowed == "nothing" else allowed.replace(",", "") for name, allowed in rows}
+        rows = re.findall(
+            r"^\| `(\w+)` \| ([\w, ]+) \|",
+            (ROOT / "docs" / "architecture.md").read_text(),
+            re.MULTILINE,
+        )
+        told = {
+            name: "" if allowed == "nothing" else allowed.replace(",", "") for name, allowed in rows
+        }
         self.assertEqual(told, MAY_IMPORT)
 
     def test_modules_import_each_other_in_no_circle(self):
@@ -62,14 +72,24 @@ class TestRooms(unittest.TestCase):
         for path in FILES:
             package = name_of(path).rpartition(".")[0]
             if path.parent.name != "compiled_fsdp":
-                absolute = [n.module for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom) and not n.level]
-                inside = [m for m in absolute if m is not None and (m == package or m.rpartition(".")[0] == package)]
+                absolute = [
+                    n.module
+                    for n in ast.walk(tree(path))
+                    if isinstance(n, ast.ImportFrom) and not n.level
+                ]
+                inside = [
+                    m
+                    for m in absolute
+                    if m is not None and (m == package or m.rpartition(".")[0] == package)
+                ]
                 self.assertEqual(inside, [], path)
 
 
 class TestPublic(unittest.TestCase):
     def test_only_the_root_hands_names_on(self):
-        """Elsewhere a name is imported from where it is made, and a room's `__init__` says what the room is for."""
+        """Elsewhere a name is imported from where it is made, and a room's `__init__` says what the
+        room is for.
+        """
         for path in FILES:
             if path.parent.name == "compiled_fsdp":
                 continue
@@ -81,7 +101,9 @@ class TestPublic(unittest.TestCase):
                 for n in ast.walk(tree(path))
                 if isinstance(n, ast.ImportFrom) and (n.level or "compiled_fsdp" in str(n.module))
             ]
-            self.assertEqual([a.name for n in ours for a in n.names if a.name == a.asname], [], path)
+            self.assertEqual(
+                [a.name for n in ours for a in n.names if a.name == a.asname], [], path
+            )
 
     def test_public_files_say_what_they_hold(self):
         for name in PUBLIC - {"__init__"}:
@@ -97,7 +119,9 @@ class TestPublic(unittest.TestCase):
                 self.assertIn(module.partition(".")[2] or "__init__", PUBLIC, path)
             for name in NAMED.findall(text):
                 part = name.partition(".")[0]
-                self.assertTrue(part in compiled_fsdp.__all__ or part in PUBLIC, f"{path}: compiled_fsdp.{name}")
+                self.assertTrue(
+                    part in compiled_fsdp.__all__ or part in PUBLIC, f"{path}: compiled_fsdp.{name}"
+                )
 
 
 class TestProject(unittest.TestCase):
@@ -105,11 +129,15 @@ class TestProject(unittest.TestCase):
         """Only the list knows them all."""
         names = {p.stem for p in PASSES} - {"base", "__init__"}
         for path in (p for p in PASSES if p.stem != "pipeline"):
-            parts = {part for name in imports(path) for part in name.split(".")[:3] if "passes" in name}
+            parts = {
+                part for name in imports(path) for part in name.split(".")[:3] if "passes" in name
+            }
             self.assertEqual(parts & names, set(), path)
 
     def test_only_meta_touches_node_meta(self):
-        """Elsewhere: the key "val", and in `graph.Builder` the keys of torch that a new node takes over."""
+        """Elsewhere: the key "val", and in `graph.Builder` the keys of torch that a new node takes
+        over.
+        """
         wrong = []
         for path in FILES:
             if path.name == "meta.py":
@@ -124,9 +152,15 @@ class TestProject(unittest.TestCase):
         self.assertEqual(sources(), FILES)
 
     def test_private_torch_is_said(self):
-        """A file that imports a private module of torch says so, with the version on which it was tried."""
+        """A file that imports a private module of torch says so, with the version on which it was
+        tried.
+        """
         for path in FILES:
-            private = [n for n in imports(path, at_run_time=True) if n.startswith("torch.") and "._" in n.replace("__", "")]
+            private = [
+                n
+                for n in imports(path, at_run_time=True)
+                if n.startswith("torch.") and "._" in n.replace("__", "")
+            ]
             doc = ast.get_docstring(tree(path)) or ""
             if private:
                 self.assertIn("rivate torch", doc, f"{path.relative_to(ROOT)} imports {private}")
@@ -137,27 +171,43 @@ class TestProject(unittest.TestCase):
             self.assertNotIn("os", [n.split(".")[0] for n in imports(path)], path)
 
     def test_passes_is_no_top_level_package(self):
-        """In a checkout `import passes` would find the folder, and make every class a second time."""
+        """In a checkout `import passes` would find the folder, and make every class a second
+        time.
+        """
         for path in FILES:
             self.assertFalse([n for n in imports(path) if n.split(".")[0] == "passes"], path)
-        done = subprocess.run([sys.executable, "-c", "import passes"], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", "import passes"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         self.assertIn("ImportError: import compiled_fsdp.passes, not passes", done.stderr)
 
     def test_one_test_file_for_each_pass(self):
         passes = {p.stem for p in PASSES} - {"__init__", "base", "pipeline", "verify"}
-        tests = {p.stem.removeprefix("test_") for p in (ROOT / "tests" / "passes").glob("test_*.py")}
+        tests = {
+            p.stem.removeprefix("test_") for p in (ROOT / "tests" / "passes").glob("test_*.py")
+        }
         self.assertEqual(passes, tests)
 
 
 def is_allowed(path: Path, attribute: ast.Attribute) -> bool:
-    """Whether this `x.meta` is read or written under "val", or under a variable key in `graph.py`."""
+    """Whether this `x.meta` is read or written under "val", or under a variable key in
+    `graph.py`.
+    """
     for node in ast.walk(tree(path)):
         key: ast.expr | None = None
         if isinstance(node, ast.Subscript) and node.value is attribute:
             key = node.slice
         elif isinstance(node, ast.Compare) and attribute in node.comparators:
             key = node.left
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.value is attribute:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.value is attribute
+        ):
             key = node.args[0]
         if key is not None:
             is_val = isinstance(key, ast.Constant) and key.value == "val"

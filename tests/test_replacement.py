@@ -1,4 +1,6 @@
-"""`replace_stock` and `python -m compiled_fsdp run`: scripts written for torch's FSDP, unchanged."""
+"""`replace_stock` and `python -m compiled_fsdp run`: scripts written for torch's FSDP,
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     whole = [sys.executable, "-m", "compiled_fsdp", *command]
-    return subprocess.run(whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(
+        whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -73,7 +77,10 @@ def test_a_script_for_torch_runs_with_ours(script: Path, is_module: bool) -> Non
 def test_no_script(tmp_path: Path) -> None:
     done = run("run", "missing.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "python -m compiled_fsdp run: there is no file 'missing.py'. For a module, say -m\n"
+    assert (
+        done.stderr
+        == "python -m compiled_fsdp run: there is no file 'missing.py'. For a module, say -m\n"
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +100,10 @@ def test_names_that_a_library_has_cached(monkeypatch: pytest.MonkeyPatch) -> Non
         assert library.shard is compiled_fsdp.fully_shard  # type: ignore[attr-defined]
         assert library.FSDP is compiled_fsdp.FullyShardedDataParallel  # type: ignore[attr-defined]
         assert stock.fully_shard is compiled_fsdp.fully_shard
-        assert fully_sharded_data_parallel.FullyShardedDataParallel is compiled_fsdp.FullyShardedDataParallel
+        assert (
+            fully_sharded_data_parallel.FullyShardedDataParallel
+            is compiled_fsdp.FullyShardedDataParallel
+        )
         assert "shard, FSDP of library_with_torchs_names" in str(found)
         with replace_stock() as again:
             assert not again.replaced
@@ -104,8 +114,16 @@ def test_names_that_a_library_has_cached(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_ours_is_made_of_stays() -> None:
     """A second replacement would otherwise find our own names of torch's class."""
-    before = {name: vars(module).copy() for name, module in sys.modules.items() if name.startswith("compiled_fsdp")}
+    before = {
+        name: vars(module).copy()
+        for name, module in sys.modules.items()
+        if name.startswith("compiled_fsdp")
+    }
     with replace_stock():
         for name, names in before.items():
             now = vars(sys.modules[name])
-            assert all(now[key] is value for key, value in names.items() if key in now and not key.startswith("__"))
+            assert all(
+                now[key] is value
+                for key, value in names.items()
+                if key in now and not key.startswith("__")
+            )

@@ -1,4 +1,6 @@
-"""The report from a dump: what its JSON says is what planner and memory model say, pages are closed, garbled files are named."""
+"""The report from a dump: what its JSON says is what planner and memory model say, pages are
+closed, garbled files are named.
+"""
 
 from __future__ import annotations
 
@@ -90,20 +92,32 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]
     with pytest.MonkeyPatch.context() as patch, fake_ranks(2), planned(costs=COSTS):
         patch.setattr("compiled_fsdp.dump.writer.write_records", also)
         patch.setattr("compiled_fsdp.dump.writer._number", 0)
-        trace(fully_shard(nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(3)))), (torch.ones(8, 64),), folder)
+        trace(
+            fully_shard(nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(3)))),
+            (torch.ones(8, 64),),
+            folder,
+        )
     return folder / "rank0", graphs
 
 
 class TestRecords:
     """`timeline.json` and `memory.json` beside the functions that they come from."""
 
-    @pytest.mark.parametrize(("half", "executor"), [(h, e) for h in (0, 1) for e in ("plain", "fused")])
-    def test_the_timeline_is_the_planner_s(self, traced: tuple[Path, list[Graph]], half: int, executor: str) -> None:
+    @pytest.mark.parametrize(
+        ("half", "executor"), [(h, e) for h in (0, 1) for e in ("plain", "fused")]
+    )
+    def test_the_timeline_is_the_planner_s(
+        self, traced: tuple[Path, list[Graph]], half: int, executor: str
+    ) -> None:
         folder, graphs = traced
         found = load(folder / HALVES[half] / "timeline.json")
         line = predict(graphs[half], COSTS.fused(executor == "fused"))
         run = found[executor]
-        assert (found["kind"], found["executor"], found["costs"]["is_assumed"]) == (line.title, "plain", False)
+        assert (found["kind"], found["executor"], found["costs"]["is_assumed"]) == (
+            line.title,
+            "plain",
+            False,
+        )
         assert run["total"] == line.total
         assert [c["node"] for c in found["collectives"]] == [n.name for n in line.carried]
         assert [(t["begin"], t["end"]) for t in run["times"]] == list(line.carried.values())
@@ -114,18 +128,32 @@ class TestRecords:
         assert busy + sum(t["exposed"] for t in run["times"]) == pytest.approx(line.total)
 
     def test_collectives_are_named(self, traced: tuple[Path, list[Graph]]) -> None:
-        """Each unit of a 64 x 64 weight and a bias: 4,160 elements of 4 bytes, half of them from the other rank."""
+        """Each unit of a 64 x 64 weight and a bias: 4,160 elements of 4 bytes, half of them from
+        the other rank.
+        """
         found = load(traced[0] / HALVES[0] / "timeline.json")
         first = found["collectives"][0]
         assert [c["units"] for c in found["collectives"]] == [["0"], ["1"], ["2"]]
-        assert first["parameters"][0] == {"name": "0.weight", "unit": "0", "shape": [64, 64], "bytes": 4 * 64 * 64}
-        assert (first["kind"], first["bytes"], first["sent"], first["dtype"]) == ("gather", 4 * 4160, 2 * 4160, "float32")
+        assert first["parameters"][0] == {
+            "name": "0.weight",
+            "unit": "0",
+            "shape": [64, 64],
+            "bytes": 4 * 64 * 64,
+        }
+        assert (first["kind"], first["bytes"], first["sent"], first["dtype"]) == (
+            "gather",
+            4 * 4160,
+            2 * 4160,
+            "float32",
+        )
         assert found["groups"] == {first["group"]: [0, 1]}
         assert found["waits"] == [0, 1, 2]
         assert {module for _, _, _, module in found["plain"]["compute"]} == {"0", "1", "2"}
 
     @pytest.mark.parametrize("executor", ["plain", "fused"])
-    def test_memory_is_that_of_the_step(self, traced: tuple[Path, list[Graph]], executor: str) -> None:
+    def test_memory_is_that_of_the_step(
+        self, traced: tuple[Path, list[Graph]], executor: str
+    ) -> None:
         folder, graphs = traced
         forward, backward = (load(folder / half / "memory.json") for half in HALVES)
         step = profile_step(*graphs, is_fused=executor == "fused")
@@ -134,7 +162,9 @@ class TestRecords:
             profile = found[executor]
             assert tuple(profile["during"]) == expected.curve.during
             assert (profile["peak"], profile["where"]) == (expected.peak, expected.curve.where)
-            assert [sum(at) for at in zip(*profile["kinds"].values(), strict=True)] == profile["during"]
+            assert [sum(at) for at in zip(*profile["kinds"].values(), strict=True)] == profile[
+                "during"
+            ]
             where = profile["where"]
             alive = sorted(s[2] for s in profile["storages"] if s[3] <= where <= s[4])
             assert alive == sorted(a.num_bytes for a in expected.alive)
@@ -155,14 +185,25 @@ class TestRecords:
 
 class TestPage:
     def test_it_is_closed(self, dump: Path, tmp_path: Path) -> None:
-        """Two scripts, one style, nothing that points outside, and a policy that forbids to load anything."""
+        """Two scripts, one style, nothing that points outside, and a policy that forbids to load
+        anything.
+        """
         write_report(dump, tmp_path / "page.html")
         text = (tmp_path / "page.html").read_text()
         page = Page(text)
-        assert [attrs for tag, attrs in page.tags if tag == "script"] == [{"type": "application/json", "id": "data"}, {}]
-        assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "action", "data"} & attrs.keys()]
+        assert [attrs for tag, attrs in page.tags if tag == "script"] == [
+            {"type": "application/json", "id": "data"},
+            {},
+        ]
+        assert not [
+            attrs
+            for _, attrs in page.tags
+            if {"src", "href", "srcset", "action", "data"} & attrs.keys()
+        ]
         assert not {tag for tag, _ in page.tags} & {"img", "link", "iframe", "object", "base"}
-        assert set(re.findall(r"\w+://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
+        assert set(re.findall(r"\w+://[\w./]+", text)) == {
+            "http://www.w3.org/2000/svg"
+        }  # a name, never fetched
         assert "innerHTML" not in text
         (policy,) = (a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
         assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -179,9 +220,13 @@ class TestPage:
     def test_control_characters_are_shown(self, spoilt: Path, tmp_path: Path) -> None:
         (spoilt / "rank0" / "measured.json").unlink()
         path = graphs_of(spoilt)[0] / "timeline.json"
-        path.write_text(path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]'))
+        path.write_text(
+            path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]')
+        )
         write_report(spoilt, tmp_path / "page.html")
-        collective = Page((tmp_path / "page.html").read_text()).data["ranks"][0]["graphs"][0]["timeline"]["collectives"][0]
+        collective = Page((tmp_path / "page.html").read_text()).data["ranks"][0]["graphs"][0][
+            "timeline"
+        ]["collectives"][0]
         assert collective["units"] == ["\\u202efirst\\x1b"]
 
     def test_all_ranks_graphs_and_passes_are_there(self, dump: Path, tmp_path: Path) -> None:
@@ -189,7 +234,11 @@ class TestPage:
         ranks = Page((tmp_path / "page.html").read_text()).data["ranks"]
         assert [rank["rank"] for rank in ranks] == [0, 1]
         forward, backward = ranks[0]["graphs"]
-        assert [p["name"].split("_", 1)[1] for p in forward["passes"]][:3] == ["capture", "lower", "bucket_all_gather"]
+        assert [p["name"].split("_", 1)[1] for p in forward["passes"]][:3] == [
+            "capture",
+            "lower",
+            "bucket_all_gather",
+        ]
         assert "+%all_gather_into_tensor" in forward["passes"][1]["diff"]
         assert forward["passes"][1]["provenance"].startswith("made by lower; holds: ")
         assert backward["text"].splitlines()[-1].startswith("return [")
@@ -209,7 +258,9 @@ class TestPage:
                     assert 0 <= times["issued"] <= times["awaited"] <= run["total"]
                     assert times["begin"] < times["end"]
                 busy = sum(t["issuing"] + t["exposed"] for t in run["times"])
-                assert busy + sum(e - b for b, e in run["compute"]) == pytest.approx(run["total"], rel=1e-6)
+                assert busy + sum(e - b for b, e in run["compute"]) == pytest.approx(
+                    run["total"], rel=1e-6
+                )
 
 
 class TestTrace:
@@ -220,7 +271,11 @@ class TestTrace:
         assert named == {f"rank {r}, {s}" for r in (0, 1) for s in ("predicted", "measured")}
         for pid in range(4):
             wire = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, 2)]
-            assert [e["name"] for e in wire[:3]] == ["gather first", f"gather {EVIL}", "gather last"]
+            assert [e["name"] for e in wire[:3]] == [
+                "gather first",
+                f"gather {EVIL}",
+                "gather last",
+            ]
             assert {e["name"].split()[0] for e in wire} == {"gather", "reduce"}
             assert wire[0]["args"]["parameters"][0] == "first.0.weight"
         assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
@@ -232,7 +287,8 @@ class TestTrace:
         write_trace(dump, tmp_path / "trace.json")
         events = load(tmp_path / "trace.json")["traceEvents"]
         forward, backward = (
-            next(e for e in events if e["ph"] == "X" and e["name"] == path.name) for path in graphs_of(dump)
+            next(e for e in events if e["ph"] == "X" and e["name"] == path.name)
+            for path in graphs_of(dump)
         )
         assert backward["ts"] == pytest.approx(forward["ts"] + forward["dur"])
 
@@ -245,7 +301,9 @@ def event(name: str, ts: float, dur: float, tid: object = 1) -> dict[str, Any]:
 
 
 def forward_run(at: float, slow: float = 1.0) -> list[dict[str, Any]]:
-    """Three all-gathers, the second started before the first is awaited; microseconds, `slow` times as many."""
+    """Three all-gathers, the second started before the first is awaited; microseconds, `slow` times
+    as many.
+    """
     steps = [
         (AGREE, 0, 1),
         ("_c10d_functional::all_gather_into_tensor", 10, 5),
@@ -269,28 +327,52 @@ def write_profile(path: Path, events: list[dict[str, Any]]) -> Path:
 
 class TestProfile:
     def test_by_order(self, spoilt: Path, tmp_path: Path) -> None:
-        """The last of two runs counts; seconds from its beginning; a wait belongs to what the graph awaits there."""
+        """The last of two runs counts; seconds from its beginning; a wait belongs to what the graph
+        awaits there.
+        """
         name = graphs_of(spoilt)[0].name
         profile = write_profile(tmp_path / "p.json", forward_run(1000, slow=7) + forward_run(9000))
         found = load(add_profile(spoilt, profile))["graphs"]
         assert list(found) == [name]
         run = found[name]
         assert not run["has_arrivals"]
-        micro = [{k: v if v is None else round(v * 1e6, 3) for k, v in t.items()} for t in run["times"]]
-        assert micro[0] == {"issued": 10, "issuing": 5, "begin": 10, "end": 70, "awaited": 30, "exposed": 40}
+        micro = [
+            {k: v if v is None else round(v * 1e6, 3) for k, v in t.items()} for t in run["times"]
+        ]
+        assert micro[0] == {
+            "issued": 10,
+            "issuing": 5,
+            "begin": 10,
+            "end": 70,
+            "awaited": 30,
+            "exposed": 40,
+        }
         assert [t["awaited"] for t in micro] == [30, 80, 95]
         assert round(run["total"] * 1e6, 3) == 111
         between = [[round(v * 1e6, 3) for v in stretch] for stretch in run["compute"]]
         assert between == [[0, 10], [15, 20], [25, 30], [70, 80], [82, 90], [100, 111]]
 
     def test_arrivals(self, spoilt: Path, tmp_path: Path) -> None:
-        """Those of exchanges alone are known: with one among others, all count as under way until awaited."""
+        """Those of exchanges alone are known: with one among others, all count as under way until
+        awaited.
+        """
         events = [
-            dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor_out", "fsdp::all_gather"))
+            dict(
+                e,
+                name=e["name"].replace(
+                    "_c10d_functional::all_gather_into_tensor_out", "fsdp::all_gather"
+                ),
+            )
             for e in forward_run(0)
         ]
         events = [
-            dict(e, name=e["name"].replace("_c10d_functional::all_gather_into_tensor", "fsdp::all_gather")) for e in events
+            dict(
+                e,
+                name=e["name"].replace(
+                    "_c10d_functional::all_gather_into_tensor", "fsdp::all_gather"
+                ),
+            )
+            for e in events
         ]
         events += [event(CARRIED, 10 * n + 12, 7, "wire") for n in range(3)]
         path = write_profile(tmp_path / "p.json", events)
@@ -298,32 +380,59 @@ class TestProfile:
         packed.write_bytes(gzip.compress(path.read_bytes()))
         (run,) = load(add_profile(spoilt, packed, 1))["graphs"].values()
         assert run["has_arrivals"]
-        assert [round(t["end"] * 1e6, 3) for t in run["times"]] == [19, 29, 95]  # no earlier than its own start is over
+        assert [round(t["end"] * 1e6, 3) for t in run["times"]] == [
+            19,
+            29,
+            95,
+        ]  # no earlier than its own start is over
 
     def test_of_another_model(self, spoilt: Path, tmp_path: Path) -> None:
         events = [e for e in forward_run(0) if e["name"] != "fsdp::all_gather"]
-        with pytest.raises(DumpError, match=r"p.json has 1 runs of graphs \(fsdp::agree\), none with the collectives of 0"):
+        with pytest.raises(
+            DumpError,
+            match=r"p.json has 1 runs of graphs \(fsdp::agree\), none with the collectives of 0",
+        ):
             add_profile(spoilt, write_profile(tmp_path / "p.json", events))
-        with pytest.raises(DumpError, match=r"add_profile: rank is 7; .* has dumps of ranks \[0, 1\]: give one of them"):
+        with pytest.raises(
+            DumpError,
+            match=r"add_profile: rank is 7; .* has dumps of ranks \[0, 1\]: give one of them",
+        ):
             add_profile(spoilt, tmp_path / "p.json", 7)
 
     def test_of_a_device(self, spoilt: Path, tmp_path: Path) -> None:
         events = [*forward_run(0), {**event("ncclDevKernel_AllGather", 12, 3), "cat": "kernel"}]
         with pytest.raises(
-            NotImplementedError, match=r"p.json has kernels of a device; only a step on the CPU can be laid over"
+            NotImplementedError,
+            match=r"p.json has kernels of a device; only a step on the CPU can be laid over",
         ):
             add_profile(spoilt, write_profile(tmp_path / "p.json", events))
 
     def test_by_the_tool(self, spoilt: Path, tmp_path: Path) -> None:
-        """`python -m compiled_fsdp report` with a profile of rank 1, and the trace beside the page."""
+        """`python -m compiled_fsdp report` with a profile of rank 1, and the trace beside the
+        page.
+        """
         (spoilt / "rank0" / "measured.json").unlink()
         (spoilt / "rank1" / "measured.json").unlink()
         profile = write_profile(tmp_path / "p.json", forward_run(0))
         page, out = tmp_path / "page.html", tmp_path / "trace.json"
-        arguments = ["report", spoilt, "--out", page, "--profile", profile, "--of-rank", "1", "--trace", out]
+        arguments = [
+            "report",
+            spoilt,
+            "--out",
+            page,
+            "--profile",
+            profile,
+            "--of-rank",
+            "1",
+            "--trace",
+            out,
+        ]
         assert main([*map(str, arguments)]) == 0
         ranks = Page(page.read_text()).data["ranks"]
-        assert [[g["measured"] is not None for g in rank["graphs"]] for rank in ranks] == [[False, False], [True, False]]
+        assert [[g["measured"] is not None for g in rank["graphs"]] for rank in ranks] == [
+            [False, False],
+            [True, False],
+        ]
         assert {e["pid"] for e in load(out)["traceEvents"]} == {0, 2, 3}
         profile.write_text("{")
         assert main([*map(str, arguments)]) != 0
@@ -337,7 +446,10 @@ class TestProfile:
                 '{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 2}]}',
                 r"traceEvents\[0\].ts is '1', should be a number",
             ),
-            ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', r"traceEvents\[0\] has no 'dur'"),
+            (
+                '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}',
+                r"traceEvents\[0\] has no 'dur'",
+            ),
             ("\x1f\x8b", r"p.json (is no JSON|cannot be read)"),
         ],
     )
@@ -351,16 +463,36 @@ class TestProfile:
 SPOILED = {
     "cut off": (lambda t: t[:100], "timeline.json", r"is no JSON: .*cut off or garbled"),
     "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
-    "of another version": (lambda t: t.replace('"format": 1', '"format": 9'), "memory.json", r"format is 9, should be 1"),
-    "not a number": (lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1), "timeline.json", r"NaN is no number"),
+    "of another version": (
+        lambda t: t.replace('"format": 1', '"format": 9'),
+        "memory.json",
+        r"format is 9, should be 1",
+    ),
+    "not a number": (
+        lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1),
+        "timeline.json",
+        r"NaN is no number",
+    ),
     "text for bytes": (
         lambda t: t.replace('"sent": ', '"sent": "x", "was": ', 1),
         "timeline.json",
         r"collectives\[0\].sent is 'x'",
     ),
-    "unequal lists": (lambda t: t.replace('"nodes": ["', '"nodes": ["more", "', 1), "memory.json", r"during and nodes have"),
-    "missing": (lambda t: t.replace('"waits"', '"was"'), "timeline.json", r"the top has no 'waits'"),
-    "another executor": (lambda t: t.replace('"plain", "costs"', '"slow", "costs"'), "timeline.json", r"executor is 'slow'"),
+    "unequal lists": (
+        lambda t: t.replace('"nodes": ["', '"nodes": ["more", "', 1),
+        "memory.json",
+        r"during and nodes have",
+    ),
+    "missing": (
+        lambda t: t.replace('"waits"', '"was"'),
+        "timeline.json",
+        r"the top has no 'waits'",
+    ),
+    "another executor": (
+        lambda t: t.replace('"plain", "costs"', '"slow", "costs"'),
+        "timeline.json",
+        r"executor is 'slow'",
+    ),
     "out of range": (
         lambda t: t.replace('"waits": [0', '"waits": [77'),
         "timeline.json",
@@ -382,7 +514,9 @@ class TestGarbled:
         before = path.read_text()
         path.write_text(spoil(before))
         assert path.read_text() != before
-        with pytest.raises(DumpError, match=rf"reading the dump: .*{path.parent.name}/{name}:? .*{says}|{says}") as caught:
+        with pytest.raises(
+            DumpError, match=rf"reading the dump: .*{path.parent.name}/{name}:? .*{says}|{says}"
+        ) as caught:
             write_report(spoilt, tmp_path / "page.html")
         assert str(path) in str(caught.value)
         assert not (tmp_path / "page.html").exists()
@@ -398,27 +532,49 @@ class TestGarbled:
         found = load(path)
         next(iter(found["graphs"].values()))["times"].pop()
         path.write_text(json.dumps(found))
-        with pytest.raises(DumpError, match=r"measured.json: graphs.\d+_forward and the collectives have 2 and 3 entries"):
+        with pytest.raises(
+            DumpError,
+            match=r"measured.json: graphs.\d+_forward and the collectives have 2 and 3 entries",
+        ):
             write_report(spoilt, tmp_path / "page.html")
 
     def test_a_graph_that_was_dumped_again(self, spoilt: Path, tmp_path: Path) -> None:
         path = graphs_of(spoilt)[0] / "timeline.json"
         path.write_text(path.read_text().replace('"overhead": ', '"overhead": 1'))
         with pytest.raises(
-            DumpError, match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again"
+            DumpError,
+            match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again",
         ):
             write_report(spoilt, tmp_path / "page.html")
 
     def test_no_dump(self, tmp_path: Path) -> None:
-        with pytest.raises(DumpError, match=r"none is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"):
+        with pytest.raises(
+            DumpError,
+            match=r"none is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote",
+        ):
             write_report(tmp_path / "none", tmp_path / "page.html")
-        with pytest.raises(DumpError, match=r"has no rank0/NNN_forward/timeline.json; finished graphs are written where"):
+        with pytest.raises(
+            DumpError,
+            match=r"has no rank0/NNN_forward/timeline.json; finished graphs are written where",
+        ):
             write_report(tmp_path, tmp_path / "page.html")
 
 
 def main_job(folder: str) -> None:
     """What `train.py --report` does around a run of one step."""
-    options = parse(["--size", "tiny", "--backend", "compiled_fsdp_eager", "--steps", "1", "--report", "--out", folder])
+    options = parse(
+        [
+            "--size",
+            "tiny",
+            "--backend",
+            "compiled_fsdp_eager",
+            "--steps",
+            "1",
+            "--report",
+            "--out",
+            folder,
+        ]
+    )
     small = {"tiny": replace(SIZES["tiny"], num_layers=1, hidden=64)}
     with mock.patch.dict(SIZES, small):
         trainer = Trainer(options, variants(options)[-1], load_text(None))
@@ -443,5 +599,8 @@ class TestMainJob:
 
     @pytest.mark.parametrize("arguments", [["--impl", "stock"], ["--backend", "eager"]])
     def test_without_graphs_of_ours(self, arguments: list[str]) -> None:
-        with pytest.raises(UsageError, match=r"--report shows our compiled graphs, and --impl .* makes none; leave it out"):
+        with pytest.raises(
+            UsageError,
+            match=r"--report shows our compiled graphs, and --impl .* makes none; leave it out",
+        ):
             parse(["--report", *arguments])

@@ -1,6 +1,8 @@
-"""The report in a real browser, without a network: what is drawn, hovered, zoomed, switched and printed.
+"""The report in a real browser, without a network: what is drawn, hovered, zoomed, switched and
+printed.
 
-Needs playwright and a Chromium, which `make test-browser` sees to; the page's structure is tested without them in test_report.py.
+Needs playwright and a Chromium, which `make test-browser` sees to; the page's structure is tested
+without them in test_report.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: make test-browser"
+)
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 VIEWPORT: Any = {"width": 1280, "height": 900}
@@ -32,7 +36,10 @@ def browser() -> Iterator[Any]:
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     with playwright.sync_playwright() as tool:
         if path is None and not os.path.exists(tool.chromium.executable_path):
-            pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on the path, nor did playwright fetch one")
+            pytest.skip(
+                f"no Chromium: none of {', '.join(NAMES)} is on the path, nor did playwright fetch "
+                "one"
+            )
         found = tool.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
         found.close()
@@ -47,7 +54,9 @@ def file(dump: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen:
-    """A page under test, and what it must not do: log, raise, ask for anything but itself, open a dialogue."""
+    """A page under test, and what it must not do: log, raise, ask for anything but itself, open a
+    dialogue.
+    """
 
     def __init__(self, browser: Any, file: Path, scheme: str = "light") -> None:
         self.context = browser.new_context(viewport=VIEWPORT, color_scheme=scheme, offline=True)
@@ -55,7 +64,12 @@ class Seen:
         self.wrong: list[str] = []
         self.page.on("console", lambda message: self.wrong.append(f"console: {message.text}"))
         self.page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
-        self.page.on("request", lambda request: self.wrong.append(request.url) if request.url != file.as_uri() else None)
+        self.page.on(
+            "request",
+            lambda request: (
+                self.wrong.append(request.url) if request.url != file.as_uri() else None
+            ),
+        )
         self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
         self.page.goto(file.as_uri())
 
@@ -88,7 +102,12 @@ def test_every_collective_is_drawn(seen: Seen) -> None:
             for bar in bars.all():
                 box = bar.bounding_box()
                 assert box["width"] >= 1.99  # however short it is
-                assert outer["x"] <= box["x"] <= box["x"] + box["width"] <= outer["x"] + outer["width"] + 1
+                assert (
+                    outer["x"]
+                    <= box["x"]
+                    <= box["x"] + box["width"]
+                    <= outer["x"] + outer["width"] + 1
+                )
             assert drawing.locator(f".source-{source} .compute-lane .unit").count() > 0
         for words in ("predicted", "measured", "training thread", "wire"):
             assert drawing.get_by_text(words, exact=True).first.is_visible()
@@ -104,7 +123,11 @@ def test_assumed_costs_are_said(seen: Seen) -> None:
 def test_names_are_text(seen: Seen) -> None:
     """A module called like markup: nothing runs, nothing is loaded, every tab shows it as it is."""
     page = seen.page
-    for name, where in (("Timeline", ".collectives"), ("Buckets", ".buckets"), ("Memory", ".owners")):
+    for name, where in (
+        ("Timeline", ".collectives"),
+        ("Buckets", ".buckets"),
+        ("Memory", ".owners"),
+    ):
         seen.tab(name)
         assert page.locator(where).first.get_by_text(EVIL).first.is_visible(), name
     seen.tab("Passes")
@@ -115,13 +138,20 @@ def test_names_are_text(seen: Seen) -> None:
 
 
 def test_hover_and_choice(seen: Seen) -> None:
-    """A tip names unit, parameters and bytes; a click keeps it, marks the row, and draws where it starts and is awaited."""
+    """A tip names unit, parameters and bytes; a click keeps it, marks the row, and draws where it
+    starts and is awaited.
+    """
     page = seen.page
     bar = page.locator("svg.timeline").first.locator(".source-predicted .bar").first
     bar.hover()
     tip = page.locator("#tip")
     assert tip.is_visible()
-    for words in ("all-gather of first", "first.0.weight [64, 32] 8.19 kB", "ranks 0, 1", "awaited at"):
+    for words in (
+        "all-gather of first",
+        "first.0.weight [64, 32] 8.19 kB",
+        "ranks 0, 1",
+        "awaited at",
+    ):
         assert words in tip.text_content()
     bar.click()
     assert page.locator(".detail").first.get_by_text("first.0.weight").first.is_visible()
@@ -138,7 +168,9 @@ def scale(seen: Seen) -> float:
     """Pixels for a millisecond, by the first two ticks of the first drawing."""
     axis = seen.page.locator("svg.timeline").first.locator(".axis")
     places = [float(line.get_attribute("x1")) for line in axis.locator("line").all()[:2]]
-    values = [float(text.removesuffix(" ms")) for text in axis.locator("text").all_text_contents()[:2]]
+    values = [
+        float(text.removesuffix(" ms")) for text in axis.locator("text").all_text_contents()[:2]
+    ]
     return (places[1] - places[0]) / (values[1] - values[0])
 
 
@@ -177,7 +209,9 @@ def test_sorting(seen: Seen) -> None:
     """By a click on a heading, and the other way round by a second."""
     table = seen.page.locator("table.collectives").nth(1)
     table.get_by_role("button", name="bytes").click()
-    numbers = table.locator("tbody tr").evaluate_all("rows => rows.map(row => Number(row.dataset.index))")
+    numbers = table.locator("tbody tr").evaluate_all(
+        "rows => rows.map(row => Number(row.dataset.index))"
+    )
     sizes = [c["bytes"] for c in seen.data()["ranks"][0]["graphs"][1]["timeline"]["collectives"]]
     assert [sizes[n] for n in numbers] == sorted(sizes)
     table.get_by_role("button", name="#").click()
@@ -237,13 +271,19 @@ def test_switches(seen: Seen) -> None:
 
 
 def test_several_graphs(browser: Any, dump: Path, tmp_path: Path) -> None:
-    """Two steps of one rank and a forward alone, unmeasured: the last whole one is shown first, the others by a switch."""
+    """Two steps of one rank and a forward alone, unmeasured: the last whole one is shown first, the
+    others by a switch.
+    """
     first = sorted((dump / "rank0").glob("*_*ward"))
     for number, source in enumerate((*first, *first, first[0])):
         name = f"{number:03d}_{source.name.split('_')[1]}"
         shutil.copytree(source, tmp_path / "dump" / "rank0" / name)
         memory = tmp_path / "dump" / "rank0" / name / "memory.json"
-        memory.write_text(memory.read_text().replace(f'"after": "{first[0].name}"', f'"after": "{number - 1:03d}_forward"'))
+        memory.write_text(
+            memory.read_text().replace(
+                f'"after": "{first[0].name}"', f'"after": "{number - 1:03d}_forward"'
+            )
+        )
     write_report(tmp_path / "dump", tmp_path / "page.html")
     seen = Seen(browser, tmp_path / "page.html")
     choices = seen.page.get_by_label("graphs")
@@ -265,7 +305,9 @@ def test_several_graphs(browser: Any, dump: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out(browser: Any, file: Path, scheme: str) -> None:
-    """Contrast of at least 4.5 between ink and page, and between a bar and its label, in both schemes."""
+    """Contrast of at least 4.5 between ink and page, and between a bar and its label, in both
+    schemes.
+    """
     seen = Seen(browser, file, scheme)
     names = [
         "--page",

@@ -80,8 +80,14 @@ def test_a_line_a_pass(logger, caplog):
 def test_graphs_at_debug(logger, caplog):
     logger.setLevel(logging.DEBUG)
     step(torch.compile(build(), backend=BACKEND))
-    texts = [r.getMessage() for r in caplog.records if r.name == "compiled_fsdp" and r.levelno == logging.DEBUG]
-    assert any("after lower\n%primals_1: " in text and "all_gather_into_tensor(" in text for text in texts)
+    texts = [
+        r.getMessage()
+        for r in caplog.records
+        if r.name == "compiled_fsdp" and r.levelno == logging.DEBUG
+    ]
+    assert any(
+        "after lower\n%primals_1: " in text and "all_gather_into_tensor(" in text for text in texts
+    )
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -127,7 +133,13 @@ def artifacts(folder: Path) -> list[tuple[str, dict[str, object], str]]:
         first, *payload = entry.split("\n")
         head = json.loads(first.split("] ", 1)[1])
         if "artifact" in head:
-            found.append((head["artifact"]["name"], head, "\n".join(line.removeprefix("\t") for line in payload)))
+            found.append(
+                (
+                    head["artifact"]["name"],
+                    head,
+                    "\n".join(line.removeprefix("\t") for line in payload),
+                )
+            )
     return found
 
 
@@ -137,12 +149,26 @@ def test_artifacts_in_torchs_trace(traced):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     found = artifacts(traced)
-    ours = {name: (head, payload) for name, head, payload in found if name.startswith("compiled_fsdp_")}
+    ours = {
+        name: (head, payload) for name, head, payload in found if name.startswith("compiled_fsdp_")
+    }
     names = [name.removeprefix("compiled_fsdp_") for name in ours]
-    assert names[:3] == ["000_joint_00_capture.txt", "000_joint_01_dedup_unshard.txt", "000_joint_01_dedup_unshard.diff"]
-    assert {"001_forward_09_free.txt", "001_forward_memory.txt", "002_backward_11_gather_ahead.diff"} <= {*names}
+    assert names[:3] == [
+        "000_joint_00_capture.txt",
+        "000_joint_01_dedup_unshard.txt",
+        "000_joint_01_dedup_unshard.diff",
+    ]
+    assert {
+        "001_forward_09_free.txt",
+        "001_forward_memory.txt",
+        "002_backward_11_gather_ahead.diff",
+    } <= {*names}
     head, payload = ours["compiled_fsdp_001_forward_09_free.txt"]
-    assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (0, 0, "string")
+    assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (
+        0,
+        0,
+        "string",
+    )
     assert payload.startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())
@@ -153,7 +179,9 @@ def test_the_schedule_that_tlparse_reads(traced):
     """Name and form as Inductor writes them."""
     step(torch.compile(build(), backend=BACKEND))
     schedules = [
-        (head, json.loads(text)) for name, head, text in artifacts(traced) if name == "inductor_collective_schedule"
+        (head, json.loads(text))
+        for name, head, text in artifacts(traced)
+        if name == "inductor_collective_schedule"
     ]
     gather = "torch.ops._c10d_functional.all_gather_into_tensor.default"
     reduce = "torch.ops._c10d_functional.reduce_scatter_tensor.default"
@@ -167,7 +195,10 @@ def test_the_schedule_that_tlparse_reads(traced):
 def names_of(run) -> list[str]:
     with torch.profiler.profile() as profile:
         run()
-    events = sorted((e for e in profile.events() if e.name.startswith("compiled_fsdp::")), key=lambda e: e.time_range.start)
+    events = sorted(
+        (e for e in profile.events() if e.name.startswith("compiled_fsdp::")),
+        key=lambda e: e.time_range.start,
+    )
     return [e.name.removeprefix("compiled_fsdp::") for e in events]
 
 

@@ -17,15 +17,24 @@ from compiled_fsdp.units.layout import flat_layout
 
 class TestSpec(TestCase):
     def test_schema_is_the_record(self):
-        """The dataclass, the text of the schema, and the registered ops list the same names in the same order."""
+        """The dataclass, the text of the schema, and the registered ops list the same names in the
+        same order.
+        """
         names = [f.name for f in fields(ParamSpec)]
         self.assertEqual([part.split()[-1] for part in SPEC.split(", ")], names)
-        for op, num_tensors in ((UNSHARD, 1), (REDUCE_GRAD, 2), (KEEP_SLICE, 1), (UNSHARD_SLICE, 1)):
+        for op, num_tensors in (
+            (UNSHARD, 1),
+            (REDUCE_GRAD, 2),
+            (KEEP_SLICE, 1),
+            (UNSHARD_SLICE, 1),
+        ):
             self.assertEqual([a.name for a in op._schema.arguments][num_tensors:], names)
 
     def test_round_trip(self):
         self.assertEqual(ParamSpec.of(SAMPLE.args()), SAMPLE)
-        self.assertEqual(ParamSpec.of([list(a) if isinstance(a, tuple) else a for a in SAMPLE.args()]), SAMPLE)
+        self.assertEqual(
+            ParamSpec.of([list(a) if isinstance(a, tuple) else a for a in SAMPLE.args()]), SAMPLE
+        )
 
     def test_wrong_number_of_arguments(self):
         self.assertExpectedRaisesInline(
@@ -42,7 +51,9 @@ class TestSpec(TestCase):
                 (shard,) = flat_layout([full.shape], world).shards
                 chunks = [*full.chunk(world), *[full[:0]] * world][:world]
                 self.assertEqual(spec.rows, chunks[0].shape[0])
-                self.assertEqual([shard.local_rows(rank) for rank in range(world)], [c.shape[0] for c in chunks])
+                self.assertEqual(
+                    [shard.local_rows(rank) for rank in range(world)], [c.shape[0] for c in chunks]
+                )
                 self.assertEqual(spec.shard_numel, shard.numel)
                 padded = torch.nn.functional.pad(full, (0, 0, 0, spec.padded_shape[0] - rows))
                 self.assertEqual(padded.shape, spec.padded_shape)
@@ -56,5 +67,13 @@ class TestSpec(TestCase):
         self.assertEqual((SAMPLE.rows, small.rows), (2, 3))
 
     def test_reduction(self):
-        spec = replace(SAMPLE, reduce_dtype=torch.float16, pre_divide=2.0, replicate_size=3, replicate_group="r")
-        self.assertEqual(spec.reduction, Reduction(torch.float16, "sum", "reduce_scatter", 2.0, 4.0, 3, "r"))
+        spec = replace(
+            SAMPLE,
+            reduce_dtype=torch.float16,
+            pre_divide=2.0,
+            replicate_size=3,
+            replicate_group="r",
+        )
+        self.assertEqual(
+            spec.reduction, Reduction(torch.float16, "sum", "reduce_scatter", 2.0, 4.0, 3, "r")
+        )

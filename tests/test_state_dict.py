@@ -1,4 +1,6 @@
-"""State dicts: names, sharing, round trips, the helpers of torch.distributed.checkpoint, exchange with stock FSDP2."""
+"""State dicts: names, sharing, round trips, the helpers of torch.distributed.checkpoint, exchange
+with stock FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,10 @@ def copied_and_saved() -> None:
     model, call, optimizer = fresh("eager")
     steps(model, call, optimizer, range(1))
     state = model.state_dict()
-    assert all(state[name].to_local().data_ptr() == p.to_local().data_ptr() for name, p in model.named_parameters())
+    assert all(
+        state[name].to_local().data_ptr() == p.to_local().data_ptr()
+        for name, p in model.named_parameters()
+    )
     copied = copy.deepcopy(state)
     file = io.BytesIO()
     torch.save(state, file)
@@ -142,7 +147,9 @@ def test_tied_weights_are_saved_once(two: Pool) -> None:
 
 
 def modules_copied(apply: Any) -> None:
-    """Modules that hold parameters of a unit around them, and are no unit: copied with DTensors of their own."""
+    """Modules that hold parameters of a unit around them, and are no unit: copied with DTensors of
+    their own.
+    """
     model = shard(build("odd"), Options("odd"), apply)
     for move in (lambda: model.float(), lambda: model.double().float()):
         move()
@@ -153,10 +160,15 @@ def modules_copied(apply: Any) -> None:
             other = copy.deepcopy(module)
             assert type(other) in type(module).__mro__
             assert equal(dict(other.state_dict()), dict(module.state_dict()))
-            assert all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in other.parameters())
+            assert all(
+                isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in other.parameters()
+            )
             with torch.no_grad():
                 other.weight.add_(1.0)
-            assert all(torch.equal(value.to_local(), before[name]) for name, value in module.state_dict().items())
+            assert all(
+                torch.equal(value.to_local(), before[name])
+                for name, value in module.state_dict().items()
+            )
 
 
 @pytest.mark.parametrize("apply", [stock_fully_shard, fully_shard])
@@ -173,13 +185,17 @@ def test_state_dict_while_unsharded(two: Pool) -> None:
 
 
 def while_unsharded() -> None:
-    """Between forward and backward, and after `unshard`: the sharded tensors all the same, and backward still works."""
+    """Between forward and backward, and after `unshard`: the sharded tensors all the same, and
+    backward still works.
+    """
     grads = []
     for apply in (stock_fully_shard, fully_shard):
         model = shard(build("odd"), Options("odd", reshard=False), apply)
         loss = loss_of(model(*batch_of("odd", 0)))
         state = model.state_dict()
-        assert all(isinstance(v, DTensor) for v in state.values()), {n: type(v).__name__ for n, v in state.items()}
+        assert all(isinstance(v, DTensor) for v in state.values()), {
+            n: type(v).__name__ for n, v in state.items()
+        }
         loss.backward()
         grads.append({name: p.grad.to_local().clone() for name, p in model.named_parameters()})
         model.unshard()
@@ -204,7 +220,9 @@ def load_round_trip(kind: str) -> None:
     assert not result.unexpected_keys
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     optimizer.load_state_dict(optimizer_state)
-    assert steps(model, call, optimizer, range(3)) == first, "the loaded values are those that are computed with"
+    assert steps(model, call, optimizer, range(3)) == first, (
+        "the loaded values are those that are computed with"
+    )
     assert equal(dict(model.state_dict()), kept)
 
 
@@ -241,7 +259,9 @@ def full_state() -> None:
     for name, v in whole.state_dict().items():
         assert type(state[name]) is torch.Tensor
         assert torch.equal(state[name], v), name
-    offloaded = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    offloaded = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     assert bool(offloaded) == (torch.distributed.get_rank() == 0)
 
 
@@ -262,7 +282,9 @@ def set_full(kind: str, broadcast: bool) -> None:
     _, call, _ = fresh(kind)
     if broadcast and torch.distributed.get_rank():
         full = {}
-    set_model_state_dict(call, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
+    set_model_state_dict(
+        call, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    )
     assert loss_of(call(*batch_of(OPTIONS.model, 0))).item() == expected
 
 
@@ -271,7 +293,9 @@ def test_set_full_state_dict_on_a_meta_model(two: Pool) -> None:
 
 
 def set_full_meta() -> None:
-    """The usual way to load what does not fit into one process: meta, shard, load (assigned) or `to_empty` and load."""
+    """The usual way to load what does not fit into one process: meta, shard, load (assigned) or
+    `to_empty` and load.
+    """
     source = build("odd")
     expected = loss_of(source(*batch_of("odd", 0))).item()
     for way in ("assign", "to_empty"):
@@ -283,7 +307,11 @@ def set_full_meta() -> None:
                 model.to_empty(device="cpu")
             full = {name: v.clone() for name, v in source.state_dict().items()}
             set_model_state_dict(model, full, options=FULL)
-            call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+            call = (
+                torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+                if compiled
+                else model
+            )
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loss = loss_of(call(*batch_of("odd", 0)))
             assert loss.item() == expected, way
@@ -307,11 +335,16 @@ def optimizer_state() -> None:
     assert all(isinstance(s["exp_avg"], DTensor) for s in sharded["state"].values())
     through_wrapper = get_optimizer_state_dict(call, optimizer)
     assert set(through_wrapper["state"]) == set(sharded["state"])
-    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))  # `step` is the optimizer's own tensor
+    full = copy.deepcopy(
+        get_optimizer_state_dict(model, optimizer, options=FULL)
+    )  # `step` is the optimizer's own tensor
     for name, p in model.named_parameters():
         assert full["state"][name]["exp_avg"].shape == p.shape
-        assert torch.equal(full["state"][name]["exp_avg"], sharded["state"][name]["exp_avg"].full_tensor())
-    # A full state goes back into a fresh optimizer, and training goes on as if nothing had happened.
+        assert torch.equal(
+            full["state"][name]["exp_avg"], sharded["state"][name]["exp_avg"].full_tensor()
+        )
+    # A full state goes back into a fresh optimizer, and training goes on as if nothing had
+    # happened.
     weights = get_model_state_dict(model, options=FULL)
     expected = steps(model, call, optimizer, range(2, 4))
     other, call, optimizer = fresh("compiled")
@@ -325,7 +358,9 @@ def test_optimizer_state_before_the_first_step(two: Pool) -> None:
 
 
 def empty_optimizer_state() -> None:
-    """The helper makes a step with zero gradients to fill the state, and leaves no gradients and the same weights."""
+    """The helper makes a step with zero gradients to fill the state, and leaves no gradients and
+    the same weights.
+    """
     model, _, optimizer = fresh("eager")
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
     state = get_optimizer_state_dict(model, optimizer)
@@ -342,7 +377,9 @@ def empty_optimizer_state() -> None:
     ("saver", "loader"),
     [("eager", "compiled"), ("compiled", "eager"), ("stock", "compiled"), ("compiled", "stock")],
 )
-def test_checkpoint_continues_bit_for_bit(two: Pool, tmp_path: Path, saver: str, loader: str) -> None:
+def test_checkpoint_continues_bit_for_bit(
+    two: Pool, tmp_path: Path, saver: str, loader: str
+) -> None:
     two.run(checkpoint, str(tmp_path / "step"), saver, loader)
 
 
@@ -363,7 +400,9 @@ def checkpoint(path: str, saver: str, loader: str) -> None:
     assert steps(model, call, optimizer, range(2, 5)) == expected
 
 
-def test_checkpoint_of_two_ranks_loads_into_hsdp_of_four(two: Pool, four: Pool, tmp_path: Path) -> None:
+def test_checkpoint_of_two_ranks_loads_into_hsdp_of_four(
+    two: Pool, four: Pool, tmp_path: Path
+) -> None:
     full = two.run(save_weights, str(tmp_path / "weights"))[0]
     for loaded in four.run(load_weights, str(tmp_path / "weights")):
         assert all(torch.equal(full[name], loaded[name]) for name in full)

@@ -1,4 +1,6 @@
-"""Ranks settle on one call from which units run eagerly, in every order in which their threads come along."""
+"""Ranks settle on one call from which units run eagerly, in every order in which their threads come
+along.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ def settle(ranks: Sequence[Together]) -> None:
 
 
 def run(ranks: Sequence[Together], seed: int, *, in_step: bool) -> list[dict[int, int]]:
-    """A call after another on every rank, while one thread looks for all of them; for each rank, which unit changed at which call.
+    """A call after another on every rank, while one thread looks for all of them; for each rank,
+    which unit changed at which call.
 
-    Every rank wishes at first, and now and then. in_step: a call ends when all ranks have begun it, as where it communicates.
+    Every rank wishes at first, and now and then. in_step: a call ends when all ranks have begun it,
+    as where it communicates.
     """
     changes: list[dict[int, int]] = [{} for _ in ranks]
     together, is_over = threading.Barrier(len(ranks)), threading.Event()
@@ -153,6 +157,8 @@ def test_ranks_as_spans(seed: int) -> None:
 
 
 def test_a_mesh_is_few_spans() -> None:
-    """Each rank tells each other its own: 1,000 numbers from each of 1,000 ranks would be gigabytes in one store."""
+    """Each rank tells each other its own: 1,000 numbers from each of 1,000 ranks would be gigabytes
+    in one store.
+    """
     assert as_spans(range(10_000)) == [(0, 10_000, 1)]
     assert as_spans(range(3, 10_000, 8)) == [(3, 9_996, 8)]

@@ -1,4 +1,6 @@
-"""Trials: halves in which parameters are kept, made of halves in which none is, are what the partitioner makes under that plan."""
+"""Trials: halves in which parameters are kept, made of halves in which none is, are what the
+partitioner makes under that plan.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ HALF_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=t
 )
 @pytest.mark.usefixtures("fake_world")
 def test_the_same_as_partitioned_anew(name, policy, has_autocast):
-    """For some and for all parameters kept: the same ops in the same order, and the same bytes alive at each."""
+    """For some and for all parameters kept: the same ops in the same order, and the same bytes
+    alive at each.
+    """
     compared = []
 
     def compare(gm: Any, plan: Plan, *, is_fused: bool) -> Plan:
@@ -55,12 +59,21 @@ def test_the_same_as_partitioned_anew(name, policy, has_autocast):
         dropped = split(gm, plan)
         assert is_settled(dropped)
         for share in (0.3, 0.6, 1.0):
-            under = replace(plan, kept=tuple(sorted(random.Random(0).sample(params, round(share * len(params))))))
+            under = replace(
+                plan,
+                kept=tuple(sorted(random.Random(0).sample(params, round(share * len(params))))),
+            )
             halves, expected = with_kept(dropped, under.kept), split(gm, under)
             assert ops_of(halves) == ops_of(expected)
-            found, right = schedule(halves, under, is_fused=is_fused), schedule(expected, under, is_fused=is_fused)
+            found, right = (
+                schedule(halves, under, is_fused=is_fused),
+                schedule(expected, under, is_fused=is_fused),
+            )
             for half in ("forward", "backward"):
-                assert getattr(found.profile, half).curve.during == getattr(right.profile, half).curve.during, half
+                assert (
+                    getattr(found.profile, half).curve.during
+                    == getattr(right.profile, half).curve.during
+                ), half
             compared.append(len(under.kept))
         return plan
 
@@ -74,11 +87,16 @@ def test_the_same_as_partitioned_anew(name, policy, has_autocast):
 
 
 def ops_of(halves: Halves) -> list[list[str]]:
-    return [[str(node.target) for node in half.graph.nodes if node.op == "call_function"] for half in halves]
+    return [
+        [str(node.target) for node in half.graph.nodes if node.op == "call_function"]
+        for half in halves
+    ]
 
 
 class Scaled(nn.Module):
-    """The weight meets an activation in a chain of products: dropped, it makes computing them again free; kept, it does not."""
+    """The weight meets an activation in a chain of products: dropped, it makes computing them again
+    free; kept, it does not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +119,9 @@ class Masked(nn.Module):
         return torch.tanh(x @ (self.weight * self.mask.to(self.weight.dtype)))
 
 
-def final_peak(blocks: list[nn.Module], x: torch.Tensor, policy: MixedPrecisionPolicy, **changes: Any) -> int:
+def final_peak(
+    blocks: list[nn.Module], x: torch.Tensor, policy: MixedPrecisionPolicy, **changes: Any
+) -> int:
     """Bytes above rest at the peak of the final graphs of these blocks, by the memory model."""
     graphs: list[Graph] = []
 
@@ -147,11 +167,15 @@ class Backwards(nn.Module):
 @pytest.mark.parametrize("block", [Scaled, Masked, Backwards])
 def test_a_line_that_moves_is_drawn_anew(block):
     def peak(room: float) -> int:
-        return final_peak([block() for _ in range(6)], torch.randn(4, 64), HALF_PRECISION, memory_budget=room)
+        return final_peak(
+            [block() for _ in range(6)], torch.randn(4, 64), HALF_PRECISION, memory_budget=room
+        )
 
     room = (peak(0.0) + peak(1.0)) // 2
     anew = []
-    with mock.patch.object(budget, "split", lambda gm, plan: anew.append(plan.kept) or split(gm, plan)):
+    with mock.patch.object(
+        budget, "split", lambda gm, plan: anew.append(plan.kept) or split(gm, plan)
+    ):
         assert peak(room) <= room
     assert anew[0] == ()
     assert any(anew), "a trial that keeps something is split anew"
@@ -159,12 +183,18 @@ def test_a_line_that_moves_is_drawn_anew(block):
 
 @pytest.mark.usefixtures("fake_world")
 def test_units_in_parts_may_fit_where_whole_ones_do_not():
-    """A trial of a plan that leaves parts to costs gathers whole units, unless nothing fits: then it looks at parts too."""
+    """A trial of a plan that leaves parts to costs gathers whole units, unless nothing fits: then
+    it looks at parts too.
+    """
 
     def peak(**changes: Any) -> int:
-        blocks = [nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))) for _ in range(3)]
+        blocks = [
+            nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))) for _ in range(3)
+        ]
         costs = Costs(3e10, 8e9, 2e-6, (("0", Link(1e-6, 1e9)),))
-        return final_peak(blocks, torch.randn(512, 256), MixedPrecisionPolicy(), costs=costs, **changes)
+        return final_peak(
+            blocks, torch.randn(512, 256), MixedPrecisionPolicy(), costs=costs, **changes
+        )
 
     whole, parts = peak(split_bytes=0), peak(split_bytes=None)
     room = (parts + whole) // 2

@@ -1,4 +1,6 @@
-"""`verify`: for every invariant a graph that breaks it, with what is said about it; and graphs that keep them all."""
+"""`verify`: for every invariant a graph that breaks it, with what is said about it; and graphs that
+keep them all.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def half(num_units: int = 3) -> GraphModule:
     for i, flat in enumerate(flats):
         a, b = unit(f"u{i}", {"a": (4,), "b": (4,)})
         x = hand.add(hand.add(x, hand.unshard(flat, a)), hand.unshard(flat, b))
-        results.append(hand.add(hand.reduce_grad(x, flat, b), hand.reduce_grad(hand.compute(x), flat, a)))
+        results.append(
+            hand.add(hand.reduce_grad(x, flat, b), hand.reduce_grad(hand.compute(x), flat, a))
+        )
     return hand.returns(x, *results)
 
 
@@ -125,16 +129,22 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         hand = Hand()
         add = Builder(hand.end, hand.end, CommTag("gather", 0, (W,)))
         again = add(WAIT, add(WAIT, add(ALL_GATHER, hand.input("flat", 4), 2, "shard")))
-        with self.assertRaisesRegex(GraphInvariantError, "awaits %wait_tensor_default, which is no collective"):
+        with self.assertRaisesRegex(
+            GraphInvariantError, "awaits %wait_tensor_default, which is no collective"
+        ):
             verify(hand.returns(again), PLAN)
 
     def test_the_user_may_await_his_own_as_often_as_he_likes(self):
-        """What is gathered and awaited twice has two names, and is not freed at the last use of one of them."""
+        """What is gathered and awaited twice has two names, and is not freed at the last use of one
+        of them.
+        """
         hand = Hand()
         x = hand.input("x", 4)
         start = hand(ALL_GATHER, x, 2, "shard")
         once, again = hand.compute(hand(WAIT, start)), hand.compute(hand(WAIT, start))
-        sent = hand(torch.ops._c10d_functional.all_to_all_single.default, x, [2, 2], [2, 2], "shard")
+        sent = hand(
+            torch.ops._c10d_functional.all_to_all_single.default, x, [2, 2], [2, 2], "shard"
+        )
         gm = hand.returns(once, again, hand.compute(hand(WAIT, hand(WAIT, sent))))
         gm = run_pipeline(gm, PLAN, HALF)
         self.assertUnchanged(verify, gm, PLAN)
@@ -167,7 +177,11 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         hand = Hand()
         trained, frozen = hand.input("trained", 4), hand.input("frozen", 4)
         bucket = Builder(hand.end, hand.end, CommTag("gather", 0, (W, replace(W, fqn="v"))))
-        hand.compute(bucket(WAIT, bucket(ALL_GATHER, bucket(aten.cat.default, [trained, frozen]), 2, "shard")))
+        hand.compute(
+            bucket(
+                WAIT, bucket(ALL_GATHER, bucket(aten.cat.default, [trained, frozen]), 2, "shard")
+            )
+        )
         again = Builder(hand.end, hand.end, CommTag("gather", 1, (W,)))
         hand.compute(again(WAIT, again(ALL_GATHER, trained, 2, "shard")))
         self.assertBroken(
@@ -190,9 +204,15 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
 
     def test_uniform_buckets(self):
         hand = Hand()
-        run = Builder(hand.end, hand.end, CommTag("gather", 0, (W, replace(W, offset=4, dtype=torch.bfloat16))))
+        run = Builder(
+            hand.end,
+            hand.end,
+            CommTag("gather", 0, (W, replace(W, offset=4, dtype=torch.bfloat16))),
+        )
         self.assertBroken(
-            hand.returns(hand.compute(run(WAIT, run(ALL_GATHER, hand.input("flat", 4), 2, "shard")))),
+            hand.returns(
+                hand.compute(run(WAIT, run(ALL_GATHER, hand.input("flat", 4), 2, "shard")))
+            ),
             """\
 after the pipeline: members of the bucket of u differ: ["('shard', torch.bfloat16, None)", "('shard', torch.float32, None)"].
 Invariant: All members of a bucket have the same group, dtype and way of reducing.
@@ -227,7 +247,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
     def test_added_first(self):
         (spec,) = unit("u", {"w": (4,)}, is_accumulating=True)
         hand = Hand()
-        gm = lower(hand.returns(hand.reduce_grad(hand.input("d", 4), hand.input("flat", 2), spec)), PLAN)
+        gm = lower(
+            hand.returns(hand.reduce_grad(hand.input("d", 4), hand.input("flat", 2), spec)), PLAN
+        )
         verify(gm, PLAN)
         (add,), (start,) = find(gm.graph, ADD_RETAINED), find(gm.graph, REDUCE_SCATTER)
         start.append(add)
@@ -271,7 +293,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
 
     def test_kept_parameters_may_be_saved(self):
         hand = Hand()
-        gm = lower(hand.returns(hand.unshard(hand.input("flat", 4), replace(W, reshard="keep"))), PLAN)
+        gm = lower(
+            hand.returns(hand.unshard(hand.input("flat", 4), replace(W, reshard="keep"))), PLAN
+        )
         self.assertUnchanged(verify, gm)
 
     def test_user_may_return_a_parameter(self):
@@ -313,7 +337,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         specs = [unit(name, {"w": (4,)}, overlap="step")[0] for name in "uvw"]
         flats = [hand.input(f"flat{i}", 2) for i in range(3)]
         x = hand.input("x", 4)
-        return hand.returns(*(hand.reduce_grad(hand.compute(x), f, s) for f, s in zip(flats, specs, strict=True)))
+        return hand.returns(
+            *(hand.reduce_grad(hand.compute(x), f, s) for f, s in zip(flats, specs, strict=True))
+        )
 
     def test_bounded_left(self):
         with mock.patch("compiled_fsdp.passes.leave_in_flight.UNITS_IN_FLIGHT", 3):
@@ -321,7 +347,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: 3 reductions of together 48 bytes; at most 32.\n"
-            "Invariant: What a graph leaves in flight for the unit to await is no more than twice the bytes of its largest "
+            "Invariant: What a graph leaves in flight for the unit to await is no more than twice "
+            "the bytes of its largest "
             "reduction.",
         )
 
@@ -331,12 +358,15 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         (spec,) = unit("u", {"w": (4,)}, overlap=IN_BACKWARD)
         flat, x = hand.input("flat", 2), hand.input("x", 4)
         late = hand.compute(flat)
-        gm = step_in_backward(lower(hand.returns(hand.reduce_grad(x, flat, spec), late), PLAN), PLAN)
+        gm = step_in_backward(
+            lower(hand.returns(hand.reduce_grad(x, flat, spec), late), PLAN), PLAN
+        )
         output(gm.graph).prepend(late)
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: %step__default writes %flat, which is still to be read.\n"
-            "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a collective that is not awaited by "
+            "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a "
+            "collective that is not awaited by "
             "then.",
         )
 
@@ -348,7 +378,12 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             later.args = (*later.args[:1], later.args[1], [1], *later.args[3:])
             return gm
 
-        gm = run_pipeline(self.left(), PLAN, HALF, lambda gm, entry: check(gm, PLAN, entry.name) if entry in LATE else None)
+        gm = run_pipeline(
+            self.left(),
+            PLAN,
+            HALF,
+            lambda gm, entry: check(gm, PLAN, entry.name) if entry in LATE else None,
+        )
         self.assertEqual(len(find(gm.graph, REDUCE_LATER)), 2)
         broken = Pass(other, Stage.HALF, (), Property.FREED)
         with self.assertRaises(GraphInvariantError):
@@ -376,7 +411,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 self.broken_detail(gm),
                 f"after the pipeline: the reduce of ['b'] starts ['{said}']; its settings name "
                 "['reduce_scatter_tensor(4 x torch.float32, sum, 2, shard)'].\n"
-                "Invariant: Each communication starts the collectives that its parameters' settings name: op, group, size and "
+                "Invariant: Each communication starts the collectives that its parameters' "
+                "settings name: op, group, size and "
                 "dtype.",
             )
 
@@ -386,7 +422,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
-            "Invariant: Every gradient is divided by what its settings say: before it is reduced, and after, or by the unit that "
+            "Invariant: Every gradient is divided by what its settings say: before it is reduced, "
+            "and after, or by the unit that "
             "awaits it.",
         )
 
@@ -400,9 +437,11 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         late.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
         self.assertEqual(
             self.broken_detail(gm),
-            "after the pipeline: %convert_element_type_default_1 casts from torch.bfloat16 to torch.float16 after the gather of w "
+            "after the pipeline: %convert_element_type_default_1 casts from torch.bfloat16 to "
+            "torch.float16 after the gather of w "
             "in torch.bfloat16.\n"
-            "Invariant: Parameters are cast to the compute dtype before they are gathered, gradients to the reduce dtype and back "
+            "Invariant: Parameters are cast to the compute dtype before they are gathered, "
+            "gradients to the reduce dtype and back "
             "around it.",
         )
         self.assertEqual(cast.args[1], torch.bfloat16)
@@ -417,8 +456,10 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 gm.graph.erase_node(free)
             self.assertEqual(
                 self.broken_detail(gm),
-                f"after the pipeline: %wait_tensor_default_8 is freed {2 if change == 'twice' else 0} times.\n"
-                "Invariant: A graph that frees, frees every buffer that it received exactly once, unless it returns it.",
+                "after the pipeline: %wait_tensor_default_8 is freed "
+                f"{2 if change == 'twice' else 0} times.\n"
+                "Invariant: A graph that frees, frees every buffer that it received exactly once, "
+                "unless it returns it.",
             )
 
     def test_freed_while_a_collective_reads_it(self):
@@ -427,25 +468,31 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         start = hand(ALL_GATHER, buffer, 2, "shard")
         hand(FREE, buffer)
         self.assertIn(
-            "%all_gather_into_tensor_default_1 is still reading %wait_tensor_default when it is freed",
+            "%all_gather_into_tensor_default_1 is still reading %wait_tensor_default when it is "
+            "freed",
             (self.broken_detail(hand.returns(hand.compute(hand(WAIT, start))))),
         )
 
     def test_a_copy_of_a_parameter_is_not_saved_either(self):
-        """Out of a bucket a parameter is copied: no alias of the gathered buffer, and as many bytes."""
+        """Out of a bucket a parameter is copied: no alias of the gathered buffer, and as many
+        bytes.
+        """
         hand = Hand()
         a, b = unit("u", {"a": (4, 2), "b": (4, 2)})
         flat = hand.input("flat", 8)
         full = hand.unshard(flat, a)
         gm = run_pipeline(hand.returns(hand.add(full, hand.unshard(flat, b)), full), PLAN, HALF[:2])
         self.assertIn(
-            "%view_default_3 is saved for backward and shares storage with the gathered ['a', 'b']", (self.broken_detail(gm))
+            "%view_default_3 is saved for backward and shares storage with the gathered ['a', 'b']",
+            (self.broken_detail(gm)),
         )
 
     def test_reduced_once(self):
         hand = Hand()
         flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
-        gm = hand.returns(hand.add(hand.reduce_grad(x, flat, W), hand.reduce_grad(hand.compute(x), flat, W)))
+        gm = hand.returns(
+            hand.add(hand.reduce_grad(x, flat, W), hand.reduce_grad(hand.compute(x), flat, W))
+        )
         self.assertEqual(
             self.broken_detail(lower(gm, PLAN)),
             "after the pipeline: the gradient of w is reduced here and at %reshape_default.\n"
@@ -463,13 +510,18 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             return gm
 
         for change, said in (
-            (rename, "inputs differ from the captured ones: ['other: torch.float32[4]', 'x: torch.float32[4]']"),
+            (
+                rename,
+                "inputs differ from the captured ones: ['other: torch.float32[4]', 'x: "
+                "torch.float32[4]']",
+            ),
             (drop, "1 outputs; 2 were captured"),
         ):
             self.assertEqual(
                 self.after(change),
                 f"after the pipeline: {said}.\n"
-                "Invariant: The inputs of the graph are those that were captured, and so is the number of its outputs.",
+                "Invariant: The inputs of the graph are those that were captured, and so is the "
+                "number of its outputs.",
             )
 
     def after(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str:
@@ -480,7 +532,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         return "\n".join(str(caught.exception).split("\n")[:2])
 
     def test_same_meaning(self):
-        """Each with collectives, casts and frees as they should be: another column, another sum, a write, a gather for nothing."""
+        """Each with collectives, casts and frees as they should be: another column, another sum, a
+        write, a gather for nothing.
+        """
 
         def other_column(gm, plan):
             first, second = find(gm.graph, aten.slice.Tensor)
@@ -494,7 +548,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
 
         def write(gm, plan):
             end = output(gm.graph)
-            Builder(end, end)(aten.copy_.default, *[n for n in gm.graph.nodes if n.op == "placeholder"])
+            Builder(end, end)(
+                aten.copy_.default, *[n for n in gm.graph.nodes if n.op == "placeholder"]
+            )
             return gm
 
         def again(gm, plan):
@@ -505,13 +561,21 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         for change, said in (
             (other_column, "output 0 is not what was captured"),
             (other_sum, "output 0 is not what was captured"),
-            (write, "%copy__default communicates or writes what was not captured, or once too often"),
-            (again, "%all_gather_into_tensor_default_2 communicates or writes what was not captured, or once too often"),
+            (
+                write,
+                "%copy__default communicates or writes what was not captured, or once too often",
+            ),
+            (
+                again,
+                "%all_gather_into_tensor_default_2 communicates or writes what was not captured, "
+                "or once too often",
+            ),
         ):
             self.assertEqual(
                 self.after(change),
                 f"after the pipeline: {said}.\n"
-                "Invariant: The graph returns the values that were captured, with the same effects, of the communications that its "
+                "Invariant: The graph returns the values that were captured, with the same "
+                "effects, of the communications that its "
                 "settings name.",
             )
 
@@ -521,4 +585,6 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(untested, [])
         readme = (Path(__file__).parent.parent / "passes" / "README.md").read_text()
         rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", readme, re.MULTILINE)
-        self.assertEqual(rows, [(i.__name__, (i.__doc__ or "").strip()) for i in INVARIANTS])
+        self.assertEqual(
+            rows, [(i.__name__, " ".join((i.__doc__ or "").split())) for i in INVARIANTS]
+        )

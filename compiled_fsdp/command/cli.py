@@ -1,9 +1,10 @@
-"""`python -m compiled_fsdp dump|diff|explain|report|verify`: look at a folder that `COMPILED_FSDP_DUMP` or `dumped_to` wrote.
+"""`python -m compiled_fsdp dump|diff|explain|report|verify`: look at a folder that
+`COMPILED_FSDP_DUMP` or `dumped_to` wrote.
 
 `python -m compiled_fsdp run SCRIPT ...` runs a script written for torch's FSDP with ours.
 
-Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that cannot be read. What comes from
-the folder is printed with its control characters shown, not sent.
+Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that
+cannot be read. What comes from the folder is printed with its control characters shown, not sent.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m compiled_fsdp", description="Look at what COMPILED_FSDP_DUMP wrote, or run a script with our FSDP."
+        prog="python -m compiled_fsdp",
+        description="Look at what COMPILED_FSDP_DUMP wrote, or run a script with our FSDP.",
     )
     parser.add_argument("--version", action="version", version=f"compiled_fsdp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -66,40 +68,79 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", type=Path, metavar="DIR")
     one.add_argument("--rank", type=int, help="of this rank alone")
 
-    dump = commands.add_parser("dump", parents=[one], help="list the graphs, or print them after a pass")
+    dump = commands.add_parser(
+        "dump", parents=[one], help="list the graphs, or print them after a pass"
+    )
     dump.add_argument("--graph", help="of these alone: 001_forward, forward, backward or joint")
-    dump.add_argument("--after", metavar="PASS", help="print the graphs after this pass: capture, lower, ..., last")
+    dump.add_argument(
+        "--after",
+        metavar="PASS",
+        help="print the graphs after this pass: capture, lower, ..., last",
+    )
     dump.set_defaults(run=_dump)
 
-    diff = commands.add_parser("diff", help="compare two passes, two ranks, or two runs: collectives, casts, frees, peak")
+    diff = commands.add_parser(
+        "diff", help="compare two passes, two ranks, or two runs: collectives, casts, frees, peak"
+    )
     diff.add_argument("folder", type=Path, metavar="DIR")
     diff.add_argument("other", type=Path, metavar="DIR2", nargs="?", help="the dump of another run")
-    diff.add_argument("--passes", nargs=2, metavar="PASS", help="compare each graph after the one and after the other")
-    diff.add_argument("--ranks", nargs=2, type=int, metavar="RANK", help="compare these, graph by graph")
-    diff.add_argument("--after", metavar="PASS", help="which pass ranks or runs are compared after; the last, unless given")
+    diff.add_argument(
+        "--passes",
+        nargs=2,
+        metavar="PASS",
+        help="compare each graph after the one and after the other",
+    )
+    diff.add_argument(
+        "--ranks", nargs=2, type=int, metavar="RANK", help="compare these, graph by graph"
+    )
+    diff.add_argument(
+        "--after",
+        metavar="PASS",
+        help="which pass ranks or runs are compared after; the last, unless given",
+    )
     diff.add_argument("--graph", help="these alone: 001_forward, forward, backward or joint")
     diff.set_defaults(run=_diff)
 
-    explain = commands.add_parser("explain", parents=[one], help="say what was known of the model after its first step")
+    explain = commands.add_parser(
+        "explain", parents=[one], help="say what was known of the model after its first step"
+    )
     explain.add_argument("--json", action="store_true", help="as JSON")
     explain.set_defaults(run=_explain)
 
     report = commands.add_parser("report", help="write one HTML page")
     report.add_argument("folder", type=Path, metavar="DIR")
-    report.add_argument("--out", type=Path, default=Path("report.html"), help="default: report.html")
     report.add_argument(
-        "--profile", type=Path, metavar="FILE", help="lay this Chrome trace of a step over the predicted one"
+        "--out", type=Path, default=Path("report.html"), help="default: report.html"
     )
-    report.add_argument("--of-rank", type=int, default=0, metavar="RANK", help="whose profile it is; default: 0")
-    report.add_argument("--trace", type=Path, metavar="FILE", help="also write the timelines for https://ui.perfetto.dev")
+    report.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="lay this Chrome trace of a step over the predicted one",
+    )
+    report.add_argument(
+        "--of-rank", type=int, default=0, metavar="RANK", help="whose profile it is; default: 0"
+    )
+    report.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write the timelines for https://ui.perfetto.dev",
+    )
     report.set_defaults(run=_report)
 
     verify = commands.add_parser(
-        "verify", parents=[one], help="check every invariant again, after every pass, and across ranks"
+        "verify",
+        parents=[one],
+        help="check every invariant again, after every pass, and across ranks",
     )
     verify.set_defaults(run=_verify)
-    script = commands.add_parser("run", help="run a script that imports torch's FSDP with ours in its place")
-    script.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    script = commands.add_parser(
+        "run", help="run a script that imports torch's FSDP with ours in its place"
+    )
+    script.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+    )
     script.add_argument("script", metavar="SCRIPT")
     script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
     script.set_defaults(run=_run)
@@ -119,15 +160,23 @@ def _ranks(options: argparse.Namespace) -> list[DumpedRank]:
 def _of_number(ranks: list[DumpedRank], number: int, folder: Path) -> DumpedRank:
     found = [rank for rank in ranks if rank.rank == number]
     if not found:
-        raise DumpFolderError(f"{folder} has no rank {number}; it has {[rank.rank for rank in ranks]}")
+        raise DumpFolderError(
+            f"{folder} has no rank {number}; it has {[rank.rank for rank in ranks]}"
+        )
     return found[0]
 
 
 def _graphs(rank: DumpedRank, name: str | None) -> list[DumpedGraph]:
     """Those of this name or kind."""
-    found = [graph for graph in rank.graphs if name is None or name in (graph.name, graph.name.split("_", 1)[1])]
+    found = [
+        graph
+        for graph in rank.graphs
+        if name is None or name in (graph.name, graph.name.split("_", 1)[1])
+    ]
     if not found:
-        raise DumpFolderError(f"{rank.path} has no graph {name!r}; it has {[graph.name for graph in rank.graphs]}")
+        raise DumpFolderError(
+            f"{rank.path} has no graph {name!r}; it has {[graph.name for graph in rank.graphs]}"
+        )
     return found
 
 
@@ -142,7 +191,9 @@ def _dump(options: argparse.Namespace) -> int:
             if options.after is None:
                 _say(f"  {graph.path}")
                 for entry in graph.passes:
-                    _say(f"    {entry.path.name:<27} {entry.text.splitlines()[0].split('; ', 2)[-1]}")
+                    _say(
+                        f"    {entry.path.name:<27} {entry.text.splitlines()[0].split('; ', 2)[-1]}"
+                    )
             else:
                 entry = graph.after(None if options.after == "last" else options.after)
                 _say(f"# {entry.where}\n{entry.text}")
@@ -151,7 +202,9 @@ def _dump(options: argparse.Namespace) -> int:
 
 def _head(rank: DumpedRank) -> str:
     settings = rank.settings
-    versions = ", ".join(f"{name} {version}" for name, version in settings.get("versions", {}).items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in settings.get("versions", {}).items()
+    )
     return f"of {settings.get('world_size')}, {settings.get('backend')}; {versions}"
 
 
@@ -186,14 +239,20 @@ def _pairs(options: argparse.Namespace) -> Iterator[tuple[Dumped, Dumped]]:
         yield from _alike(rank, _of_number(theirs, rank.rank, options.other), options)
 
 
-def _alike(one: DumpedRank, two: DumpedRank, options: argparse.Namespace) -> Iterator[tuple[Dumped, Dumped]]:
+def _alike(
+    one: DumpedRank, two: DumpedRank, options: argparse.Namespace
+) -> Iterator[tuple[Dumped, Dumped]]:
     """The graphs of two ranks or runs, in order of compilation."""
     mine, theirs = _graphs(one, options.graph), _graphs(two, options.graph)
     kinds = [[graph.name.split("_", 1)[1] for graph in graphs] for graphs in (mine, theirs)]
     if kinds[0] != kinds[1]:
-        raise DumpFolderError(f"{one.path} has the graphs {kinds[0]}, {two.path} {kinds[1]}: choose some with --graph")
+        raise DumpFolderError(
+            f"{one.path} has the graphs {kinds[0]}, {two.path} {kinds[1]}: choose some with --graph"
+        )
     for a, b in zip(mine, theirs, strict=True):
-        if options.after is None or all(any(options.after == e.name for e in g.passes) for g in (a, b)):
+        if options.after is None or all(
+            any(options.after == e.name for e in g.passes) for g in (a, b)
+        ):
             yield a.after(options.after), b.after(options.after)
 
 
@@ -201,10 +260,15 @@ def _alike(one: DumpedRank, two: DumpedRank, options: argparse.Namespace) -> Ite
 
 
 def _run(options: argparse.Namespace) -> int:
-    """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m compiled_fsdp run SCRIPT ...`."""
+    """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m
+    compiled_fsdp run SCRIPT ...`.
+    """
     path = Path(options.script)
     if not options.is_module and not path.is_file():
-        sys.stderr.write(f"python -m compiled_fsdp run: there is no file {options.script!r}. For a module, say -m\n")
+        sys.stderr.write(
+            f"python -m compiled_fsdp run: there is no file {options.script!r}. For a module, say "
+            "-m\n"
+        )
         return 2
     replace_stock()
     sys.argv = [options.script, *options.arguments]
@@ -224,14 +288,24 @@ def _explain(options: argparse.Namespace) -> int:
     for rank in _ranks(options):
         path = rank.path / "explain.json"
         if not path.exists():
-            _say(f"rank {rank.rank}: no optimizer had stepped when the run ended, so {path} was not written. Its graphs:")
+            _say(
+                f"rank {rank.rank}: no optimizer had stepped when the run ended, so {path} was not "
+                "written. Its graphs:"
+            )
             for graph in (g for g in rank.graphs if g.is_half):
-                _say(f"  {graph.name}: {', '.join(f'{name} {number}' for name, number in totals(graph.after(None).gm))}")
+                _say(
+                    f"  {graph.name}: "
+                    f"{', '.join(f'{name} {number}' for name, number in totals(graph.after(None).gm))}"
+                )
             continue
         values = read_json(path)
         try:
             found = Explanation.of_dict(values)
-            text = json.dumps(values, indent=1) if options.json else f"rank {rank.rank}, after its first step\n{found}"
+            text = (
+                json.dumps(values, indent=1)
+                if options.json
+                else f"rank {rank.rank}, after its first step\n{found}"
+            )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise DumpFolderError(f"{path} is damaged, or of another version: {error}") from error
         _say(text)

@@ -1,8 +1,10 @@
-"""Other people's scripts unchanged: torch's `fully_shard` and `FullyShardedDataParallel` become ours wherever they are found.
+"""Other people's scripts unchanged: torch's `fully_shard` and `FullyShardedDataParallel` become
+ours wherever they are found.
 
-A script or a library has such a name from a module of torch that exports it, or cached from an import of its own. Both are
-replaced: in the modules of torch that people import from, and in all that are loaded and not torch's. What torch itself needs of
-its own functions, and what ours are made of, stays.
+A script or a library has such a name from a module of torch that exports it, or cached from an
+import of its own. Both are replaced: in the modules of torch that people import from, and in all
+that are loaded and not torch's. What torch itself needs of its own functions, and what ours are
+made of, stays.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-THEIRS = {name: getattr(stock, name) for name in OURS if hasattr(stock, name)}  # torch 2.11 has not all of them
+THEIRS = {
+    name: getattr(stock, name) for name in OURS if hasattr(stock, name)
+}  # torch 2.11 has not all of them
 # Modules of torch from which people import these names; others of torch use them for themselves.
 EXPORTING = (
     "torch.distributed.fsdp",
@@ -64,7 +68,9 @@ class Replacement:
         self.restore()
 
     def restore(self) -> None:
-        """Give its names back to torch, and to all that had them; what has imported ours meanwhile keeps them."""
+        """Give its names back to torch, and to all that had them; what has imported ours meanwhile
+        keeps them.
+        """
         for module, name, before in self.replaced:
             setattr(module, name, before)
         self.replaced.clear()
@@ -77,11 +83,13 @@ class Replacement:
 
 
 def replace_stock() -> Replacement:
-    """Make torch's FSDP ours, for scripts and libraries that import it: Accelerate, Lightning, transformers and others.
+    """Make torch's FSDP ours, for scripts and libraries that import it: Accelerate, Lightning,
+    transformers and others.
 
-    `fully_shard`, `FullyShardedDataParallel`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced under whatever name
-    a loaded module has them. Call it before the model is sharded, or use it as a context. Rank 0 says which names were replaced.
-    Called again, it replaces what has been loaded since. `python -m compiled_fsdp run SCRIPT` calls it first.
+    `fully_shard`, `FullyShardedDataParallel`, `register_fsdp_forward_method` and `share_comm_ctx`
+    are replaced under whatever name a loaded module has them. Call it before the model is sharded,
+    or use it as a context. Rank 0 says which names were replaced. Called again, it replaces what
+    has been loaded since. `python -m compiled_fsdp run SCRIPT` calls it first.
     """
     made = Replacement()
     theirs = {id(before): OURS[name] for name, before in THEIRS.items()}

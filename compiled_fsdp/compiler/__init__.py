@@ -1,1 +1,3 @@
-"""From a traced graph to the one that runs: the passes are run here, inside Inductor and in our own backend."""
+"""From a traced graph to the one that runs: the passes are run here, inside Inductor and in our own
+backend.
+"""

@@ -1,7 +1,9 @@
-"""Our backends for `torch.compile`: "compiled_fsdp" (Inductor, said explicitly) and "compiled_fsdp_eager" (no Inductor).
+"""Our backends for `torch.compile`: "compiled_fsdp" (Inductor, said explicitly) and
+"compiled_fsdp_eager" (no Inductor).
 
-The second runs the same passes and executes the final FX graph as it is: it compiles in about a second and computes with the
-same kernels as eager mode, which makes it the one to test and to debug with.
+The second runs the same passes and executes the final FX graph as it is: it compiles in about a
+second and computes with the same kernels as eager mode, which makes it the one to test and to debug
+with.
 
 Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_autograd`, `boxed_nop`.
 """
@@ -61,10 +63,18 @@ def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
 def _names(graph: Graph) -> dict[Node, str]:
     """Names in profiles of torch's own collectives, and of the waits for them."""
     phase, found = kind_of(graph), {}
-    for node in (n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)):
+    for node in (
+        n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)
+    ):
         op = node.target._opname  # type: ignore[union-attr]
         found[node] = title(op, phase, owner(node))
-        found.update({user: title(f"wait {op}", phase, owner(node)) for user in node.users if user.target is WAIT})
+        found.update(
+            {
+                user: title(f"wait {op}", phase, owner(node))
+                for user in node.users
+                if user.target is WAIT
+            }
+        )
     return found
 
 

@@ -1,16 +1,19 @@
-"""Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's memory budget.
+"""Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's
+memory budget.
 
-Every all-gather that backward need not repeat takes its time off the wire, and its bytes into memory. The parameters that forward
-uses last are needed first in backward: they stay for the shortest, so they are kept first. Before that, parameters with a
-smaller mesh get slices, from which backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`)
-finds room for.
+Every all-gather that backward need not repeat takes its time off the wire, and its bytes into
+memory. The parameters that forward uses last are needed first in backward: they stay for the
+shortest, so they are kept first. Before that, parameters with a smaller mesh get slices, from which
+backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`) finds room
+for.
 
-A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from when its forward drops each
-parameter, and when its backward gathers it again, follows what keeping it would add to which part of the curve (`Growth`). The
-others check, and correct, what that says. They are split anew only where that may turn out differently: with slices, or where
-backward computes something again from parameters and other values. Units are whole in trials, also where costs may cut them into
-parts, which need less, unless nothing fits otherwise. The record is frozen before any rewriting, and a function of graph and plan
-alone.
+A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from
+when its forward drops each parameter, and when its backward gathers it again, follows what keeping
+it would add to which part of the curve (`Growth`). The others check, and correct, what that says.
+They are split anew only where that may turn out differently: with slices, or where backward
+computes something again from parameters and other values. Units are whole in trials, also where
+costs may cut them into parts, which need less, unless nothing fits otherwise. The record is frozen
+before any rewriting, and a function of graph and plan alone.
 """
 
 from __future__ import annotations
@@ -47,14 +50,22 @@ TRIALS = 5  # at most, after the first
 
 
 def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
-    """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or without a backward."""
+    """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or
+    without a backward.
+    """
     mine = _fit_here(gm, plan, is_fused=is_fused)
     if mine is plan or not depends_on_shapes(plan):
         return mine
     candidates = [move.param for move in _moves(gm.graph)]
     kept, dropped = set(mine.kept), set(mine.dropped)
     words = [(param in kept) + 2 * (param not in dropped) for param in candidates]
-    words = agreed(gm.graph, plan, "memory", words, lambda told: [reduce(and_, each) for each in zip(*told, strict=True)])
+    words = agreed(
+        gm.graph,
+        plan,
+        "memory",
+        words,
+        lambda told: [reduce(and_, each) for each in zip(*told, strict=True)],
+    )
     chosen = dict(zip(candidates, words, strict=True))
     return replace(
         mine,
@@ -96,21 +107,28 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         growth = Growth.of(trial(none), candidates)
     least = growth.peak(none)
     budget = float(plan.memory_budget)
-    if isinstance(plan.memory_budget, float):  # between the peak with nothing kept and the one with everything
+    if isinstance(
+        plan.memory_budget, float
+    ):  # between the peak with nothing kept and the one with everything
         budget = least + budget * max(0, growth.peak(every) - least)
     if least > budget:
         warn_once(
-            f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs {least / 1e6:.1f} MB above what is at "
-            "rest even with every parameter dropped after forward, so that is what it gets. Shard into smaller units, or "
+            f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs "
+            f"{least / 1e6:.1f} MB above what is at "
+            "rest even with every parameter dropped after forward, so that is what it gets. Shard "
+            "into smaller units, or "
             "checkpoint activations"
         )
         return record(none)
     return record(most(lambda num: trial(num).profile.peak, growth.peak, budget, every))
 
 
-def most(peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int) -> int:
-    """The most moves that fit, given that none fits, in few calls of `peak`, which are dear: by `expected`, corrected by what the
-    calls found, in between along a line. What is returned fits; more might, where neither `expected` nor a line is right.
+def most(
+    peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int
+) -> int:
+    """The most moves that fit, given that none fits, in few calls of `peak`, which are dear: by
+    `expected`, corrected by what the calls found, in between along a line. What is returned fits;
+    more might, where neither `expected` nor a line is right.
     """
     fits, too_many = 0, every + 1
     off = {fits: 0}
@@ -122,7 +140,10 @@ def most(peak: Callable[[int], int], expected: Callable[[int], int], budget: flo
     for _ in range(TRIALS):
         num = bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=corrected) - 1
         if num == fits:  # none, or the line is wrong
-            num = (fits + bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=expected)) // 2
+            num = (
+                fits
+                + bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=expected)
+            ) // 2
         if num == fits:
             break
         found = peak(num)
@@ -149,14 +170,17 @@ class Move:
 
 
 def _moves(graph: Graph) -> tuple[Move, ...]:
-    """In this order: slices of the parameters that have a smaller mesh, then whole parameters; of both, the last that forward
-    gathers first.
+    """In this order: slices of the parameters that have a smaller mesh, then whole parameters; of
+    both, the last that forward gathers first.
     """
     specs = [ParamSpec.of(node.args[1:]) for node in find(graph, UNSHARD)]
     dropped = [s for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1]
     slices = [s.over_post_group() for s in dropped if s.reshard == "slice"]
     sliced = [Move(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
-    whole = [Move(KEEP, (s.unit, s.fqn), s.group_size * s.shard_numel * s.dtype.itemsize) for s in dropped]
+    whole = [
+        Move(KEEP, (s.unit, s.fqn), s.group_size * s.shard_numel * s.dtype.itemsize)
+        for s in dropped
+    ]
     return (*sliced, *whole)
 
 
@@ -165,8 +189,8 @@ class Growth:
     """What moves add to the memory of a step in which nothing is kept.
 
     forward, backward: most bytes alive in each stretch of nodes; no move begins or ends within one.
-    moves: for each, from which stretch of forward on its bytes are alive longer, before which one of backward (0: it is not
-        gathered there), and how many they are.
+    moves: for each, from which stretch of forward on its bytes are alive longer, before which one
+        of backward (0: it is not gathered there), and how many they are.
     """
 
     forward: tuple[int, ...]
@@ -184,10 +208,15 @@ class Growth:
             first, _ = gathered.get(move.param, (0, 0))
             in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
             moves.append((last + 1, first, move.num_bytes - in_place_of))
-        begins, ends = (sorted({0, *places}) for places in (map(itemgetter(n), moves) for n in (0, 1)))
+        begins, ends = (
+            sorted({0, *places}) for places in (map(itemgetter(n), moves) for n in (0, 1))
+        )
         halves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
         forward, backward = (_stretches(*half) for half in zip(halves, (begins, ends), strict=True))
-        placed = ((bisect_left(begins, begin), bisect_left(ends, end), num_bytes) for begin, end, num_bytes in moves)
+        placed = (
+            (bisect_left(begins, begin), bisect_left(ends, end), num_bytes)
+            for begin, end, num_bytes in moves
+        )
         return Growth(forward, backward, tuple(placed))
 
     def peak(self, num: int) -> int:
@@ -198,8 +227,13 @@ class Growth:
                 more[begin] += num_bytes
                 less[end] += num_bytes
         kept = sum(more)
-        forward = (alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False))
-        backward = (alive + kept - gone for alive, gone in zip(self.backward, accumulate(less), strict=False))
+        forward = (
+            alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False)
+        )
+        backward = (
+            alive + kept - gone
+            for alive, gone in zip(self.backward, accumulate(less), strict=False)
+        )
         return max(*forward, *backward)
 
 

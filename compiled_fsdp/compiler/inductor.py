@@ -1,12 +1,13 @@
 """The passes inside Inductor, so that plain `torch.compile(model)` applies them.
 
-Inductor's joint hook gets the joint graph before it is split, its post-grad hook each half. Both are global settings: ours are
-added behind whatever the user set, and do nothing on graphs without fsdp ops. Their `uuid` is part of the compile cache's
-key: a warm cache holds code that our passes made, of this version and under this plan.
+Inductor's joint hook gets the joint graph before it is split, its post-grad hook each half. Both
+are global settings: ours are added behind whatever the user set, and do nothing on graphs without
+fsdp ops. Their `uuid` is part of the compile cache's key: a warm cache holds code that our passes
+made, of this version and under this plan.
 
-Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s `joint_custom_post_pass`,
-`post_grad_custom_post_pass` and `_pre_fusion_custom_pass`, and `torch._inductor.custom_graph_pass`. If the hooks move, the ops
-run unlowered and say so (`ops.py`).
+Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s
+`joint_custom_post_pass`, `post_grad_custom_post_pass` and `_pre_fusion_custom_pass`, and
+`torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,24 @@ from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import erase_all, find, value
 from compiled_fsdp.ir.heads import add_heads, note_heads
-from compiled_fsdp.ir.meta import begin_pass, consume, get_tag, hand_on, handed_on, set_record, take_consumed
-from compiled_fsdp.ir.schema import ALL_GATHER, ALL_REDUCE, COPY_COLUMNS, FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.meta import (
+    begin_pass,
+    consume,
+    get_tag,
+    hand_on,
+    handed_on,
+    set_record,
+    take_consumed,
+)
+from compiled_fsdp.ir.schema import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COPY_COLUMNS,
+    FREE,
+    REDUCE_GRAD,
+    UNSHARD,
+    UNSHARD_SLICE,
+)
 from compiled_fsdp.ir.sequence import add_agreement, owner
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.consensus import is_undecided, note_decided, settle_costs
@@ -52,7 +69,9 @@ CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", Cus
 
 
 def sources() -> list[Path]:
-    """Every file of this project: all rooms, and `passes/`, which stands beside the package in a checkout."""
+    """Every file of this project: all rooms, and `passes/`, which stands beside the package in a
+    checkout.
+    """
     folders = {Path(__file__).parents[1], Path(passes.__path__[0])}
     return sorted({path for folder in folders for path in folder.rglob("*.py")})
 
@@ -67,7 +86,8 @@ def source_hash() -> str:
 
 
 def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
-    """Apply the joint passes, if the graph has anything of ours (with resident parameters, reductions alone).
+    """Apply the joint passes, if the graph has anything of ours (with resident parameters,
+    reductions alone).
 
     is_fused: as for `run_half`.
     """
@@ -104,10 +124,13 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         return gm
     if current_plan().copy_out == "strided" and not is_fused:
         warn_once(
-            "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this backend copies, as with 'copy'"
+            "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this "
+            "backend copies, as with 'copy'"
         )
     plan = fit_split(gm, settle_costs(gm.graph, current_plan().executed_by(is_fused=is_fused)))
-    writer = dump.Dump(gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused)
+    writer = dump.Dump(
+        gm, dump.kind_of(gm.graph), plan, [entry.provides.name for entry in JOINT], is_fused
+    )
 
     checked: list[object] = []
 
@@ -120,17 +143,22 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     decided = handed_on(gm.graph.nodes)
     gm = run_pipeline(gm, plan, HALF, after_pass)
     consumed = {**decided, **take_consumed(gm)}
-    set_record(gm, GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text())
+    set_record(
+        gm, GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
+    )
     return gm
 
 
 def _program(graph: Graph) -> list[object]:
-    """All that `check` reads of a graph: most passes leave it alone, and it is not checked twice."""
+    """All that `check` reads of a graph: most passes leave it alone, and it is not checked
+    twice.
+    """
     return [(node, node.target, node.args, node.kwargs, get_tag(node)) for node in graph.nodes]
 
 
 def use_gloo(graph: Graph) -> None:
-    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. Name what our ops communicate.
+    """Let gloo gather by sends and receives, as the eager runtime does; see `gloo.py`. Name what
+    our ops communicate.
 
     The last step for both executors.
     """
@@ -162,8 +190,9 @@ class HalfPass(CustomGraphPass):
     """Inductor's post-grad hook, called for forward and backward."""
 
     def __call__(self, graph: Graph) -> None:
-        """Run the half passes, then hand over: without `free` nodes, since Inductor frees by liveness, and with copies that it
-        calls instead of compiling one kernel for each shape and offset, which made cold starts a third slower.
+        """Run the half passes, then hand over: without `free` nodes, since Inductor frees by
+        liveness, and with copies that it calls instead of compiling one kernel for each shape and
+        offset, which made cold starts a third slower.
         """
         run_half(_module(graph), is_fused=True)
         erase_all(find(graph, FREE))
@@ -211,17 +240,25 @@ class Chain(CustomGraphPass):
             entry(graph)
 
     def uuid(self) -> Any:
-        """Theirs together; None (no caching) if a plain function is among them, as torch does for it alone."""
-        ids = [entry.uuid() if isinstance(entry, CustomGraphPass) else None for entry in self.passes]
+        """Theirs together; None (no caching) if a plain function is among them, as torch does for
+        it alone.
+        """
+        ids = [
+            entry.uuid() if isinstance(entry, CustomGraphPass) else None for entry in self.passes
+        ]
         return None if None in ids else str(ids)
 
 
 def _cached_as(name: str) -> str | None:
-    """Version and plan; None, so that the cache is bypassed and every pass really runs: while dumping, and where ranks are yet
-    to decide together (`consensus.py`).
+    """Version and plan; None, so that the cache is bypassed and every pass really runs: while
+    dumping, and where ranks are yet to decide together (`consensus.py`).
     """
     plan = current_plan()
-    return None if dump.folder() or is_undecided(plan) else f"compiled_fsdp {name} {source_hash()} {plan}"
+    return (
+        None
+        if dump.folder() or is_undecided(plan)
+        else f"compiled_fsdp {name} {source_hash()} {plan}"
+    )
 
 
 def _module(graph: Graph) -> GraphModule:

@@ -1,11 +1,15 @@
-"""How a joint graph is split: torch's partitioner, told when computing again is cheaper than memory.
+"""How a joint graph is split: torch's partitioner, told when computing again is cheaper than
+memory.
 
-Torch's min-cut partitioner never computes a value again that backward's matmuls read, because there it must be written out and
-so is not for nothing (`ban_recompute_materialized_backward`). But what a pointwise kernel can make from values that are saved
-anyway (a norm's output from its input, `silu(gate) * up` from both) costs only its memory traffic, and frees its bytes from
-forward to backward. In a GPT of 9 layers that is a third of the activations, for about a hundredth of the time.
+Torch's min-cut partitioner never computes a value again that backward's matmuls read, because there
+it must be written out and so is not for nothing (`ban_recompute_materialized_backward`). But what a
+pointwise kernel can make from values that are saved anyway (a norm's output from its input,
+`silu(gate) * up` from both) costs only its memory traffic, and frees its bytes from forward to
+backward. In a GPT of 9 layers that is a third of the activations, for about a hundredth of the
+time.
 
-Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, and Inductor's `CustomPartitionerFn`.
+Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, and
+Inductor's `CustomPartitionerFn`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
 
 
 def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halves:
-    """Forward and backward of a joint graph; a setting of the user's to recompute even more stays."""
+    """Forward and backward of a joint graph; a setting of the user's to recompute even more
+    stays.
+    """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     with functorch_config.patch(ban_recompute_materialized_backward=bans):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -40,7 +46,9 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
 
 
 class Partitioner(CustomPartitionerFn):
-    """Inductor's hook for splitting: `partition` for graphs with anything of ours, torch's own for all others."""
+    """Inductor's hook for splitting: `partition` for graphs with anything of ours, torch's own for
+    all others.
+    """
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
         """Split."""

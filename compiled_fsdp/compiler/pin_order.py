@@ -1,22 +1,26 @@
 """Keep the planned order through Inductor's scheduler.
 
-Inductor knows no time: `reorder_for_peak_memory` moves an early all-gather back to its wait, and horizontal fusion copies all
-parameters out of a bucket at once. Both undo the plan. So before fusion, in graphs of ours only, every kernel that is not
-generated (collectives, waits, matmuls, attention) is made to follow the one before it in the graph, and every copy into or
-out of a bucket to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
+Inductor knows no time: `reorder_for_peak_memory` moves an early all-gather back to its wait, and
+horizontal fusion copies all parameters out of a bucket at once. Both undo the plan. So before
+fusion, in graphs of ours only, every kernel that is not generated (collectives, waits, matmuls,
+attention) is made to follow the one before it in the graph, and every copy into or out of a bucket
+to follow the last of them. The dependencies are fake: they order, and keep no buffer alive.
 
-Inductor also knows no sends and receives of ours: it writes the next value into a buffer that nothing reads any more, be it
-still on its way to other ranks. So the wait of a collective counts as a reader of what the collective reads: until then the
-buffer is neither reused nor freed. What no wait in the graph follows (left in flight) is never reused.
+Inductor also knows no sends and receives of ours: it writes the next value into a buffer that
+nothing reads any more, be it still on its way to other ranks. So the wait of a collective counts as
+a reader of what the collective reads: until then the buffer is neither reused nor freed. What no
+wait in the graph follows (left in flight) is never reused.
 
-From torch 2.15 on, Inductor ends its scheduling by moving collectives up and waits down (`simple_overlap`), past generated kernels
-that no dependency of ours orders. What the plan has started late, to hold less at once, would be started early. So nodes of a graph
-of ours stay where they are; other people's graphs are moved as ever, and the setting itself is theirs.
+From torch 2.15 on, Inductor ends its scheduling by moving collectives up and waits down
+(`simple_overlap`), past generated kernels that no dependency of ours orders. What the plan has
+started late, to hold less at once, would be started early. So nodes of a graph of ours stay where
+they are; other people's graphs are moved as ever, and the setting itself is theirs.
 
-Private torch used here (tried on 2.13 and 2.15): the scheduler's `_pre_fusion_custom_pass`, `WeakDep(is_fake=True)`, `StarDep`,
-`NodeUser`, `add_fake_dep`, `compute_ancestors`, `V.graph.never_reuse_buffers`; on 2.15 `torch._inductor.comms.simple_overlap`,
-which the scheduler finds in its module. `tests/numerics/test_inductor.py` compares the generated code with the plan and would
-notice a change.
+Private torch used here (tried on 2.13 and 2.15): the scheduler's `_pre_fusion_custom_pass`,
+`WeakDep(is_fake=True)`, `StarDep`, `NodeUser`, `add_fake_dep`, `compute_ancestors`,
+`V.graph.never_reuse_buffers`; on 2.15 `torch._inductor.comms.simple_overlap`, which the scheduler
+finds in its module. `tests/numerics/test_inductor.py` compares the generated code with the plan and
+would notice a change.
 """
 
 from __future__ import annotations
@@ -75,7 +79,9 @@ def keep_simple_overlap_out() -> None:
 
 
 def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:
-    """Let the wait of each collective read what the collective reads; of tensor parallelism's own too, which belong to no unit."""
+    """Let the wait of each collective read what the collective reads; of tensor parallelism's own
+    too, which belong to no unit.
+    """
     under_way: dict[str, list[str]] = {}  # for each result not awaited yet: what is read for it
     for node in nodes:
         target = getattr(node.node, "op_overload", None)
@@ -105,6 +111,7 @@ def _number(node: BaseSchedulerNode) -> int:
 
 
 def _follow(node: BaseSchedulerNode, earlier: BaseSchedulerNode) -> None:
-    # Nothing mutates; naming the earlier buffer makes the scheduler find no write to compare, and leave the edge alone.
+    # Nothing mutates; naming the earlier buffer makes the scheduler find no write to compare, and
+    # leave the edge alone.
     for buffer in earlier.get_buffer_names():
         node.add_fake_dep(WeakDep(buffer, mutating_buf=buffer, is_fake=True))

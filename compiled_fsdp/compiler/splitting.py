@@ -1,8 +1,10 @@
-"""Into parts of which size large units are cut, so that a graph takes the shortest time by its costs.
+"""Into parts of which size large units are cut, so that a graph takes the shortest time by its
+costs.
 
-In one piece, the first all-gather of a graph is exposed whole, and so is the last reduction. In parts, computing begins with
-the first part, and only the last one stays exposed; each further part costs the latency of a collective. A trial buckets and
-schedules a copy of the graph for each size and plays it (`planner.py`): the record depends on graph, plan and costs alone.
+In one piece, the first all-gather of a graph is exposed whole, and so is the last reduction. In
+parts, computing begins with the first part, and only the last one stays exposed; each further part
+costs the latency of a collective. A trial buckets and schedules a copy of the graph for each size
+and plays it (`planner.py`): the record depends on graph, plan and costs alone.
 """
 
 from __future__ import annotations
@@ -26,18 +28,24 @@ PARTS = (2, 4)  # of the largest unit, to be tried
 
 
 def fit_split(gm: GraphModule, plan: Plan) -> Plan:
-    """The plan for this half, with `split_bytes` chosen; as it is where it is set, or where there are no costs."""
+    """The plan for this half, with `split_bytes` chosen; as it is where it is set, or where there
+    are no costs.
+    """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
     from compiled_fsdp.passes.base import Property, run_pipeline
     from compiled_fsdp.passes.pipeline import HALF
 
-    lower, *others = (entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD))
+    lower, *others = (
+        entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)
+    )
     lowered = run_pipeline(copied(gm), plan, [lower], is_trial=True)  # the same for every size
 
     def seconds_in_parts(size: int) -> float:
         under = replace(plan, split_bytes=size)
-        return predict(run_pipeline(copied(lowered), under, others, is_trial=True).graph, costs).total
+        return predict(
+            run_pipeline(copied(lowered), under, others, is_trial=True).graph, costs
+        ).total
 
     costs, largest = plan.costs, _largest(gm.graph)
     seconds = {size: seconds_in_parts(size) for size in (0, *(largest // n for n in PARTS))}
@@ -51,5 +59,7 @@ def _largest(graph: Graph) -> int:
     units: dict[str, dict[str, int]] = {}
     for node in find(graph, UNSHARD, REDUCE_GRAD):
         spec = ParamSpec.of(node.args[2 if node.target is REDUCE_GRAD else 1 :])
-        units.setdefault(spec.unit, {})[spec.fqn] = spec.group_size * spec.shard_numel * spec.dtype.itemsize
+        units.setdefault(spec.unit, {})[spec.fqn] = (
+            spec.group_size * spec.shard_numel * spec.dtype.itemsize
+        )
     return max((sum(members.values()) for members in units.values()), default=0)

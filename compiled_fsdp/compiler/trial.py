@@ -1,8 +1,9 @@
-"""Trials: copies of graphs that are split and scheduled to be measured, and thrown away. No code is made for them.
+"""Trials: copies of graphs that are split and scheduled to be measured, and thrown away. No code is
+made for them.
 
-How often the planner tries decides how long it takes, and half of a trial was torch's partitioner; so halves that were split with
-nothing kept can be made into those with parameters kept (`with_kept`), where the partitioner would draw the same line
-(`is_settled`).
+How often the planner tries decides how long it takes, and half of a trial was torch's partitioner;
+so halves that were split with nothing kept can be made into those with parameters kept
+(`with_kept`), where the partitioner would draw the same line (`is_settled`).
 """
 
 from __future__ import annotations
@@ -67,24 +68,37 @@ def as_it_is(_half: GraphModule, plan: Plan) -> Plan:
     return plan
 
 
-def schedule(halves: Halves, plan: Plan, *, is_fused: bool, fit: Callable[[GraphModule, Plan], Plan] = as_it_is) -> Trial:
-    """A trial of these halves, which are used up. fit: decides the rest of the plan for each half, as `fit_split` does."""
+def schedule(
+    halves: Halves,
+    plan: Plan,
+    *,
+    is_fused: bool,
+    fit: Callable[[GraphModule, Plan], Plan] = as_it_is,
+) -> Trial:
+    """A trial of these halves, which are used up. fit: decides the rest of the plan for each half,
+    as `fit_split` does.
+    """
     from compiled_fsdp.passes.base import Property, run_pipeline
     from compiled_fsdp.passes.pipeline import HALF
 
     plan = plan.executed_by(is_fused=is_fused)
     passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
-    forward, backward = (run_pipeline(half, fit(half, plan), passes, is_trial=True).graph for half in halves)
+    forward, backward = (
+        run_pipeline(half, fit(half, plan), passes, is_trial=True).graph for half in halves
+    )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 
 
 def is_settled(halves: Halves) -> bool:
-    """Whether the partitioner's line between saving and computing again is the same whichever parameters are kept.
+    """Whether the partitioner's line between saving and computing again is the same whichever
+    parameters are kept.
 
-    Kept parameters have a price, where dropped ones are there for nothing: what backward computes again from parameters and other
-    values (a weight times a mask) might be saved instead then, if it is not larger by far (a norm's output is). By torch's price
-    of a saved value: its bytes, times 1.1 for each step to the first reader in backward, twice if only fused kernels read it. What
-    is cheaply computed from parameters alone is computed again in either case (`passes/reshard.py`).
+    Kept parameters have a price, where dropped ones are there for nothing: what backward computes
+    again from parameters and other values (a weight times a mask) might be saved instead then, if
+    it is not larger by far (a norm's output is). By torch's price of a saved value: its bytes,
+    times 1.1 for each step to the first reader in backward, twice if only fused kernels read it.
+    What is cheaply computed from parameters alone is computed again in either case
+    (`passes/reshard.py`).
     """
     from compiled_fsdp.passes.reshard import from_weights
 
@@ -97,7 +111,9 @@ def is_settled(halves: Halves) -> bool:
     alone = set(from_weights(unshards, set()))
     steps: dict[Node, int] = {}
     for node in reversed(again):
-        steps[node] = 1 + min((steps[user] if user.name in names else 0 for user in node.users), default=0)
+        steps[node] = 1 + min(
+            (steps[user] if user.name in names else 0 for user in node.users), default=0
+        )
     price = {node: 2 * nbytes(node) * 1.1 ** min(steps[node], 100) for node in unshards}
     read: dict[Node, set[Node]] = {node: {node} for node in unshards}
     for node in again:
@@ -111,9 +127,9 @@ def is_settled(halves: Halves) -> bool:
 def with_kept(halves: Halves, params: Collection[tuple[str, str]]) -> Halves:
     """Copies of halves in which parameters (unit, name) are dropped, with these kept.
 
-    If `is_settled`, they are what `split` makes of the joint graph under a plan that keeps them, in a tenth of the time: what is
-    cheaply computed from them alone is computed again in backward then as now (`passes/reshard.py`), and a second gather becomes a
-    value that forward saves.
+    If `is_settled`, they are what `split` makes of the joint graph under a plan that keeps them, in
+    a tenth of the time: what is cheaply computed from them alone is computed again in backward then
+    as now (`passes/reshard.py`), and a second gather becomes a value that forward saves.
     """
     forward, backward = copies = copied(halves[0]), copied(halves[1])
     _keep(forward.graph, backward.graph, set(params))

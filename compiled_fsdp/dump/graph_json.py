@@ -1,11 +1,13 @@
-"""A graph as JSON, and back: so that a dump can be checked and compared later, elsewhere, by anybody.
+"""A graph as JSON, and back: so that a dump can be checked and compared later, elsewhere, by
+anybody.
 
     {"format": 1, "pass": "free", "plan": {...}, "saved": [...], "specs": [[...], ...],
      "nodes": [[name, op, target, args, kwargs, value, tag, symbols?], ...]}
 
-The graph that is built from it is for reading, and cannot be run: it has no module, so that no code is made of foreign names.
-Its values are tensors on the meta device, whose storages are shared as they were. Ops are looked up by name in the four namespaces
-below; any other target becomes an `Opaque` of the same name, which prints and compares alike. Nothing is unpickled or evaluated.
+The graph that is built from it is for reading, and cannot be run: it has no module, so that no code
+is made of foreign names. Its values are tensors on the meta device, whose storages are shared as
+they were. Ops are looked up by name in the four namespaces below; any other target becomes an
+`Opaque` of the same name, which prints and compares alike. Nothing is unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 NAMESPACES = ("aten", "prims", "fsdp", "_c10d_functional")
-CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.memory_format: "memory_format", torch.layout: "layout"}
+CONSTANTS: dict[type, str] = {
+    torch.dtype: "dtype",
+    torch.memory_format: "memory_format",
+    torch.layout: "layout",
+}
 MAX_ELEMENTS = 1 << 50  # of a tensor; more is no graph that anybody had
 
 
@@ -50,17 +56,32 @@ def to_text(graph: Graph, made_by: str, plan: Plan) -> str:
     """The graph after the pass `made_by`, one node a line."""
     writer = _Writer()
     nodes = [json.dumps(writer.node(node), separators=(",", ":")) for node in graph.nodes]
-    head = {"format": FORMAT, "pass": made_by, "plan": _plan(plan), "saved": meta.is_for_backward(output(graph))}
+    head = {
+        "format": FORMAT,
+        "pass": made_by,
+        "plan": _plan(plan),
+        "saved": meta.is_for_backward(output(graph)),
+    }
     specs = [json.dumps(writer.value(spec.args()), separators=(",", ":")) for spec in writer.specs]
     start = json.dumps(head, separators=(",", ":"))[:-1]
-    return start + ',"specs":[\n' + ",\n".join(specs) + '\n],"nodes":[\n' + ",\n".join(nodes) + "\n]}\n"
+    return (
+        start
+        + ',"specs":[\n'
+        + ",\n".join(specs)
+        + '\n],"nodes":[\n'
+        + ",\n".join(nodes)
+        + "\n]}\n"
+    )
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
     values = {f.name: getattr(plan, f.name) for f in fields(Plan)}
     if plan.costs is not None:
         costs = {f.name: getattr(plan.costs, f.name) for f in fields(Costs)}
-        values["costs"] = {**costs, "links": [[name, *astuple(link)] for name, link in plan.costs.links]}
+        values["costs"] = {
+            **costs,
+            "links": [[name, *astuple(link)] for name, link in plan.costs.links],
+        }
     return values
 
 
@@ -86,7 +107,11 @@ class _Writer:
         if isinstance(value, Node):
             return {"node": value.name}
         if isinstance(value, list | tuple):
-            return [self.value(v) for v in value] if isinstance(value, list) else {"tuple": [self.value(v) for v in value]}
+            return (
+                [self.value(v) for v in value]
+                if isinstance(value, list)
+                else {"tuple": [self.value(v) for v in value]}
+            )
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": str(value)}
         if value is None or isinstance(value, bool | int | float | str):
@@ -99,7 +124,9 @@ class _Writer:
         return {"text": str(value)}
 
     def tensors(self, value: Any) -> Any:
-        """What a node stands for: [dtype, shape, stride, storage, its bytes, offset], a list of such, or the name of a type."""
+        """What a node stands for: [dtype, shape, stride, storage, its bytes, offset], a list of
+        such, or the name of a type.
+        """
         if isinstance(value, list | tuple):
             return {"several": [self.tensors(v) for v in value]}
         if not isinstance(value, torch.Tensor):
@@ -120,7 +147,9 @@ def _storage(tensor: Tensor, known: dict[int, int]) -> tuple[int, int, int]:
 def _symbols(node: Node) -> list[str] | None:
     """The shape in words, where it has symbols."""
     val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or not any(isinstance(size, torch.SymInt) for size in val.shape):
+    if not isinstance(val, torch.Tensor) or not any(
+        isinstance(size, torch.SymInt) for size in val.shape
+    ):
         return meta.get_symbols(node)
     return [str(size) for size in val.shape]
 
@@ -153,8 +182,18 @@ def of_text(text: str) -> tuple[GraphModule, Plan, str]:
         return _read(json.loads(text))
     except FormatError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-        raise FormatError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
+        raise FormatError(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
 
 
 def _read(values: Any) -> tuple[GraphModule, Plan, str]:
@@ -182,7 +221,10 @@ def _plan_of(values: dict[str, Any]) -> Plan:
         **{
             **values,
             "costs": costs,
-            **{name: tuple((unit, fqn) for unit, fqn in values[name]) for name in ("kept", "dropped")},
+            **{
+                name: tuple((unit, fqn) for unit, fqn in values[name])
+                for name in ("kept", "dropped")
+            },
         }
     )
 
@@ -195,7 +237,15 @@ class _Reader:
         self.storages: dict[int, Tensor] = {}
 
     def node(
-        self, name: str, op: str, target: str, args: Any, kwargs: Any, value: Any, tag: Any, symbols: Any = None
+        self,
+        name: str,
+        op: str,
+        target: str,
+        args: Any,
+        kwargs: Any,
+        value: Any,
+        tag: Any,
+        symbols: Any = None,
     ) -> None:
         if op not in ("placeholder", "call_function", "output", "get_attr"):
             raise FormatError(f"node {name!r} is a {op!r}")
@@ -259,7 +309,9 @@ class _Reader:
         ):
             raise FormatError(f"{value} is no tensor")
         if number not in self.storages:
-            self.storages[number] = torch.empty(min(num_bytes, MAX_ELEMENTS), dtype=torch.uint8, device="meta")
+            self.storages[number] = torch.empty(
+                min(num_bytes, MAX_ELEMENTS), dtype=torch.uint8, device="meta"
+            )
         empty = torch.empty(0, dtype=_constant(torch.dtype, dtype), device="meta")
         if len(stride) != len(shape):  # not strided
             return empty.new_empty(shape)

@@ -1,6 +1,8 @@
-"""What a finished graph is, in a few lines of JSON that travel with the compiled code: read by `explain` once the graph has run.
+"""What a finished graph is, in a few lines of JSON that travel with the compiled code: read by
+`explain` once the graph has run.
 
-A graph that comes out of a compile cache was made in another process, where its passes ran; its record says what they did.
+A graph that comes out of a compile cache was made in another process, where its passes ran; its
+record says what they did.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Bucket:
         """From a communication in a graph."""
         specs = region.tag.specs
         dtypes = [s.reduce_dtype if region.tag.kind == "reduce" else s.dtype for s in specs]
-        sizes = [s.shard_numel * s.group_size * d.itemsize for s, d in zip(specs, dtypes, strict=True)]
+        sizes = [
+            s.shard_numel * s.group_size * d.itemsize for s, d in zip(specs, dtypes, strict=True)
+        ]
         return cls(
             units=list(dict.fromkeys(s.unit for s in specs)),
             params=[s.fqn for s in specs],
@@ -68,7 +72,8 @@ class GraphRecord:
     is_fused: whether Inductor compiles it.
     consumed: (option, passes, units).
     plan: what the fields of the plan were, as text.
-    peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are, in bytes.
+    peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are,
+        in bytes.
     predicted: seconds in total, exposed, and on the wire; None where nothing is known of costs.
     """
 
@@ -86,8 +91,12 @@ class GraphRecord:
     units: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: Graph, plan: Plan, asked: Plan, consumed: Consumed, *, is_fused: bool) -> GraphRecord:
-        """From a finished graph, the plan that its passes got and as the user set it, and what they have consumed."""
+    def of(
+        cls, graph: Graph, plan: Plan, asked: Plan, consumed: Consumed, *, is_fused: bool
+    ) -> GraphRecord:
+        """From a finished graph, the plan that its passes got and as the user set it, and what they
+        have consumed.
+        """
         gathers = [Bucket.of(r) for r in find_regions(graph, "gather")]
         reductions = [Bucket.of(r) for r in find_regions(graph, "reduce")]
         memory = profile(graph, is_fused)
@@ -99,7 +108,11 @@ class GraphRecord:
             line = predict(graph, plan.costs.fused(is_fused))
             on_wire = sum(done - begin for begin, done in line.carried.values())
             consumed.setdefault(("Plan.costs", ""), {})["predictions"] = None
-            predicted = {"total": line.total, "exposed": sum(line.exposed.values()), "wire": on_wire}
+            predicted = {
+                "total": line.total,
+                "exposed": sum(line.exposed.values()),
+                "wire": on_wire,
+            }
         return cls(
             kind="backward" if is_backward(graph) else "forward",
             is_fused=is_fused,
@@ -112,7 +125,9 @@ class GraphRecord:
             peak_at=memory.node.name,
             peak_kinds=kinds,
             predicted=predicted,
-            units=list(dict.fromkeys(u for bucket in (*gathers, *reductions) for u in bucket.units)),
+            units=list(
+                dict.fromkeys(u for bucket in (*gathers, *reductions) for u in bucket.units)
+            ),
         )
 
     def text(self) -> str:

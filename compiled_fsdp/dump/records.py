@@ -1,7 +1,9 @@
-"""What a dump says of a finished graph for programs: `timeline.json` and `memory.json`, from which the report is made.
+"""What a dump says of a finished graph for programs: `timeline.json` and `memory.json`, from which
+the report is made.
 
-Both hold a graph twice: "plain", run as it is, and "fused", under Inductor; "executor" says which of them runs here. Seconds
-begin with the graph. Names are those of the graph, as they are: whoever shows them escapes them.
+Both hold a graph twice: "plain", run as it is, and "fused", under Inductor; "executor" says which
+of them runs here. Seconds begin with the graph. Names are those of the graph, as they are: whoever
+shows them escapes them.
 """
 
 from __future__ import annotations
@@ -39,20 +41,31 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.lifetimes import Storage
 
 FORMAT = 1
-SHOWN = ("COMPILED_FSDP_", "TORCH_LOGS", "TORCHINDUCTOR_", "OMP_", "MKL_", "GLOO_", "NCCL_")  # environment variables
+SHOWN = (
+    "COMPILED_FSDP_",
+    "TORCH_LOGS",
+    "TORCHINDUCTOR_",
+    "OMP_",
+    "MKL_",
+    "GLOO_",
+    "NCCL_",
+)  # environment variables
 EXECUTORS = {"plain": False, "fused": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a dumped forward left to a backward, by executor; `path` is its folder, `modules` says where its nodes come from."""
+    """What a dumped forward left to a backward, by executor; `path` is its folder, `modules` says
+    where its nodes come from.
+    """
 
     path: Path
     handed: dict[str, Handed]
     modules: dict[str, str]
 
 
-# The forwards of this process whose backward may still be compiled; the graphs themselves change after they were dumped.
+# The forwards of this process whose backward may still be compiled; the graphs themselves change
+# after they were dumped.
 _left: list[Left] = []
 MOST_LEFT = 64
 NOT_SHOWN = -1  # in "waits": for a collective of the user's that is not in the list
@@ -76,11 +89,17 @@ def timeline(graph: Graph) -> dict[str, Any]:
     nodes = starts(graph)
     numbers = {node: number for number, node in enumerate(nodes)}
     return {
-        "costs": {**asdict(costs), "links": {n: asdict(k) for n, k in costs.links}, "is_assumed": plan.costs is None},
+        "costs": {
+            **asdict(costs),
+            "links": {n: asdict(k) for n, k in costs.links},
+            "is_assumed": plan.costs is None,
+        },
         "settings": settings(),
         "groups": {group: _ranks(group) for group in sorted({group_of(node) for node in nodes})},
         "collectives": [_collective(node) for node in nodes],
-        "waits": [numbers.get(wait.all_input_nodes[0], NOT_SHOWN) for wait in find(graph, comm.WAIT)],
+        "waits": [
+            numbers.get(wait.all_input_nodes[0], NOT_SHOWN) for wait in find(graph, comm.WAIT)
+        ],
         **{name: _run(graph, nodes, costs.fused(fused)) for name, fused in EXECUTORS.items()},
     }
 
@@ -90,10 +109,16 @@ def settings() -> dict[str, Any]:
     plan = {key: value for key, value in asdict(current_plan()).items() if key != "costs"}
     return {
         "plan": plan,
-        "versions": {"compiled_fsdp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "compiled_fsdp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)},
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)
+        },
     }
 
 
@@ -116,7 +141,11 @@ def _collective(start: Node) -> dict[str, Any]:
     return {
         "node": start.name,
         "op": start.target._opname,  # type: ignore[union-attr]
-        "kind": "all_reduce" if start.target is comm.ALL_REDUCE else "gather" if is_gather else "reduce",
+        "kind": "all_reduce"
+        if start.target is comm.ALL_REDUCE
+        else "gather"
+        if is_gather
+        else "reduce",
         "is_ours": tag is not None,
         "units": list(dict.fromkeys(spec.unit.split("#")[0] for spec in specs)),
         "parameters": [
@@ -137,14 +166,18 @@ def _collective(start: Node) -> dict[str, Any]:
 
 
 def _run(graph: Graph, nodes: list[Node], costs: Costs) -> dict[str, Any]:
-    """A simulated run: `times[i]` is of the i-th collective, `compute` the stretches of the training thread that compute, and
-    `nodes[i]` when the i-th node of the graph begins.
+    """A simulated run: `times[i]` is of the i-th collective, `compute` the stretches of the
+    training thread that compute, and `nodes[i]` when the i-th node of the graph begins.
     """
     points = program(graph, costs)
     line = simulate(points)
     begins = {p.node: line.reached[p.node] + line.exposed.get(p.start, 0.0) for p in points}  # type: ignore[arg-type]
     waits = {p.start: p.node for p in points if p.start is not None}
-    compute = [[begins[p.node], begins[p.node] + p.seconds, p.node.name, module_of(p.node)] for p in points if p.seconds]
+    compute = [
+        [begins[p.node], begins[p.node] + p.seconds, p.node.name, module_of(p.node)]
+        for p in points
+        if p.seconds
+    ]
     times = []
     for node in nodes:
         begin, end = line.carried[node]
@@ -170,10 +203,17 @@ def _run(graph: Graph, nodes: list[Node], costs: Costs) -> dict[str, Any]:
 
 
 def memory(graph: Graph, path: Path) -> dict[str, Any]:
-    """The storages of a graph and the bytes of each kind at each node; a backward goes on from the forward that it belongs to."""
+    """The storages of a graph and the bytes of each kind at each node; a backward goes on from the
+    forward that it belongs to.
+    """
     backward = is_backward(graph)
-    before = next((left for left in reversed(_left) if backward and _is_half(graph, path, left)), None)
-    found: dict[str, Any] = {"after": before.path.name if before else None, "nodes": [n.name for n in graph.nodes]}
+    before = next(
+        (left for left in reversed(_left) if backward and _is_half(graph, path, left)), None
+    )
+    found: dict[str, Any] = {
+        "after": before.path.name if before else None,
+        "nodes": [n.name for n in graph.nodes],
+    }
     handed, modules = {}, {node.name: module_of(node) for node in graph.nodes}
     for name, fused in EXECUTORS.items():
         if before:
@@ -189,13 +229,17 @@ def memory(graph: Graph, path: Path) -> dict[str, Any]:
 
 
 def _is_half(graph: Graph, path: Path, left: Left) -> bool:
-    return left.path.parent == path.parent and all(follows(graph, handed) for handed in left.handed.values())
+    return left.path.parent == path.parent and all(
+        follows(graph, handed) for handed in left.handed.values()
+    )
 
 
 def _profile(lifetimes: Lifetimes, own: dict[str, str], saved: dict[str, str]) -> dict[str, Any]:
-    """Storages as [kind, owner, bytes, first node, last node, [[start, wait] of collectives on it]]; kinds add up to `during`.
+    """Storages as [kind, owner, bytes, first node, last node, [[start, wait] of collectives on
+    it]]; kinds add up to `during`.
 
-    own, saved: the modules of nodes of this graph, and of those of the forward that it goes on from.
+    own, saved: the modules of nodes of this graph, and of those of the forward that it goes on
+    from.
     """
     nodes = list(lifetimes.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -208,7 +252,8 @@ def _profile(lifetimes: Lifetimes, own: dict[str, str], saved: dict[str, str]) -
         "during": curve.during,
         "kinds": stack(stored, position),
         "storages": [
-            [s.kind, _owner(s, own, saved), s.num_bytes, *s.span(position), _under_way(s, position)] for s in stored
+            [s.kind, _owner(s, own, saved), s.num_bytes, *s.span(position), _under_way(s, position)]
+            for s in stored
         ],
     }
 
@@ -225,7 +270,9 @@ def _under_way(storage: Storage, position: dict[Node, int]) -> list[tuple[int, i
 
 
 def stack(storages: list[Storage], position: dict[Node, int]) -> dict[str, list[int]]:
-    """Bytes of each kind while each node runs; what is written over its input counts once, as the new value."""
+    """Bytes of each kind while each node runs; what is written over its input counts once, as the
+    new value.
+    """
     changes: dict[str, list[int]] = {}
 
     def add(kind: str, first: int, last: int, num_bytes: int) -> None:
@@ -240,14 +287,18 @@ def stack(storages: list[Storage], position: dict[Node, int]) -> dict[str, list[
             add(kind, first, last, storage.num_bytes)
         born = storage.first(position)
         for old in (s for s in storage.over if ends.get(s) == born and not s.is_kept):
-            over[born] = max(over.get(born, (0, "")), (storage.num_bytes, old.kind_at(born, position)))
+            over[born] = max(
+                over.get(born, (0, "")), (storage.num_bytes, old.kind_at(born, position))
+            )
     for at, (num_bytes, kind) in over.items():
         add(kind, at, at, -num_bytes)
     return {kind: list(accumulate(change))[:-1] for kind, change in changes.items()}
 
 
 def _stretches(storage: Storage, position: dict[Node, int]) -> Iterator[tuple[str, int, int]]:
-    """The life of a storage, cut where a collective on it starts or ends: kind, first and last position."""
+    """The life of a storage, cut where a collective on it starts or ends: kind, first and last
+    position.
+    """
     first, last = storage.span(position)
     for start, end in sorted(_under_way(storage, position)):
         if start > first:

@@ -1,4 +1,6 @@
-"""The folder of dumps, one file a pass; the same goes to torch's structured trace and to our log."""
+"""The folder of dumps, one file a pass; the same goes to torch's structured trace and to our
+log.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
-_groups: dict[Path, dict[str, list[int]]] = {}  # for each folder, that its graphs communicate over: names, and ranks
+_groups: dict[
+    Path, dict[str, list[int]]
+] = {}  # for each folder, that its graphs communicate over: names, and ranks
 
 
 def folder() -> Path | None:
@@ -56,7 +60,9 @@ def folder() -> Path | None:
 
 @contextmanager
 def dumped_to(path: str | Path) -> Iterator[Path]:
-    """Write dumps of graphs compiled inside to `path`; compile caches are bypassed, so that every pass runs."""
+    """Write dumps of graphs compiled inside to `path`; compile caches are bypassed, so that every
+    pass runs.
+    """
     global _folder
     if not isinstance(path, str | Path):
         raise TypeError(f"dumped_to: path is {path!r}; should be the path of a folder")
@@ -70,7 +76,9 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
 
 
 def rank_folder() -> Path | None:
-    """This rank's folder in the last dump that was written, if that still stands; None if nothing was dumped."""
+    """This rank's folder in the last dump that was written, if that still stands; None if nothing
+    was dumped.
+    """
     return _written if _written is not None and _written.is_dir() else None
 
 
@@ -89,13 +97,23 @@ class Ran(Protocol):
 
 
 class Dump:
-    """One graph on its way through the passes, for everybody who wants to look: the folder, torch's structured trace, our log.
+    """One graph on its way through the passes, for everybody who wants to look: the folder, torch's
+    structured trace, our log.
 
-    In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json` (`graph_json.py`) beside it. In the trace, the
-    texts as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a pass, at DEBUG with the graph.
+    In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json`
+        (`graph_json.py`) beside it. In the trace, the
+    texts as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a
+        pass, at DEBUG with the graph.
     """
 
-    def __init__(self, gm: GraphModule, kind: str, plan: Plan, held: Sequence[str] = (), is_fused: bool = False) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        kind: str,
+        plan: Plan,
+        held: Sequence[str] = (),
+        is_fused: bool = False,
+    ) -> None:
         global _number, _written
         root = folder()
         self.path: Path | None = None
@@ -133,7 +151,9 @@ class Dump:
                 self._write_settings(gm.graph)
 
     def _write_settings(self, graph: Graph) -> None:
-        """What all graphs of this rank have in common, `settings.json`: written again as more groups become known."""
+        """What all graphs of this rank have in common, `settings.json`: written again as more
+        groups become known.
+        """
         assert self.path is not None
         groups = _groups.setdefault(self.path.parent, {})
         for name in (group_of(start) for start in starts(graph)):
@@ -147,7 +167,9 @@ class Dump:
         self._write("memory.txt", f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write_timeline(self, graph: Graph) -> None:
-        """What the finished graph is expected to take, `timeline.txt`, for both executors; nothing without costs."""
+        """What the finished graph is expected to take, `timeline.txt`, for both executors; nothing
+        without costs.
+        """
         costs = current_plan().costs
         if costs is not None:
             plain, fused = predict(graph, costs.fused(False)), predict(graph, costs.fused(True))
@@ -157,11 +179,17 @@ class Dump:
         stem = f"{self.step:02d}_{name}"
         now = collectives(gm.graph)
         if self.path is not None or is_traced():
-            self._write(f"{stem}.txt", f"{provenance(gm.graph, name, self.held)}\n{show(gm.graph)}\n")
+            self._write(
+                f"{stem}.txt", f"{provenance(gm.graph, name, self.held)}\n{show(gm.graph)}\n"
+            )
             if self.path is not None:
-                (self.path / f"{stem}.json").write_text(graph_json.to_text(gm.graph, name, self.plan))
+                (self.path / f"{stem}.json").write_text(
+                    graph_json.to_text(gm.graph, name, self.plan)
+                )
             if self.step:
-                changes = difflib.unified_diff(self.before, now, "before", f"after {name}", lineterm="", n=1)
+                changes = difflib.unified_diff(
+                    self.before, now, "before", f"after {name}", lineterm="", n=1
+                )
                 self._write(f"{stem}.diff", "\n".join(changes) + "\n")
         if log.is_on(logging.DEBUG):
             log.log.debug("%s after %s\n%s", self.name, name, show(gm.graph))
@@ -198,13 +226,20 @@ class Counts:
             if node in kept or node.target is WAIT:
                 places[node.name] = heavy
         unlowered = len(find(graph, UNSHARD, UNSHARD_SLICE)), len(find(graph, REDUCE_GRAD))
-        lowered = (sum(bool(r.starts) for r in find_regions(graph, kind)) for kind in ("gather", "reduce"))
+        lowered = (
+            sum(bool(r.starts) for r in find_regions(graph, kind)) for kind in ("gather", "reduce")
+        )
         gathers, reductions = (a + b for a, b in zip(unlowered, lowered, strict=True))
         return cls(len(graph.nodes), gathers, reductions, len(find(graph, FREE)), places)
 
     def changes(self, after: Counts) -> str:
         """From here to there, in words."""
-        named = (("nodes", "nodes"), ("all-gathers", "gathers"), ("reductions", "reductions"), ("frees", "frees"))
+        named = (
+            ("nodes", "nodes"),
+            ("all-gathers", "gathers"),
+            ("reductions", "reductions"),
+            ("frees", "frees"),
+        )
         found = [
             f"{text} {getattr(self, name)} -> {getattr(after, name)}"
             for text, name in named
@@ -221,7 +256,11 @@ def settings() -> dict[str, Any]:
     is_there = dist.is_initialized()
     plan = current_plan()
     return {
-        "versions": {"torch": torch.__version__, "compiled_fsdp": __version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "compiled_fsdp": __version__,
+            "python": platform.python_version(),
+        },
         "rank": dist.get_rank() if is_there else 0,
         "world_size": dist.get_world_size() if is_there else 1,
         "backend": dist.get_backend() if is_there else "",
@@ -230,13 +269,20 @@ def settings() -> dict[str, Any]:
 
 
 def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
-    """The collectives in order, as tlparse compares them between ranks: under the name and in the form in which Inductor writes
-    those that it knows. It leaves out ours (`fsdp::all_gather`), so where it would leave out some, all are written here.
+    """The collectives in order, as tlparse compares them between ranks: under the name and in the
+    form in which Inductor writes those that it knows. It leaves out ours (`fsdp::all_gather`), so
+    where it would leave out some, all are written here.
     """
     found = starts(graph)
-    if not found or (is_fused and all(str(node.target).startswith("_c10d_functional.") for node in found)):
+    if not found or (
+        is_fused and all(str(node.target).startswith("_c10d_functional.") for node in found)
+    ):
         return
-    trace_artifact("inductor_collective_schedule", "json", lambda: [f"torch.ops.{node.target}" for node in found])
+    trace_artifact(
+        "inductor_collective_schedule",
+        "json",
+        lambda: [f"torch.ops.{node.target}" for node in found],
+    )
 
 
 def kind_of(graph: Graph) -> str:

@@ -1,7 +1,8 @@
-"""How long steps take: from one `optimizer.step()` to the next, measured without any cost or synchronisation.
+"""How long steps take: from one `optimizer.step()` to the next, measured without any cost or
+synchronisation.
 
-The first optimizer that steps a model's parameters is its metronome; the steps in which something was compiled are in the median
-like any other, and drop out of it soon.
+The first optimizer that steps a model's parameters is its metronome; the steps in which something
+was compiled are in the median like any other, and drop out of it soon.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the end of a backward does, and who calls it: autograd, or the user (`FSDPModule.finalize_backward`).
+"""What the end of a backward does, and who calls it: autograd, or the user
+(`FSDPModule.finalize_backward`).
 
-At the end of a backward what is left is reduced: units that autograd brought to no end of their own, and what earlier backwards
-have kept. Then everything is awaited and freed. With `set_manual_backward_finalization(True)` all this waits for the user's call,
-and with `async_op=True` the awaiting for a call more.
+At the end of a backward what is left is reduced: units that autograd brought to no end of their
+own, and what earlier backwards have kept. Then everything is awaited and freed. With
+`set_manual_backward_finalization(True)` all this waits for the user's call, and with
+`async_op=True` the awaiting for a call more.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SETTER = "set_manual_backward_finalization"
 
 
 class GradientReductionHandle(StockGradientReductionHandle):  # type: ignore[misc]
-    """What `FSDPModule.finalize_backward(async_op=True)` returns; until `wait`, gradients are on their way."""
+    """What `FSDPModule.finalize_backward(async_op=True)` returns; until `wait`, gradients are on
+    their way.
+    """
 
     def __init__(self, tree: Tree | None = None, root: Runtime | None = None) -> None:
         self._tree = tree
@@ -39,13 +43,16 @@ class GradientReductionHandle(StockGradientReductionHandle):  # type: ignore[mis
 
 
 class Finalization:
-    """The end of backwards of one tree, whose roots (outermost modules) may share their communications.
+    """The end of backwards of one tree, whose roots (outermost modules) may share their
+    communications.
 
     manual: the roots whose user finalizes.
     held: of these, the ones with a backward that has ended and that the user has not finalized.
     reached, used: units that backwards have come to, and that ran a forward, since the last end.
-    delivered: a backward since then has added to gradients of parameters: it was not asked for others only.
-    keeping: of `manual`, those whose last backward kept its gradients, to be reduced by the user's call: a pipeline schedule's.
+    delivered: a backward since then has added to gradients of parameters: it was not asked for
+        others only.
+    keeping: of `manual`, those whose last backward kept its gradients, to be reduced by the user's
+        call: a pipeline schedule's.
     handle: what nobody has awaited.
     """
 
@@ -72,7 +79,8 @@ class Finalization:
             return
         if backward_number() != -1 or root in self.held or self._is_under_way(root):
             raise RuntimeError(
-                f"{SETTER}({enabled}) on {root.unit.name!r}: cannot change mode after backward starts, until it is finalized. Call "
+                f"{SETTER}({enabled}) on {root.unit.name!r}: cannot change mode after backward "
+                "starts, until it is finalized. Call "
                 "finalize_backward() or reset_iter_state() first"
             )
         (self.manual.add if enabled else self.manual.discard)(root)
@@ -84,18 +92,22 @@ class Finalization:
         """What a forward must not find.
 
         Raises:
-            RuntimeError: gradients on their way, or a setting on a module that is inside another by now.
+            RuntimeError: gradients on their way, or a setting on a module that is inside another by
+                now.
         """
         self._check_awaited("forward")
         inside = [root.unit.name for root in self.manual if root.root is not root]
         if inside:
             raise RuntimeError(
-                f"{SETTER}: was called on {inside}, which are inside another sharded module by now. It must be called on the "
+                f"{SETTER}: was called on {inside}, which are inside another sharded module by "
+                "now. It must be called on the "
                 "root module: call it after the last fully_shard"
             )
 
     def end_of_backward(self) -> None:
-        """A backward has come to its end: reduce what is left, await everything, and free; or leave that to the user."""
+        """A backward has come to its end: reduce what is left, await everything, and free; or leave
+        that to the user.
+        """
         tree = self.tree
         self.reached.update(tree.backward)
         self.used.update(tree.used)
@@ -107,7 +119,9 @@ class Finalization:
             if runtime.root in self.manual and runtime.unit.settings.sync == "retain":
                 runtime.post_backward(is_end=True)
         self.held.update(r.root for r in self.reached if r.root in self.manual)
-        self.keeping = weakref.WeakSet(root for root in self.manual if root.unit.settings.sync == "retain")
+        self.keeping = weakref.WeakSet(
+            root for root in self.manual if root.unit.settings.sync == "retain"
+        )
         units = {r: None for r in tree.in_order() if r.root not in self.manual}
         if units or not self.manual:
             self._reduce(units)
@@ -131,30 +145,43 @@ class Finalization:
         what = f"finalize_backward of {root.unit.name!r}"
         self._check_awaited(what)
         if root not in self.manual:
-            raise RuntimeError(f"{what}: autograd finalizes this backward. Call {SETTER}(True) before forward")
+            raise RuntimeError(
+                f"{what}: autograd finalizes this backward. Call {SETTER}(True) before forward"
+            )
         if backward_number() != -1 or self.tree.has_callback:
             raise RuntimeError(f"{what}: a backward is running. Call it after backward completes")
-        if any(r.unit.mesh_info.replicate_size > 1 for r in units):  # what is under way decides what has been kept
+        if any(
+            r.unit.mesh_info.replicate_size > 1 for r in units
+        ):  # what is under way decides what has been kept
             self.tree.await_or_leave()
         for unit in (r.unit for r in units):
-            is_partial = any(where == "partial" for flat in unit.flats for where, _ in flat.retained)
-            if is_partial or (unit.settings.sync == "scatter" and unit.mesh_info.replicate_size > 1):
+            is_partial = any(
+                where == "partial" for flat in unit.flats for where, _ in flat.retained
+            )
+            if is_partial or (
+                unit.settings.sync == "scatter" and unit.mesh_info.replicate_size > 1
+            ):
                 raise RuntimeError(
-                    f"{what}: gradients of {unit.name!r} are not all-reduced over the replicate axis "
-                    "(set_requires_all_reduce(False)). Let autograd finalize, or call set_requires_all_reduce(True) before backward"
+                    f"{what}: gradients of {unit.name!r} are not all-reduced over the replicate "
+                    "axis "
+                    "(set_requires_all_reduce(False)). Let autograd finalize, or call "
+                    "set_requires_all_reduce(True) before backward"
                 )
 
     def _check_awaited(self, what: str) -> None:
         if self.handle is not None:
             raise RuntimeError(
-                f"{what}: the previous gradient reduction must be waited on before. Call wait() on what "
+                f"{what}: the previous gradient reduction must be waited on before. Call wait() on "
+                "what "
                 "finalize_backward(async_op=True) returned"
             )
 
     def wait(self, handle: GradientReductionHandle, root: Runtime) -> None:
         """See `GradientReductionHandle.wait`."""
         if handle is not self.handle:
-            raise RuntimeError("GradientReductionHandle.wait: this handle was invalidated by reset_iter_state()")
+            raise RuntimeError(
+                "GradientReductionHandle.wait: this handle was invalidated by reset_iter_state()"
+            )
         self.handle = None
         self._end(self._below(root))
 
@@ -174,7 +201,9 @@ class Finalization:
         return list(dict.fromkeys(r for reader in readers for r in (reader, *reader.lenders)))
 
     def _reduce(self, units: dict[Runtime, None], *, awaits: bool = True) -> None:
-        """Start what is left; what was kept after the shard axis is known only once the others are done."""
+        """Start what is left; what was kept after the shard axis is known only once the others are
+        done.
+        """
         for runtime in self._with_lenders(self.tree.last([r for r in self.reached if r in units])):
             runtime.post_backward(is_end=True)
         if awaits:

@@ -1,8 +1,8 @@
 """The full parameters of one unit in eager mode: gathered in the background, registered, and freed.
 
-One all-gather for each (compute dtype, group), with the arithmetic of `collectives.py`, and one for each group of what brings
-an all-gather of its own. The unsharded parameters are autograd leaves whose storage is emptied and refilled, so that what
-autograd saved stays valid.
+One all-gather for each (compute dtype, group), with the arithmetic of `collectives.py`, and one for
+each group of what brings an all-gather of its own. The unsharded parameters are autograd leaves
+whose storage is emptied and refilled, so that what autograd saved stays valid.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ class FullParams:
 
     is_unsharded: the modules hold full parameters.
     full_versions: of the full parameters when they were filled: users may write to them.
-    full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count writes through `.data`.
-    were_trained: whether each was trained when it was registered: users may freeze or unfreeze either form since then.
+    full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count
+        writes through `.data`.
+    were_trained: whether each was trained when it was registered: users may freeze or unfreeze
+        either form since then.
     slices: what int reshard keeps between forward and backward, by parameter.
-    versions: of the flat buffers when they were gathered; an optimizer step since then makes full parameters stale.
+    versions: of the flat buffers when they were gathered; an optimizer step since then makes full
+        parameters stale.
     pending: gathers under way.
     checksums: of the flat buffers when gathers under way were started ahead.
     ahead_of: what they were started ahead of, for errors.
@@ -83,7 +86,9 @@ class FullParams:
         self.ahead_of = IN_FORWARD
         self.num_gathered = 0
         self.extensions: dict[ShardedParam, Extension] = {}
-        self.pending_extensions: list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]] = []
+        self.pending_extensions: list[
+            tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]
+        ] = []
         self.resident_versions: list[int] = []
         self.is_agreed = False
         self.freed: list[tuple[Tensor, int]] = []
@@ -107,16 +112,27 @@ class FullParams:
                 program.advance()
 
     def _sum_up(self, ahead_of: str) -> None:
-        self.ahead_of, self.checksums = ahead_of, [(flat, flat.checksum()) for flat in self.unit.flats]
+        self.ahead_of, self.checksums = (
+            ahead_of,
+            [(flat, flat.checksum()) for flat in self.unit.flats],
+        )
 
     def keep(self) -> None:
-        """Full parameters stay for another forward: from now on, writes to the sharded ones count, unless both are the same."""
+        """Full parameters stay for another forward: from now on, writes to the sharded ones count,
+        unless both are the same.
+        """
         if self.is_unsharded:
-            apart = [flat for flat in self.unit.flats if not all(param.is_borrowed for param in flat.params)]
+            apart = [
+                flat
+                for flat in self.unit.flats
+                if not all(param.is_borrowed for param in flat.params)
+            ]
             self.kept = [(flat, flat.checksum()) for flat in apart]
 
     def drop_stale(self) -> None:
-        """Before a forward: full parameters that were kept are not used if the sharded ones have changed."""
+        """Before a forward: full parameters that were kept are not used if the sharded ones have
+        changed.
+        """
         if self.is_unsharded and self.versions != self.versions_now():
             self.reshard()
         elif self.is_unsharded:
@@ -130,7 +146,10 @@ class FullParams:
     @property
     def num_bytes(self) -> int:
         """See `gathers.Gather`."""
-        sizes = [(p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize) for p in self.unit.params]
+        sizes = [
+            (p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize)
+            for p in self.unit.params
+        ]
         return sum(numel * itemsize for numel, itemsize in sizes)
 
     def part(self, flat: FlatParam) -> tuple[int, int]:
@@ -175,20 +194,26 @@ class FullParams:
             param.register(param.unsharded)
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
-        self.full_checksums = [(p, checksum(p.gathered)) for p in self._own_memory()] if _verifies() else []
+        self.full_checksums = (
+            [(p, checksum(p.gathered)) for p in self._own_memory()] if _verifies() else []
+        )
         self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
         self.checksums = []
         self.num_gathered += 1
         self.versions = self.pending_versions
 
     def reshard(self, *, keeps_storage: bool = False) -> None:
-        """Register the sharded parameters and empty the storage of the full ones, unless what autograd saved of it is needed."""
+        """Register the sharded parameters and empty the storage of the full ones, unless what
+        autograd saved of it is needed.
+        """
         drop_resident(self)
         if not self.is_unsharded:
             return
         self.follow_requires_grad()
         written = {param for param, version in self.full_versions if _version(param) != version}
-        written |= {param for param, before in self.full_checksums if checksum(param.gathered) != before}
+        written |= {
+            param for param, before in self.full_checksums if checksum(param.gathered) != before
+        }
         say_they_are_lost([p.fqn for p in self._own_memory() if p in written])
         for param in self.unit.params:
             param.register(param.sharded)
@@ -202,11 +227,15 @@ class FullParams:
         return [p for p in self.unit.params if not (p.is_borrowed or p in self.extensions)]
 
     def follow_requires_grad(self) -> None:
-        """Freeze or unfreeze what is hidden as the user did what is registered, or the other way around: both are one parameter."""
+        """Freeze or unfreeze what is hidden as the user did what is registered, or the other way
+        around: both are one parameter.
+        """
         for param, was_trained in self.were_trained if self.is_unsharded else ():
             full, sharded = param.unsharded, param.sharded
             assert full is not None
-            is_trained = full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
+            is_trained = (
+                full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
+            )
             full.requires_grad_(is_trained)
             sharded.requires_grad_(is_trained)
         self.were_trained = [(param, param.sharded.requires_grad) for param, _ in self.were_trained]
@@ -227,7 +256,9 @@ class FullParams:
             self._mark_freed(freed)
 
     def _mark_freed(self, full: Iterable[Tensor]) -> None:
-        """Let a backward raise where it comes to what another unit's forward read of them: nothing gathers it again."""
+        """Let a backward raise where it comes to what another unit's forward read of them: nothing
+        gathers it again.
+        """
         known = {id(tensor) for tensor, _ in self.freed}
         marked = [(tensor, tensor._version) for tensor in full if id(tensor) not in known]
         set_versions([tensor for tensor, _ in marked], [version + 1 for _, version in marked])
@@ -239,8 +270,8 @@ class FullParams:
         self.freed = []
 
     def drop_pending(self, *, is_end_of_backward: bool = False) -> None:
-        """Await gathers under way, which nobody used or which are out of date, and forget them; at the end of a backward, not those
-        that it has started for the next forward.
+        """Await gathers under way, which nobody used or which are out of date, and forget them; at
+        the end of a backward, not those that it has started for the next forward.
         """
         for program, *_ in (*self.pending, *self.pending_extensions):
             program.finish()
@@ -250,7 +281,9 @@ class FullParams:
                 flat.drop_ahead()
 
     def _has_pending(self) -> bool:
-        if (self.pending or self.pending_extensions) and self.pending_versions != self.versions_now():
+        if (
+            self.pending or self.pending_extensions
+        ) and self.pending_versions != self.versions_now():
             self.drop_pending()
         return bool(self.pending or self.pending_extensions)
 
@@ -258,7 +291,9 @@ class FullParams:
         """How often optimizers stepped, and the flat buffers were written."""
         return [num_steps()] + [version for flat in self.unit.flats for version in flat.version()]
 
-    def start_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
+    def start_gathers(
+        self,
+    ) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         self.unit.was_read = True
         if not self.is_agreed or self.unit.key in TRACED:  # others may be in a graph
@@ -285,7 +320,9 @@ class FullParams:
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
         return gathers
 
-    def _extension_gathers(self) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
+    def _extension_gathers(
+        self,
+    ) -> list[tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]]:
         """One all-gather for each group, of what the subclasses contribute."""
         for flat in self.unit.flats:
             for param in flat.params:
@@ -296,13 +333,15 @@ class FullParams:
         for members in buckets(self.extensions.values()):
             names = ", ".join(extension.param.fqn for extension, _ in members)
             self.unit.options.consume(WHO, *comm.gather_options(members[0][0].param.spec))
-            run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group)
+            run = Deferred(
+                f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group
+            )
             gathers.append((run, gather(run, members), members))
         return gathers
 
     def _agree(self) -> None:
-        """Before the first gather, and before each of a unit that graphs read too: the other ranks are about to gather the same,
-        eagerly too.
+        """Before the first gather, and before each of a unit that graphs read too: the other ranks
+        are about to gather the same, eagerly too.
         """
         names = ", ".join(param.fqn for param in self.unit.params)
         groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
@@ -313,8 +352,10 @@ class FullParams:
         meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
         if meta:
             raise RuntimeError(
-                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have no values to gather. "
-                "Call module.to_empty(device=...) and then reset_parameters(), or load a state dict, before the first use"
+                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have "
+                "no values to gather. "
+                "Call module.to_empty(device=...) and then reset_parameters(), or load a state "
+                "dict, before the first use"
             )
 
 
@@ -328,17 +369,25 @@ def _verifies() -> bool:
 
 
 def _version(param: ShardedParam) -> tuple[int, int]:
-    """Of a full parameter: changes when a user writes to it, or puts other memory in its place (`.data = x`)."""
+    """Of a full parameter: changes when a user writes to it, or puts other memory in its place
+    (`.data = x`).
+    """
     assert param.unsharded is not None
     return param.unsharded._version, param.gathered.untyped_storage()._cdata
 
 
 def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
-    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views of."""
+    """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views
+    of.
+    """
     spec = specs[place]
     if param.is_shard_whole:
-        if param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr():  # the first time, or it has moved
-            param.set_gathered(param.local.detach())  # with its version: autograd sees an optimizer's step before backward
+        if (
+            param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr()
+        ):  # the first time, or it has moved
+            param.set_gathered(
+                param.local.detach()
+            )  # with its version: autograd sees an optimizer's step before backward
         return
     if param.unsharded is None or param.is_borrowed or param.unsharded.dtype != spec.dtype:
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
@@ -358,7 +407,9 @@ def say_they_are_lost(fqns: Sequence[str]) -> None:
         return
     others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
     warn_once(
-        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. What follows in the same forward "
-        "sees it; the sharded parameter is not changed, so the write is lost when the full parameter is freed, as in "
+        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. "
+        "What follows in the same forward "
+        "sees it; the sharded parameter is not changed, so the write is lost when the full "
+        "parameter is freed, as in "
         "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
     )

@@ -1,9 +1,11 @@
-"""What is to happen around the steps of optimizers, of all in the process, be they traced by Dynamo or not.
+"""What is to happen around the steps of optimizers, of all in the process, be they traced by Dynamo
+or not.
 
-A step that runs as it is calls `before` and `after` what was registered. One that is traced must not break its graph for us, the
-less so if it is somebody else's: each traced optimizer gets a mark while it is traced, its compiled step sets the mark, and
-`catch_up` calls what was registered once a mark is found set. That is before the next forward, the first moment at which anything
-of ours depends on it.
+A step that runs as it is calls `before` and `after` what was registered. One that is traced must
+not break its graph for us, the less so if it is somebody else's: each traced optimizer gets a mark
+while it is traced, its compiled step sets the mark, and `catch_up` calls what was registered once a
+mark is found set. That is before the next forward, the first moment at which anything of ours
+depends on it.
 
 Private torch used here (tried on 2.11, 2.13): `torch._dynamo.comptime`.
 """
@@ -15,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.comptime import comptime
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 
@@ -51,7 +56,9 @@ def after(call: OnStep) -> None:
 
 
 def catch_up() -> None:
-    """Make the calls for compiled steps since the last time; several steps of an optimizer count as one."""
+    """Make the calls for compiled steps since the last time; several steps of an optimizer count as
+    one.
+    """
     for optimizer in list(_traced):
         mark: Mark = optimizer._fsdp_mark  # type: ignore[attr-defined]
         if mark.has_stepped:

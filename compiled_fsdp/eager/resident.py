@@ -1,8 +1,10 @@
-"""Full parameters that stay from one compiled call to the next: `set_reshard_after_backward(False)` in a graph.
+"""Full parameters that stay from one compiled call to the next: `set_reshard_after_backward(False)`
+in a graph.
 
-The unit is gathered before the call, once. The graph takes the full parameters as inputs, neither gathers nor frees them, and
-reduces their gradients as ever. They are dropped before an optimizer's step, when the sharded ones have changed otherwise, after a
-backward with the setting back at True, and by `reshard()`; autograd may hold them for longer.
+The unit is gathered before the call, once. The graph takes the full parameters as inputs, neither
+gathers nor frees them, and reduces their gradients as ever. They are dropped before an optimizer's
+step, when the sharded ones have changed otherwise, after a backward with the setting back at True,
+and by `reshard()`; autograd may hold them for longer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _steps = [0]
 
 
 def num_steps() -> int:
-    """How often an optimizer began to step: it may write to parameters by foreach or fused ops, which no version counts."""
+    """How often an optimizer began to step: it may write to parameters by foreach or fused ops,
+    which no version counts.
+    """
     return _steps[0]
 
 
@@ -40,7 +44,9 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
     started = []
     for runtime in runtimes:
         unit = runtime.unit
-        if unit.is_resident and (runtime.resident_versions != runtime.versions_now() or _is_left_over(runtime)):
+        if unit.is_resident and (
+            runtime.resident_versions != runtime.versions_now() or _is_left_over(runtime)
+        ):
             drop(runtime)
         if unit.is_resident or not unit.settings.stays_full or not torch.is_grad_enabled():
             continue
@@ -48,11 +54,15 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
             continue
         if unit.reshard is not False:
             warn_once(
-                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes nothing in a graph while its "
-                "parameters are dropped after forward, since backward gathers them. Set reshard_after_forward=False to keep them"
+                f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes "
+                "nothing in a graph while its "
+                "parameters are dropped after forward, since backward gathers them. Set "
+                "reshard_after_forward=False to keep them"
             )
             continue
-        unit.options.consume("resident parameters", "set_reshard_after_backward", "reshard_after_forward")
+        unit.options.consume(
+            "resident parameters", "set_reshard_after_backward", "reshard_after_forward"
+        )
         started.append((runtime, runtime.start_gathers()))
     for runtime, gathers in started:
         _finish(runtime, gathers)
@@ -60,7 +70,9 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
 
 def _is_left_over(runtime: FullParams) -> bool:
     """A frozen unit gets no gradient, after which it would have been dropped."""
-    return not runtime.unit.settings.stays_full and not any(p.sharded.requires_grad for p in runtime.unit.params)
+    return not runtime.unit.settings.stays_full and not any(
+        p.sharded.requires_grad for p in runtime.unit.params
+    )
 
 
 def _finish(runtime: FullParams, gathers: Any) -> None:
@@ -78,7 +90,12 @@ def _finish(runtime: FullParams, gathers: Any) -> None:
 
 def shown() -> dict[int, str]:
     """The names of the parameters whose full ones are there, by the identity of these."""
-    owned = [(param, owner) for runtime in _there for param in runtime.unit.params for owner in param.owners]
+    owned = [
+        (param, owner)
+        for runtime in _there
+        for param in runtime.unit.params
+        for owner in param.owners
+    ]
     return {id(module.__dict__["_fsdp_full"][name]): param.fqn for param, (module, name) in owned}
 
 

@@ -1,8 +1,9 @@
-"""The eager runtime: the same units where there is no graph, because the user did not compile or Dynamo could not.
+"""The eager runtime: the same units where there is no graph, because the user did not compile or
+Dynamo could not.
 
-A unit is gathered before its forward and freed after it, gathered again before its backward, and its gradients are reduced
-after it: one collective each, as in stock FSDP2, with the arithmetic of `collectives.py`, in the background of what is
-computed meanwhile.
+A unit is gathered before its forward and freed after it, gathered again before its backward, and
+its gradients are reduced after it: one collective each, as in stock FSDP2, with the arithmetic of
+`collectives.py`, in the background of what is computed meanwhile.
 
 What is gathered, and how: `full_params.py`. In which order units follow each other: `tree.py`.
 """
@@ -41,10 +42,13 @@ class Runtime(FullParams):
 
     has_run: members of a list unit that ran in this forward; the last of them frees.
     indices: places of this unit in `tree.order` that backward has not come to.
-    prefetch: explicit lists, by direction: what to start gathering when this unit's forward or backward begins.
-    is_apart: its last forward ran without grad mode inside one with it; then its gather is not started ahead.
+    prefetch: explicit lists, by direction: what to start gathering when this unit's forward or
+        backward begins.
+    is_apart: its last forward ran without grad mode inside one with it; then its gather is not
+        started ahead.
     was_reached: a backward has come to it.
-    lenders, borrowers: units whose parameters this one reads too, and those that read this one's (tied weights).
+    lenders, borrowers: units whose parameters this one reads too, and those that read this one's
+        (tied weights).
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -114,15 +118,18 @@ class Runtime(FullParams):
             return self._watch_inputs(inputs)
 
     def _pre_recompute(self, inputs: Any) -> Any:
-        """A forward inside backward, by activation checkpointing; when reentrant, the first that autograd records."""
+        """A forward inside backward, by activation checkpointing; when reentrant, the first that
+        autograd records.
+        """
         if self in self.tree.used or not torch.is_grad_enabled():
             return inputs
         self.tree.enter_backward(self)
         return self._watch_inputs(inputs)
 
     def _note_mode(self) -> None:
-        """A unit that runs under `no_grad` inside a forward that is recorded, and that no backward comes to, may be a momentum
-        encoder: what forward writes to it must be there when it is gathered.
+        """A unit that runs under `no_grad` inside a forward that is recorded, and that no backward
+        comes to, may be a momentum encoder: what forward writes to it must be there when it is
+        gathered.
         """
         is_recorded = torch.is_grad_enabled()
         if self.unit.is_outermost:
@@ -139,14 +146,18 @@ class Runtime(FullParams):
         following = tree.next_forward.get(self)
         if self.prefetch["forward"]:
             self.unit.options.consume(WHO, "set_modules_to_forward_prefetch")
-        may_prefetch = following is not None and self.unit.settings.forward_prefetch and not following.is_apart
+        may_prefetch = (
+            following is not None and self.unit.settings.forward_prefetch and not following.is_apart
+        )
         by_default = [following] if following is not None and may_prefetch else []
         for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Free according to the policy; watch the outputs, so that backward gathers before it needs the parameters."""
+        """Free according to the policy; watch the outputs, so that backward gathers before it needs
+        the parameters.
+        """
         self._log("post_forward")
         self.is_in_forward = False
         for runtime in (*self.lenders, self):
@@ -158,7 +169,9 @@ class Runtime(FullParams):
             if len(self.has_run) == len(self.unit.modules):
                 self._end_of_forward()
             if self.unit.is_outermost:
-                for runtime in self.tree.in_order():  # list units of which this forward left out a member
+                for (
+                    runtime
+                ) in self.tree.in_order():  # list units of which this forward left out a member
                     if runtime.has_run:
                         runtime._end_of_forward()
             if torch.is_grad_enabled():
@@ -167,7 +180,9 @@ class Runtime(FullParams):
         return output
 
     def end_failed_forward(self) -> None:
-        """An exception left a forward of the unit; not the one by which activation checkpointing ends a recomputation early."""
+        """An exception left a forward of the unit; not the one by which activation checkpointing
+        ends a recomputation early.
+        """
         if in_backward():
             return
         self.is_in_forward = False
@@ -178,7 +193,8 @@ class Runtime(FullParams):
         if tensor.requires_grad:
             if tensor._is_view():
                 warn_once(
-                    f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on it may drop the hook that "
+                    f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on "
+                    "it may drop the hook that "
                     "gathers before backward. Return a copy, or do not write to it"
                 )
             tensor.register_hook(self._pre_backward)
@@ -229,7 +245,9 @@ class Runtime(FullParams):
 
     @untraced
     def _pre_backward(self, grad: Tensor) -> Tensor:
-        """A hook; Dynamo would trace it where `backward()` is called in a compiled function that broke its graph."""
+        """A hook; Dynamo would trace it where `backward()` is called in a compiled function that
+        broke its graph.
+        """
         tree = self.tree
         if self not in tree.backward:
             self._log("pre_backward")
@@ -244,7 +262,9 @@ class Runtime(FullParams):
         return grad
 
     def _unshard_for_backward(self) -> None:
-        """Gather; what activation checkpointing computes once more inside the unit finds it as it was in forward."""
+        """Gather; what activation checkpointing computes once more inside the unit finds it as it
+        was in forward.
+        """
         for runtime in (*self.lenders, self):
             runtime.unit.options.consume(WHO, "set_unshard_in_backward")
             if runtime.unit.settings.unshard_in_backward:
@@ -264,7 +284,9 @@ class Runtime(FullParams):
                 target.start_unshard()
 
     def post_backward(self, *, is_end: bool = False) -> None:
-        """Free the parameters and reduce what gradients there are; does nothing when called again."""
+        """Free the parameters and reduce what gradients there are; does nothing when called
+        again.
+        """
         if self.borrowers and not is_end:  # more gradients of these parameters may come
             return
         self._log("post_backward")
@@ -287,18 +309,26 @@ class Runtime(FullParams):
 
     def _say_where_gradients_are(self) -> None:
         """Full parameters stay, and the sharded ones get the gradients."""
-        trained = [p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None]
+        trained = [
+            p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None
+        ]
         if not trained or self.unit.settings.sync == "retain" or self.unit.is_flat:
             return
         warn_once(
-            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that reduces gradients, since "
-            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() gives these, whose .grad is None, "
-            f"as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the optimizer's "
-            "parameters, call reshard() before, or set_reshard_after_backward(True) before the last backward of a step",
+            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that "
+            "reduces gradients, since "
+            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() "
+            "gives these, whose .grad is None, "
+            "as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over "
+            f"{trained[0].fqn}. Give them the optimizer's "
+            "parameters, call reshard() before, or set_reshard_after_backward(True) before the "
+            "last backward of a step",
             about="kept full parameters",
         )
 
-    def _reduce(self, flat: FlatParam) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
+    def _reduce(
+        self, flat: FlatParam
+    ) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
         ready: list[tuple[ShardedParam, Tensor]] = []
         for param in flat.params:
             full = param.unsharded
@@ -309,8 +339,15 @@ class Runtime(FullParams):
         if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
-            missing = [p for p in flat.params if p not in have and p.unsharded is not None and p.sharded.requires_grad]
-            ready += [(p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device)) for p in missing]
+            missing = [
+                p
+                for p in flat.params
+                if p not in have and p.unsharded is not None and p.sharded.requires_grad
+            ]
+            ready += [
+                (p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device))
+                for p in missing
+            ]
             ready.sort(key=lambda entry: entry[0].layout.offset)
         if ready:
             yield self._program(flat, ready)
@@ -330,19 +367,30 @@ class Runtime(FullParams):
         return run, flat, reduced, [param for param, _ in ready]
 
     def reduce_retained(self) -> None:
-        """At the end of a backward that reduces: what earlier ones left, where this one brought nothing new."""
+        """At the end of a backward that reduces: what earlier ones left, where this one brought
+        nothing new.
+        """
         for flat in self.unit.flats:
             goes_on = {"retain": (), "scatter": ("rows",), "reduce": ("rows", "partial")}
             left = {(where, offset) for where, offset in flat.retained}
-            params = [p for p in flat.params if any((where, p.layout.offset) in left for where in goes_on[p.spec.sync])]
+            params = [
+                p
+                for p in flat.params
+                if any((where, p.layout.offset) in left for where in goes_on[p.spec.sync])
+            ]
             if not params:
                 continue
-            zeros = [(p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device)) for p in params]
+            zeros = [
+                (p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device))
+                for p in params
+            ]
             with torch.no_grad():
                 self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
 
     def watch_leaves(self) -> None:
-        """A backward through a backward need not come to the unit's outputs: its parameters' gradients say that it was here."""
+        """A backward through a backward need not come to the unit's outputs: its parameters'
+        gradients say that it was here.
+        """
         me = weakref.ref(self)
 
         @untraced
@@ -359,7 +407,11 @@ class Runtime(FullParams):
 
     def is_reached(self) -> bool:
         """Whether the running backward adds to gradients of full parameters."""
-        trained = (p.unsharded for p in self.unit.params if p.unsharded is not None and p.unsharded.requires_grad)
+        trained = (
+            p.unsharded
+            for p in self.unit.params
+            if p.unsharded is not None and p.unsharded.requires_grad
+        )
         return any(map(accumulates, trained))
 
     # -- at rest
@@ -370,7 +422,9 @@ class Runtime(FullParams):
             self.reshard()
 
     def reset(self) -> None:
-        """Back to rest after an exception; gradients that a failed backward has not reduced are nobody's."""
+        """Back to rest after an exception; gradients that a failed backward has not reduced are
+        nobody's.
+        """
         for param in self.unit.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -387,7 +441,9 @@ class Runtime(FullParams):
         log.debug("FSDP::%s%s", what, "" if self.unit.is_outermost else f" ({self.unit.name})")
 
     def _open(self) -> None:
-        """Let compiled parts of this forward read the full parameters, instead of gathering for themselves."""
+        """Let compiled parts of this forward read the full parameters, instead of gathering for
+        themselves.
+        """
         for param in self.unit.params:
             param.show_handle(OPEN)
             param.begin_forward()

@@ -1,12 +1,13 @@
-"""What torch's pipeline schedules look for on a sharded stage: the state that stock's `fully_shard.state(module)` returns.
+"""What torch's pipeline schedules look for on a sharded stage: the state that stock's
+`fully_shard.state(module)` returns.
 
-After a stage's last backward they call `post_backward()` on every parameter group of every state below it and
-`_root_post_backward_final_callback()`. Here these reach our eager runtime.
+After a stage's last backward they call `post_backward()` on every parameter group of every state
+below it and `_root_post_backward_final_callback()`. Here these reach our eager runtime.
 
-Private torch used here (tried on 2.11, 2.13 and 2.15): `torch.distributed._composable.contract`'s keys and `RegistryItem`,
-`torch.distributed._composable_state._module_state_mapping`, and `FSDPState`, of which
-`_state_ctx.all_states`, `_fsdp_param_groups`, in 2.11 one `_fsdp_param_group`, and `_root_post_backward_final_callback` are what
-the schedules read.
+Private torch used here (tried on 2.11, 2.13 and 2.15): `torch.distributed._composable.contract`'s
+keys and `RegistryItem`, `torch.distributed._composable_state._module_state_mapping`, and
+`FSDPState`, of which `_state_ctx.all_states`, `_fsdp_param_groups`, in 2.11 one
+`_fsdp_param_group`, and `_root_post_backward_final_callback` are what the schedules read.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class StockState(FSDPState):
 
 
 def show_to_schedules(module: nn.Module, state: StockState) -> None:
-    """Let stock's `fully_shard.state(module)` find it, and torch's other composable APIs see that the module is taken."""
+    """Let stock's `fully_shard.state(module)` find it, and torch's other composable APIs see that
+    the module is taken.
+    """
     function = stock_fully_shard.__wrapped__  # type: ignore[attr-defined]
     module.__dict__.setdefault(STATE_KEY, {})[function] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()

@@ -1,9 +1,11 @@
-"""What the units of one model share in eager mode: their order, reductions under way, the end of a backward.
+"""What the units of one model share in eager mode: their order, reductions under way, the end of a
+backward.
 
 [Note: order]
-The units below one outermost module form a `Tree`. Forward starts the gather of the unit that came next in the forward before;
-backward starts that of the unit whose forward came before; explicit lists replace both. A reduction is awaited when the next
-but one starts, or at the end of backward. Every rank takes these decisions from the same history, so all agree.
+The units below one outermost module form a `Tree`. Forward starts the gather of the unit that came
+next in the forward before; backward starts that of the unit whose forward came before; explicit
+lists replace both. A reduction is awaited when the next but one starts, or at the end of backward.
+Every rank takes these decisions from the same history, so all agree.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree`, autograd's callback queue.
 """
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
-log = logging.getLogger("torch.distributed.fsdp.fully_shard")  # torch's own: TORCH_LOGS="+fsdp" shows both
+log = logging.getLogger(
+    "torch.distributed.fsdp.fully_shard"
+)  # torch's own: TORCH_LOGS="+fsdp" shows both
 
 
 # Of all models; those without members were absorbed by others.
@@ -55,10 +59,11 @@ class Tree:
     in_flight: reductions under way, oldest first.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
-    delivers: the running backward adds to gradients of the units' parameters: it was not asked for others only.
+    delivers: the running backward adds to gradients of the units' parameters: it was not asked for
+        others only.
     creates_graph: the running backward records itself (`create_graph=True`).
-    has_double: one has, so that the storage of full parameters stays for a backward through it; until a whole backward that does
-        not record itself, or an optimizer's step.
+    has_double: one has, so that the storage of full parameters stays for a backward through it;
+        until a whole backward that does not record itself, or an optimizer's step.
     double_step: how often optimizers had stepped then.
     is_recorded: whether the last forward of the outermost module began in grad mode.
     entered: units in the order in which their last forwards began.
@@ -80,7 +85,9 @@ class Tree:
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
         self.is_last_backward = True
-        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = self.has_double = False
+        self.has_callback = self.delivers = self.is_recorded = self.creates_graph = (
+            self.has_double
+        ) = False
 
     def in_order(self) -> list[Runtime]:
         """The units by their numbers: the same on every rank, which a set's own order is not."""
@@ -102,14 +109,18 @@ class Tree:
         self.delivers = self.delivers or runtime.is_reached()
 
     def note_double(self, runtime: Runtime) -> None:
-        """In a node or hook of the running backward, which reaches a unit: if it records itself, another may come through it."""
+        """In a node or hook of the running backward, which reaches a unit: if it records itself,
+        another may come through it.
+        """
         if torch.is_grad_enabled():
             self.creates_graph = self.has_double = True
             self.double_step = num_steps()
             runtime.watch_leaves()
 
     def forget_double(self) -> None:
-        """Before a forward: after an optimizer's step, no backward goes through what an earlier one has recorded."""
+        """Before a forward: after an optimizer's step, no backward goes through what an earlier one
+        has recorded.
+        """
         if self.has_double and self.double_step != num_steps():
             self.free_double()
 
@@ -130,7 +141,9 @@ class Tree:
         self.in_flight.append(reduction)
         for runtime in self.members:
             if runtime.unit.settings.max_reductions_in_flight:
-                runtime.unit.options.consume("eager runtime", "set_reduce_scatter_max_input_buffers")
+                runtime.unit.options.consume(
+                    "eager runtime", "set_reduce_scatter_max_input_buffers"
+                )
         limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
             self.in_flight.popleft().finish()
@@ -157,8 +170,9 @@ class Tree:
                 runtime.drop_pending(is_end_of_backward=True)
 
     def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
-        """What the end of a backward reduces, in stock's order: that in which backward came to the units; but for FSDP1, whose flat
-        gradients are complete in the reverse order in which forward made their views, so that the root's is the last.
+        """What the end of a backward reduces, in stock's order: that in which backward came to the
+        units; but for FSDP1, whose flat gradients are complete in the reverse order in which
+        forward made their views, so that the root's is the last.
         """
         backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
         return [*backwards, *(r for r in reached if r not in backwards)]
@@ -175,7 +189,9 @@ class Tree:
         self.finalization.before_forward()
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception ended: await what is under way, free everything."""
+        """Forget a forward or backward that an exception ended: await what is under way, free
+        everything.
+        """
         while self.in_flight:
             self.in_flight.popleft().discard()
         self.has_callback = self.delivers = False
@@ -191,16 +207,25 @@ class Tree:
 class Reduction:
     """The gradients of a unit on their way: one program for each flat buffer."""
 
-    def __init__(self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]) -> None:
+    def __init__(
+        self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]
+    ) -> None:
         self.programs = programs
         for program, *_ in programs:
             program.advance()
 
     def finish(self, *, may_leave: bool = False) -> None:
-        """Await it and write `.grad`; or leave the waiting to whoever reads it, if the unit asked for that (`overlap`)."""
+        """Await it and write `.grad`; or leave the waiting to whoever reads it, if the unit asked
+        for that (`overlap`).
+        """
         with torch.no_grad():
             for program, flat, result, params in self.programs:
-                if may_leave and result is not None and flat.unit.settings.overlap and program.is_local:
+                if (
+                    may_leave
+                    and result is not None
+                    and flat.unit.settings.overlap
+                    and program.is_local
+                ):
                     flat.unit.options.consume("eager runtime", "overlap_optimizer")
                     flat.deliver_later(program, result, params)
                     continue
@@ -220,7 +245,9 @@ def in_backward() -> bool:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same object."""
+    """Apply `fn` to the tensors inside containers and dataclasses; what did not change is the same
+    object.
+    """
     leaves, structure = tree_flatten(value)
     mapped = [_map_leaf(fn, leaf) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
@@ -234,5 +261,7 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     fields_ = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
-    changed = {name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old}
+    changed = {
+        name: new for name, old in fields_.items() if (new := map_tensors(fn, old)) is not old
+    }
     return replace(leaf, **changed) if changed else leaf

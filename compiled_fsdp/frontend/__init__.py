@@ -1,1 +1,3 @@
-"""What both front ends share: states and hooks of sharded modules, checks, fallback, whole-model functions."""
+"""What both front ends share: states and hooks of sharded modules, checks, fallback, whole-model
+functions.
+"""

@@ -1,14 +1,16 @@
-"""The classes that sharded modules get: `FSDPX` for the modules of a call, and reads of parameters that trace to ops.
+"""The classes that sharded modules get: `FSDPX` for the modules of a call, and reads of parameters
+that trace to ops.
 
 [Note: how a parameter is read]
-The class of every module that owns a sharded parameter is replaced by a subclass with one property per parameter. While Dynamo
-traces, the property yields an `fsdp::unshard` of the unit's flat buffer; otherwise it yields what is registered under the
-name: the unsharded parameter inside an eager forward, the sharded DTensor outside. So it does not matter how a compiled
-region is reached, or how much of the model it covers: what is read is gathered, exactly once after `dedup_unshard`.
-What a user has put in a parameter's place is what is read instead, and iterating over parameters yields what an eager forward
-would find: `registered.py`.
-Inside an eager forward (a graph break in the unit, a submodule compiled by itself) the full parameters are there already:
-compiled parts read them as inputs, and the eager runtime reduces their gradients.
+The class of every module that owns a sharded parameter is replaced by a subclass with one property
+per parameter. While Dynamo traces, the property yields an `fsdp::unshard` of the unit's flat
+buffer; otherwise it yields what is registered under the name: the unsharded parameter inside an
+eager forward, the sharded DTensor outside. So it does not matter how a compiled region is reached,
+or how much of the model it covers: what is read is gathered, exactly once after `dedup_unshard`.
+What a user has put in a parameter's place is what is read instead, and iterating over parameters
+yields what an eager forward would find: `registered.py`. Inside an eager forward (a graph break in
+the unit, a submodule compiled by itself) the full parameters are there already: compiled parts read
+them as inputs, and the eager runtime reduces their gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _classes: dict[tuple[type, type | None], type] = {}
 
 
 def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = None) -> None:
-    """Give `module` the subclass of its original class that reads parameters as ops; modules of one class share it.
+    """Give `module` the subclass of its original class that reads parameters as ops; modules of one
+    class share it.
 
     root: for a module that a call was given, the class of what users call on it.
     """
@@ -57,8 +60,8 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
 
 
 class Attributes:
-    """What a module holds in its `__dict__`, as attributes that no property hides: for traces where Dynamo sees the property even
-    when the dict is asked.
+    """What a module holds in its `__dict__`, as attributes that no property hides: for traces where
+    Dynamo sees the property even when the dict is asked.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -71,7 +74,10 @@ class Attributes:
 
 
 def _make_class(original: type, root: type | None) -> type:
-    body: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    body: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
     bases: tuple[type, ...] = (original,)
     name = original.__name__
     if root is not None:
@@ -88,7 +94,9 @@ def _make_class(original: type, root: type | None) -> type:
 
 
 def _own_forward(original: Any) -> Callable[..., Any]:
-    """A forward outside torch's own files: for those, `torch.compile` starts its graph inside our `__call__`."""
+    """A forward outside torch's own files: for those, `torch.compile` starts its graph inside our
+    `__call__`.
+    """
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +105,20 @@ def _own_forward(original: Any) -> Callable[..., Any]:
     return forward
 
 
-def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], None]]:
-    """Get, set and delete for a property; on an object of the class whose `name` is not a sharded parameter, as if without it."""
+def _accessors(
+    name: str,
+) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], None]]:
+    """Get, set and delete for a property; on an object of the class whose `name` is not a sharded
+    parameter, as if without it.
+    """
 
     def read(self: nn.Module) -> Any:
         owner: Any = self
-        if torch.compiler.is_dynamo_compiling() and name in owner._fsdp_handles and name not in owner._fsdp_replaced:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            and name in owner._fsdp_handles
+            and name not in owner._fsdp_replaced
+        ):
             handle = owner._fsdp_handles[name]
             if handle.key:
                 return traced(owner, name)
@@ -120,13 +136,19 @@ def _accessors(name: str) -> tuple[Callable[[Any], Any], Callable[[Any, Any], No
     def delete(self: nn.Module) -> None:
         self.__dict__.pop(name)
 
-    for accessor in (read, write, delete):  # a read by itself would be a graph, and what is written to its result is lost
+    for accessor in (
+        read,
+        write,
+        delete,
+    ):  # a read by itself would be a graph, and what is written to its result is lost
         never_traced_alone(accessor)
     return read, write, delete
 
 
 def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
-    """`__call__` of a module that owns sharded parameters and is not a unit's own: in eager mode they must be gathered."""
+    """`__call__` of a module that owns sharded parameters and is not a unit's own: in eager mode
+    they must be gathered.
+    """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -140,7 +162,11 @@ def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
 @untraced
 def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     handles: dict[str, Handle] = module.__dict__.get("_fsdp_handles", {})
-    closed = [name for name, handle in handles.items() if handle.key and isinstance(module._parameters.get(name), DTensor)]
+    closed = [
+        name
+        for name, handle in handles.items()
+        if handle.key and isinstance(module._parameters.get(name), DTensor)
+    ]
     if not closed or any(isinstance(a, DTensor) for a in args):
         return
     state: State = module.__dict__["_fsdp_owner"]
@@ -154,20 +180,28 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     param = sharded[0]
     raise RuntimeError(
-        f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit {state.unit.name!r} was not "
-        "entered by its forward, but from another method. Either call register_fsdp_forward_method(sharded_module, name) "
+        f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit "
+        f"{state.unit.name!r} was not "
+        "entered by its forward, but from another method. Either call "
+        "register_fsdp_forward_method(sharded_module, name) "
         "for that method, or sharded_module.unshard() before and .reshard() after it"
     )
 
 
 def _as_original(self: Any, _protocol: object) -> tuple[Any, ...]:
-    """To copy and to pickle: a module of the original class that holds what is registered, DTensors at rest, and is no part of a
-    unit, as with torch's `fully_shard`.
+    """To copy and to pickle: a module of the original class that holds what is registered, DTensors
+    at rest, and is no part of a unit, as with torch's `fully_shard`.
     """
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     if isinstance(state, dict):
-        state = {name: value for name, value in state.items() if not name.startswith(("_fsdp_", "_is_fsdp_"))}
-        state["_parameters"] = {name: _movable(value) for name, value in dict.items(self._parameters)}
+        state = {
+            name: value
+            for name, value in state.items()
+            if not name.startswith(("_fsdp_", "_is_fsdp_"))
+        }
+        state["_parameters"] = {
+            name: _movable(value) for name, value in dict.items(self._parameters)
+        }
     return copyreg._reconstructor, (original_class(self), object, None), state  # type: ignore[attr-defined]
 
 
@@ -182,5 +216,6 @@ def _movable(param: Any) -> Any:
 
 def _no_deepcopy(*_: object) -> NoReturn:
     raise AssertionError(
-        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. Copy its state_dict"
+        "FSDP does not support deepcopy: a sharded module shares flat buffers and process groups. "
+        "Copy its state_dict"
     )

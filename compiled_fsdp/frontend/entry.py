@@ -1,11 +1,12 @@
 """The frames with which compiling a unit begins: every sharded module has code objects of its own.
 
-Dynamo keeps what it has compiled with the code object of a frame, and looks through all of that at each call. Units differ in the
-constants of their gathers, so after a graph break every unit is a graph of its own: with one code object for all, each call would
-look through the graphs of all units, and the ninth unit would be over Dynamo's limit (`limits.py`).
+Dynamo keeps what it has compiled with the code object of a frame, and looks through all of that at
+each call. Units differ in the constants of their gathers, so after a graph break every unit is a
+graph of its own: with one code object for all, each call would look through the graphs of all
+units, and the ninth unit would be over Dynamo's limit (`limits.py`).
 
-`module.compile()` begins at such a frame too: torch's own begins at `nn.Module._call_impl`, inside torch's files, where Dynamo
-starts no graph.
+`module.compile()` begins at such a frame too: torch's own begins at `nn.Module._call_impl`, inside
+torch's files, where Dynamo starts no graph.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 
 
 def own_copy(function: Any, module: nn.Module) -> Any:
-    """The same function with a code object of its own, named after the module's place among all sharded ones."""
+    """The same function with a code object of its own, named after the module's place among all
+    sharded ones.
+    """
     name = f"{function.__name__}_{module.__dict__['_fsdp_key'].split()[-1]}"
     code = function.__code__.replace(co_name=name)
-    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return FunctionType(
+        code, function.__globals__, name, function.__defaults__, function.__closure__
+    )
 
 
 def call_of(module: Any) -> Callable[..., Any]:
-    """The module's own `_fsdp_call`, which takes the module too; what `module.compile()` made begins at our frames from now on."""
+    """The module's own `_fsdp_call`, which takes the module too; what `module.compile()` made
+    begins at our frames from now on.
+    """
     if _begins_in_torch(module._compiled_call_impl):
         _begin_anew(module)
     found: Callable[..., Any] = module.__dict__.get("_fsdp_entry")
@@ -44,7 +51,9 @@ def call_of(module: Any) -> Callable[..., Any]:
 def is_entry(code: CodeType, module: Any) -> bool:
     """Whether compiling this module's call begins with a frame of this code object."""
     begin = getattr(module._compiled_call_impl, "_torchdynamo_orig_callable", None)
-    return any(f is not None and f.__code__ is code for f in (module.__dict__.get("_fsdp_entry"), begin))
+    return any(
+        f is not None and f.__code__ is code for f in (module.__dict__.get("_fsdp_entry"), begin)
+    )
 
 
 def _begin_anew(module: Any) -> None:

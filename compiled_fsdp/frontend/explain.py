@@ -37,25 +37,30 @@ class UnusedOptionError(RuntimeError):
 
 
 def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False) -> Explanation:
-    """Say what became of a sharded model: which units are in a graph, what communicates them, what it costs, what each option did.
+    """Say what became of a sharded model: which units are in a graph, what communicates them, what
+    it costs, what each option did.
 
-    Print the result, or take its fields; `as_dict()` is for JSON. Works before the first step, compiled or not, on any rank, and
-    communicates nothing.
+    Print the result, or take its fields; `as_dict()` is for JSON. Works before the first step,
+    compiled or not, on any rank, and communicates nothing.
 
     Args:
-        model: what `fully_shard` or `torch.compile` returned, or any module with sharded ones inside.
-        profile: a finished `torch.profiler.profile` of some steps, from which exposed communication is taken, and with
-            `profile_memory=True` the peak.
+        model: what `fully_shard` or `torch.compile` returned, or any module with sharded ones
+            inside.
+        profile: a finished `torch.profiler.profile` of some steps, from which exposed communication
+            is taken, and with `profile_memory=True` the peak.
         allow_unused: do not raise for options that nothing consumed; they are in the result.
 
     Raises:
         TypeError: nothing in the model is sharded, or `profile` is no profile.
-        UnusedOptionError: a step has run since an option was set, and nothing consumed it; `.explanation` has the rest.
+        UnusedOptionError: a step has run since an option was set, and nothing consumed it;
+            `.explanation` has the rest.
     """
     inner = uncompiled(model)
     states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
     if not states:
-        raise TypeError(f"explain: {named(model)} has no sharded module. Call fully_shard on it first")
+        raise TypeError(
+            f"explain: {named(model)} has no sharded module. Call fully_shard on it first"
+        )
     measured.check(profile)
     optimizer_steps.catch_up()
     units = sorted((s.unit for s in states), key=lambda unit: unit.number)
@@ -70,16 +75,27 @@ def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
     runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
     wrong = []
     for option in found.unused():
-        names = [u.name for u in units if u.name in option.units and _has_trained(u, u.options, option.name, runs)]
-        is_of_plan = not option.units and any(_has_trained(u, plan_options, option.name, runs) for u in units)
+        names = [
+            u.name
+            for u in units
+            if u.name in option.units and _has_trained(u, u.options, option.name, runs)
+        ]
+        is_of_plan = not option.units and any(
+            _has_trained(u, plan_options, option.name, runs) for u in units
+        )
         if names or is_of_plan:
             wrong.append(
-                f"  {option.name}={option.value}" + (f" of {', '.join(names[:5])}" if names else "") + _hint(option.name)
+                f"  {option.name}={option.value}"
+                + (f" of {', '.join(names[:5])}" if names else "")
+                + _hint(option.name)
             )
     if wrong:
         raise UnusedOptionError(
-            "explain: these options were set, a step has run since, and nothing took a decision from them, so they changed "
-            "nothing:\n" + "\n".join(wrong) + "\nLeave them out, or pass allow_unused=True to see the rest",
+            "explain: these options were set, a step has run since, and nothing took a decision "
+            "from them, so they changed "
+            "nothing:\n"
+            + "\n".join(wrong)
+            + "\nLeave them out, or pass allow_unused=True to see the rest",
             found,
         )
 
@@ -87,7 +103,9 @@ def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
 def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bool:
     since = options.asked[name].moment
     eager = unit.options.consumed.get("mp_policy.reduce_dtype", {})
-    graphs = [run.last for run, record in runs if record.kind == "backward" and unit.key in record.units]
+    graphs = [
+        run.last for run, record in runs if record.kind == "backward" and unit.key in record.units
+    ]
     return max([*eager.values(), *graphs], default=0) > since
 
 

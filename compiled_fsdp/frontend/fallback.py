@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 LIMIT = "torch._dynamo.config.recompile_limit"
-AGREED = "compiled_fsdp: all ranks run this unit eagerly"  # in the reason of graph breaks that were told of already
+# in the reason of graph breaks that were told of already
+AGREED = "compiled_fsdp: all ranks run this unit eagerly"
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _policy: Literal["warn", "error"] = "warn"
@@ -37,7 +38,8 @@ class FallbackError(RuntimeError):
 
 
 def set_fallback(policy: Literal["warn", "error"]) -> None:
-    """What to do when a part of a compiled model cannot be traced and its units run eagerly: "warn" (once a reason) or "error".
+    """What to do when a part of a compiled model cannot be traced and its units run eagerly: "warn"
+    (once a reason) or "error".
 
     Raises:
         ValueError: another value.
@@ -49,7 +51,9 @@ def set_fallback(policy: Literal["warn", "error"]) -> None:
 
 
 def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
-    """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is why."""
+    """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is
+    why.
+    """
     global _last_seen
     reasons = dynamo.graph_break_reasons
     if not reasons or reasons[-1] is _last_seen:
@@ -58,20 +62,28 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
     fresh = reasons[known[0] + 1 :] if known else list(reasons)
     _last_seen = reasons[-1]
     for entry in [e for e in fresh if AGREED not in e.reason]:
-        frames = [frame for frame in reversed(entry.user_stack) if not frame.filename.startswith(NOT_THE_USERS)]
+        frames = [
+            frame
+            for frame in reversed(entry.user_stack)
+            if not frame.filename.startswith(NOT_THE_USERS)
+        ]
         where, found = "a call", [unit]
         if frames:
             frame = frames[0]
             where = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-            found = next(filter(None, ([u for u in neighbours if _contains(u, f)] for f in frames)), [unit])
+            found = next(
+                filter(None, ([u for u in neighbours if _contains(u, f)] for f in frames)), [unit]
+            )
         names = [u.name for u in found]
         why = " ".join(line.strip() for line in entry.reason.strip().splitlines()[:2])
         for broken in found:
             broken.why_eager[f"{why} (at {where})"] = None
         text = (
-            f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo broke the graph at {where}\n"
+            f"compiled_fsdp: unit {_listed(names)} runs eagerly, not in a graph, because Dynamo "
+            f"broke the graph at {where}\n"
             f"  {why}\n"
-            "Its gathers are overlapped by a fixed rule instead of the plan, and so are those around it. Results are the same"
+            "Its gathers are overlapped by a fixed rule instead of the plan, and so are those "
+            "around it. Results are the same"
         )
         if _policy == "error":
             raise FallbackError(f'{text}; set_fallback("error") makes this an error')
@@ -79,14 +91,17 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
 
 
 def note_skipped(unit: Unit) -> None:
-    """A unit whose call is compiled runs outside a graph, and Dynamo has broken none: it skips the frame from now on.
+    """A unit whose call is compiled runs outside a graph, and Dynamo has broken none: it skips the
+    frame from now on.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
     text = (
-        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo has broken no graph: "
-        "it has given up the call for good, as after an exception while that was traced. torch._dynamo.reset() lets it "
+        f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo "
+        "has broken no graph: "
+        "it has given up the call for good, as after an exception while that was traced. "
+        "torch._dynamo.reset() lets it "
         "begin anew. Results are the same"
     )
     unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
@@ -96,13 +111,18 @@ def note_skipped(unit: Unit) -> None:
 
 
 def note_overrun(unit: Unit, times: int, why: str, then: str) -> None:
-    """Dynamo will not compile a unit's call again, or would not if other ranks were not to stop at the same time; then what.
+    """Dynamo will not compile a unit's call again, or would not if other ranks were not to stop at
+    the same time; then what.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
     unit.why_eager[f"compiled {times} times ({LIMIT})"] = None
-    _tell_overrun(unit, f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because {why}\n{then}")
+    _tell_overrun(
+        unit,
+        f"unit {unit.name!r} was compiled {times} times, which is {LIMIT}\n  last because "
+        f"{why}\n{then}",
+    )
 
 
 def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
@@ -115,13 +135,16 @@ def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
         below.runs_eagerly = True
         below.why_eager[f"{why} ({LIMIT})"] = None
     names = _listed([below.name for below in units])
-    _tell_overrun(unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}")
+    _tell_overrun(
+        unit, f"unit {names} runs eagerly from now on, on all ranks, since {why}\nThat is {LIMIT}"
+    )
 
 
 def _tell_overrun(unit: Unit, what: str) -> None:
     """Once for each unit."""
     text = (
-        f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call with "
+        f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call "
+        "with "
         "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
     )
     if _policy == "error":
@@ -132,14 +155,17 @@ def _tell_overrun(unit: Unit, what: str) -> None:
 
 
 def note_larger(unit: Unit, code: CodeType, why: str) -> None:
-    """A function that calls a sharded module was compiled as often as Dynamo would, and is compiled on.
+    """A function that calls a sharded module was compiled as often as Dynamo would, and is compiled
+    on.
 
     Raises:
         FallbackError: `set_fallback("error")` was called.
     """
     text = (
-        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n  last because {why}\n"
-        "It is compiled on for every new kind of input, since other ranks may be in a graph. Mark sizes that change from call to "
+        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n  "
+        f"last because {why}\n"
+        "It is compiled on for every new kind of input, since other ranks may be in a graph. Mark "
+        "sizes that change from call to "
         "call with torch._dynamo.mark_dynamic, or pass numbers that change as tensors"
     )
     if _policy == "error":
@@ -151,7 +177,8 @@ def note_part(unit: Unit, code: CodeType, times: int) -> None:
     """A frame inside the forward of a unit that runs eagerly anyway runs as it is from now on."""
     warn_once(
         f"compiled_fsdp: {_place(code)} was compiled {times} times inside unit "
-        f"{unit.name!r}, which is {LIMIT}\n  last because {last_recompile(code)}\nIt is run as it is. Results are the same",
+        f"{unit.name!r}, which is {LIMIT}\n  last because {last_recompile(code)}\nIt is run as it "
+        "is. Results are the same",
         about=f"{_place(code)} in unit {unit.number}",
     )
 

@@ -1,4 +1,5 @@
-"""What is checked once, before the first forward of an outermost module and before an optimizer's first step.
+"""What is checked once, before the first forward of an outermost module and before an optimizer's
+first step.
 
 The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss that does not fall.
 """
@@ -51,7 +52,11 @@ def check_same_model(units: Sequence[Unit]) -> None:
     everyone = agree(group, "\n".join(["a model of these parameters", *lines]))
     if everyone is None:
         return
-    known = {rank: text.splitlines()[1:] for rank, text in enumerate(everyone) if text.startswith("a model")}
+    known = {
+        rank: text.splitlines()[1:]
+        for rank, text in enumerate(everyone)
+        if text.startswith("a model")
+    }
     if len(known) < len(everyone):  # some do something else altogether
         raise DivergenceError(describe(group, everyone))
     common = set.intersection(*map(set, known.values()))
@@ -60,7 +65,9 @@ def check_same_model(units: Sequence[Unit]) -> None:
         only = [line for line in theirs if line not in common]
         shown = only[:5] or "none: some are missing, or the order differs"
         texts.append(f"  rank {rank}: {len(theirs)} parameters; not on all ranks: {shown}")
-    raise DivergenceError("fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts))
+    raise DivergenceError(
+        "fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts)
+    )
 
 
 def check_devices(units: Iterable[Unit]) -> None:
@@ -74,7 +81,8 @@ def check_devices(units: Iterable[Unit]) -> None:
         wrong = [p.fqn for p in unit.params if p.sharded.device.type != device.type]
         if wrong:
             raise RuntimeError(
-                f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, so they cannot be gathered. "
+                f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, "
+                "so they cannot be gathered. "
                 f"Move the whole sharded model with .to({device.type!r})"
             )
 
@@ -82,11 +90,15 @@ def check_devices(units: Iterable[Unit]) -> None:
 def warn_unread(units: Sequence[Unit]) -> None:
     """After a step: a unit that nobody read is a mistake, or parameters that need not be there."""
     for unit in units:
-        count = sum(bool(param.owners) for param in unit.params)  # all but those that gave way to a tied one
+        count = sum(
+            bool(param.owners) for param in unit.params
+        )  # all but those that gave way to a tied one
         if count and not unit.was_read and unit.key not in TRACED:
             warn_once(
-                f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing called its forward or read its "
-                f"{count} parameters, so they are not trained. If another method than forward uses them, call "
+                f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing "
+                "called its forward or read its "
+                f"{count} parameters, so they are not trained. If another method than forward uses "
+                "them, call "
                 "register_fsdp_forward_method(module, name) for it"
             )
 
@@ -103,17 +115,23 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     told = f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor"
     if not others:
         raise RuntimeError(
-            f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept from before the call. Read the "
+            f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
+            "from before the call. Read the "
             "module's attributes inside forward, or call full_tensor() on it"
         ) from error
     raise RuntimeError(
-        f"{told}: one of another unit ({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not "
-        "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the other before and reshard() after it"
+        f"{told}: one of another unit "
+        f"({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not "
+        "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
+        "other before and reshard() after it"
     ) from error
 
 
-def check_buffers(module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, weakref.ref[Tensor]]]) -> None:
-    """A model that was built on the meta device: no buffer may have been forgotten, nor differ between ranks.
+def check_buffers(
+    module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, weakref.ref[Tensor]]]
+) -> None:
+    """A model that was built on the meta device: no buffer may have been forgotten, nor differ
+    between ranks.
 
     Raises:
         RuntimeError: buffers, non-persistent ones included, that nobody wrote since `to_empty`.
@@ -122,24 +140,36 @@ def check_buffers(module: nn.Module, unit: Unit, from_meta: Iterable[tuple[str, 
     forgotten = [
         name
         for name, reference in from_meta
-        if (tensor := reference()) is not None and buffers.get(name) is tensor and tensor._version == 0 and tensor.numel()
+        if (tensor := reference()) is not None
+        and buffers.get(name) is tensor
+        and tensor._version == 0
+        and tensor.numel()
     ]
     if forgotten:
         raise RuntimeError(
-            f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta device, and nothing wrote them "
-            "since to_empty(). Initialise them (non-persistent ones are not in a state dict), for example with reset_parameters()"
+            f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta "
+            "device, and nothing wrote them "
+            "since to_empty(). Initialise them (non-persistent ones are not in a state dict), for "
+            "example with reset_parameters()"
         )
     group = unit.mesh_info.shard_group
     locals_ = {name: local_tensor(b) for name, b in buffers.items()}
-    numeric = {name: b for name, b in locals_.items() if b.device == unit.mesh_info.device and not b.is_complex()}
+    numeric = {
+        name: b
+        for name, b in locals_.items()
+        if b.device == unit.mesh_info.device and not b.is_complex()
+    }
     if not numeric or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    sums = torch.stack([b.detach().double().nan_to_num().mul(_weights(b)).sum() for b in numeric.values()])
+    sums = torch.stack(
+        [b.detach().double().nan_to_num().mul(_weights(b)).sum() for b in numeric.values()]
+    )
     differs = (_gathered(sums, group).view(-1, len(sums)) != sums).any(0).tolist()
     names = [name for name, is_other in zip(numeric, differs, strict=True) if is_other]
     if names:
         warn_once(
-            f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP never synchronises buffers: if "
+            f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP "
+            "never synchronises buffers: if "
             "they should be equal, broadcast them from one rank after to_empty()"
         )
 
@@ -152,7 +182,9 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _weights(tensor: Tensor) -> Tensor:
     """So that permuted values do not add up to the same."""
-    return torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).view(tensor.shape)
+    return torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device).view(
+        tensor.shape
+    )
 
 
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -164,7 +196,9 @@ def check_optimizers() -> None:
     optimizer_steps.after(_after_step)
 
 
-_trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree]]] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> None:
@@ -195,7 +229,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     stale = [taken[p][1].fqn for p in params if p in taken]
     if stale:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step: fully_shard replaced {len(stale)} of its parameters ({stale[0]!r} is the first) "
-            "after the optimizer was built, so the step would change nothing that the model uses. Build the optimizer after "
+            f"{type(optimizer).__name__}.step: fully_shard replaced {len(stale)} of its parameters "
+            f"({stale[0]!r} is the first) "
+            "after the optimizer was built, so the step would change nothing that the model uses. "
+            "Build the optimizer after "
             "fully_shard"
         )

@@ -1,9 +1,12 @@
-"""`measure_kernels`: how long each matmul and attention of a model takes inside it, for plans that are made from costs.
+"""`measure_kernels`: how long each matmul and attention of a model takes inside it, for plans that
+are made from costs.
 
-A matmul measured alone, as `calibrate` does, finds its operands in the caches that it has to itself, and has one size. What a model
-runs is measured here where it runs. Compiled graphs call the same kernels with the same shapes.
+A matmul measured alone, as `calibrate` does, finds its operands in the caches that it has to
+itself, and has one size. What a model runs is measured here where it runs. Compiled graphs call the
+same kernels with the same shapes.
 
-Private torch used here (tried on 2.13): `torch.utils._python_dispatch.TorchDispatchMode`, which autograd keeps on in its threads.
+Private torch used here (tried on 2.13): `torch.utils._python_dispatch.TorchDispatchMode`, which
+autograd keeps on in its threads.
 """
 
 from __future__ import annotations
@@ -37,23 +40,30 @@ STEPS = 3  # that are measured, after one that is not
 
 
 def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
-    """Run a few eager forwards and backwards on `example`, and put the times of their matmuls and attentions into the plan's costs.
+    """Run a few eager forwards and backwards on `example`, and put the times of their matmuls and
+    attentions into the plan's costs.
 
-    Call it on all ranks, with a batch of the sizes that training has, before the first compiled step: graphs compiled from then on
-    are planned, and their time predicted, with these times (`Costs.kernels`, seconds). Kernels that were not met, or not on every
-    rank, cost what the machine's constants say. Parameters, gradients, buffers and the state of the random generators are
-    afterwards as before.
+    Call it on all ranks, with a batch of the sizes that training has, before the first compiled
+    step: graphs compiled from then on are planned, and their time predicted, with these times
+    (`Costs.kernels`, seconds). Kernels that were not met, or not on every rank, cost what the
+    machine's constants say. Parameters, gradients, buffers and the state of the random generators
+    are afterwards as before.
 
     Returns the costs, the same on every rank.
 
     Raises:
         TypeError: the model was not sharded.
-        ValueError: no output requires a gradient, or nothing is communicated (one rank), so that there is nothing to plan.
+        ValueError: no output requires a gradient, or nothing is communicated (one rank), so that
+            there is nothing to plan.
     """
     states = sharded_below(model, "measure_kernels")
     infos = list(dict.fromkeys(flat.mesh_info for state in states for flat in state.unit.flats))
     seen: list[dict[str, list[float]]] = []
-    with without_trace(model), _unseen([state.unit for state in states]), torch.compiler.set_stance("force_eager"):
+    with (
+        without_trace(model),
+        _unseen([state.unit for state in states]),
+        torch.compiler.set_stance("force_eager"),
+    ):
         for _ in range(1 + STEPS):
             with Clock(infos[0].device) as clock:
                 run_both(uncompiled(model), example, more, "measure_kernels")
@@ -61,10 +71,14 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
     costs = current_plan().costs or calibrate(infos)
     if costs is None:
         raise ValueError(
-            "measure_kernels: no group of the model's meshes has two ranks, so nothing is communicated, and there is nothing to "
+            "measure_kernels: no group of the model's meshes has two ranks, so nothing is "
+            "communicated, and there is nothing to "
             "plan. Leave it out, or shard over at least two ranks"
         )
-    found = {key: statistics.median(t for step in seen[1:] for t in step.get(key, ())) for key in seen[-1]}
+    found = {
+        key: statistics.median(t for step in seen[1:] for t in step.get(key, ()))
+        for key in seen[-1]
+    }
     for group in groups_of(infos).values():
         found = _medians(found, group)
     kernels = tuple((key, float(f"{seconds:.{DIGITS}g}")) for key, seconds in sorted(found.items()))
@@ -102,8 +116,13 @@ class Clock(TorchDispatchMode):
 
 @contextmanager
 def _unseen(units: list[Unit]) -> Iterator[None]:
-    """What runs inside is no run of the user's to `explain`: neither that units ran eagerly, nor what options that took."""
-    before = [(unit.num_eager_forwards, {name: dict(by) for name, by in unit.options.consumed.items()}) for unit in units]
+    """What runs inside is no run of the user's to `explain`: neither that units ran eagerly, nor
+    what options that took.
+    """
+    before = [
+        (unit.num_eager_forwards, {name: dict(by) for name, by in unit.options.consumed.items()})
+        for unit in units
+    ]
     try:
         yield
     finally:

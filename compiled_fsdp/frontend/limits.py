@@ -1,13 +1,16 @@
-"""How often frames are compiled inside the calls of sharded modules: Dynamo's limit, for each unit by itself.
+"""How often frames are compiled inside the calls of sharded modules: Dynamo's limit, for each unit
+by itself.
 
-Dynamo counts the compilations of a code object. Frames below a unit's entry are shared by all units of a class, and where each
-needs a graph of its own, the ninth unit would run them eagerly. So what counts here is how often a code object was compiled
-inside the calls of one unit.
+Dynamo counts the compilations of a code object. Frames below a unit's entry are shared by all units
+of a class, and where each needs a graph of its own, the ninth unit would run them eagerly. So what
+counts here is how often a code object was compiled inside the calls of one unit.
 
-What a frame over the limit becomes depends on whether graphs of it may gather. If not, as inside the forward of a unit that runs
-eagerly anyway, Dynamo gives it up. If so, other ranks may be in such a graph: it is compiled on, until all ranks run the unit
-eagerly from the same call on (`together.py`). A larger function that calls a sharded module is compiled on for good: nothing of
-ours runs before its calls, where ranks could settle on one; and what is called below a frame that Dynamo gives up, it gives up too.
+What a frame over the limit becomes depends on whether graphs of it may gather. If not, as inside
+the forward of a unit that runs eagerly anyway, Dynamo gives it up. If so, other ranks may be in
+such a graph: it is compiled on, until all ranks run the unit eagerly from the same call on
+(`together.py`). A larger function that calls a sharded module is compiled on for good: nothing of
+ours runs before its calls, where ranks could settle on one; and what is called below a frame that
+Dynamo gives up, it gives up too.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 CALLS: set[CodeType] = set()  # `__call__` of the classes of sharded modules
 
 # How often a code object was compiled inside the calls of each unit, by the unit's number.
-# By identity: code that Dynamo has made may have slices for constants, which have no hash before Python 3.12.
+# By identity: code that Dynamo has made may have slices for constants, which have no hash before
+# Python 3.12.
 _times: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -45,10 +49,14 @@ def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
         return is_over and _goes_on_for_good(code)
     state.note_callers()
     times = _count(code, state.unit.number, is_first)
-    if not is_over or times < min(torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit):
+    if not is_over or times < min(
+        torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    ):
         return True
     gathering = [s for s in state.below() if not s.unit.runs_eagerly]
-    if not is_entry(code, module):  # then the unit's own parameters are there, by hooks that ran before
+    if not is_entry(
+        code, module
+    ):  # then the unit's own parameters are there, by hooks that ran before
         gathering = [s for s in gathering if s is not state]
     if gathering:
         return _give_up(state, times, last_recompile(code))
@@ -58,7 +66,9 @@ def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
 
 
 def _give_up(state: State, times: int, why: str) -> bool:
-    """Have a unit run eagerly; whether it is compiled on, since other ranks are to do so at the same time."""
+    """Have a unit run eagerly; whether it is compiled on, since other ranks are to do so at the
+    same time.
+    """
     root = state.root
     together = root.together
     goes_on = together is None or not together.is_alone
@@ -79,8 +89,12 @@ def _then(together: Together | None) -> str:
 
 
 def _goes_on_for_good(code: CodeType) -> bool:
-    """Whether a frame outside all calls is compiled on, since other ranks may be in a graph that gathers, of it or below."""
-    state = next((s for s in called_below(code) if s.together is None or not s.together.is_alone), None)
+    """Whether a frame outside all calls is compiled on, since other ranks may be in a graph that
+    gathers, of it or below.
+    """
+    state = next(
+        (s for s in called_below(code) if s.together is None or not s.together.is_alone), None
+    )
     if state is not None:
         note_larger(state.root.unit, code, last_recompile(code))
     return state is not None

@@ -1,18 +1,22 @@
-"""Overlap the optimizer's step with the last reductions of backward and the first all-gathers of the next forward.
+"""Overlap the optimizer's step with the last reductions of backward and the first all-gathers of
+the next forward.
 
-Backward returns while its last reductions are under way (`passes/leave_in_flight.py`), and their gradients wait when they are read
-(`in_flight.py`). The step goes unit by unit: first those whose gradients are there, in the order of forward, then the others in the
-order in which their reductions were started. As soon as the units that forward uses first are stepped, their gathers start, and the
+Backward returns while its last reductions are under way (`passes/leave_in_flight.py`), and their
+gradients wait when they are read (`in_flight.py`). The step goes unit by unit: first those whose
+gradients are there, in the order of forward, then the others in the order in which their reductions
+were started. As soon as the units that forward uses first are stepped, their gathers start, and the
 next forward finds them under way (`passes/gather_ahead.py`).
 
-With `in_backward`, units whose reductions are awaited in backward are stepped right there (`passes/step_in_backward.py`), and
-gathers of the next forward start beside the rest of backward; the step does what is left.
+With `in_backward`, units whose reductions are awaited in backward are stepped right there
+(`passes/step_in_backward.py`), and gathers of the next forward start beside the rest of backward;
+the step does what is left.
 
-Collectives start in the same order as without all this, on every rank: reductions in the order of backward, gathers in the order of
-forward. In which order units are stepped may differ between ranks (somebody looked at a gradient on one of them); nothing is
-communicated by that.
+Collectives start in the same order as without all this, on every rank: reductions in the order of
+backward, gathers in the order of forward. In which order units are stepped may differ between ranks
+(somebody looked at a gradient on one of them); nothing is communicated by that.
 
-Private torch used here (tried on 2.13): `Optimizer._patch_step_function`, which runs the step hooks, and what it leaves on `step`.
+Private torch used here (tried on 2.13): `Optimizer._patch_step_function`, which runs the step
+hooks, and what it leaves on `step`.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ if TYPE_CHECKING:
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
-# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts of a step make up the whole.
+# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts
+# of a step make up the whole.
 ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
     optim.Adagrad,
@@ -61,30 +66,39 @@ ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
 
 
 def overlap_optimizer(
-    model: nn.Module, optimizer: Optimizer, *, max_ahead_bytes: int = MAX_AHEAD_BYTES, in_backward: bool = False
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    max_ahead_bytes: int = MAX_AHEAD_BYTES,
+    in_backward: bool = False,
 ) -> Optimizer:
-    """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the numbers stay the same.
+    """Let `optimizer.step()` overlap with the reductions before it and the gathers after it; the
+    numbers stay the same.
 
-    Call it once, on every rank, after building the optimizer and before its learning rate scheduler. The training loop
-    stays as it is. Returns the optimizer.
+    Call it once, on every rank, after building the optimizer and before its learning rate
+    scheduler. The training loop stays as it is. Returns the optimizer.
 
     Args:
         model: the sharded module, compiled or not.
         optimizer: of one of the classes in `ONE_BY_ONE`.
-        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next forward begins; 0 for none. Inside
-            backward, at most half of them.
-        in_backward: step units in a compiled backward as soon as their gradients are reduced, and drop these gradients: every
-            backward that reduces is then a step, with the hyperparameters of that moment, and `.grad` raises where it is read.
-            Not for clipping, gradient scaling, adding up gradients of several backwards (but for `set_requires_gradient_sync`), or
-            hooks on the optimizer's step. `step()` does the rest and stays in the loop: a forward before it, or after a backward
-            that failed or whose step is left out, computes with some units stepped and others not.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered before the next
+            forward begins; 0 for none. Inside backward, at most half of them.
+        in_backward: step units in a compiled backward as soon as their gradients are reduced, and
+            drop these gradients: every backward that reduces is then a step, with the
+            hyperparameters of that moment, and `.grad` raises where it is read. Not for clipping,
+            gradient scaling, adding up gradients of several backwards (but for
+            `set_requires_gradient_sync`), or hooks on the optimizer's step. `step()` does the rest
+            and stays in the loop: a forward before it, or after a backward that failed or whose
+            step is left out, computes with some units stepped and others not.
 
     Raises:
         NotImplementedError: the model is a `FullyShardedDataParallel`.
         TypeError: the optimizer is of another class.
-        ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or `max_ahead_bytes` is no size.
-        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler; with `in_backward`, from
-            backward: gradients of an earlier backward are still there, or the optimizer has hooks on its step.
+        ValueError: nothing in `model` is sharded, the optimizer holds none of its parameters, or
+            `max_ahead_bytes` is no size.
+        RuntimeError: the optimizer's `step` was wrapped already, as by a learning rate scheduler;
+            with `in_backward`, from backward: gradients of an earlier backward are still there, or
+            the optimizer has hooks on its step.
     """
     states = states_below(uncompiled(model))
     units = [state.unit for state in states]
@@ -110,44 +124,60 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
     name = type(optimizer).__name__
     if not units:
         raise ValueError(
-            "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the optimizer from the sharded "
+            "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the "
+            "optimizer from the sharded "
             "model's parameters, then call overlap_optimizer(model, optimizer)"
         )
     if any(unit.is_flat for unit in units):
         raise NotImplementedError(
-            "overlap_optimizer: flat parameters of FullyShardedDataParallel are not supported yet. Use fully_shard, or leave it out"
+            "overlap_optimizer: flat parameters of FullyShardedDataParallel are not supported yet. "
+            "Use fully_shard, or leave it out"
         )
     if hasattr(optimizer, "_fsdp_overlap"):
         raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")
     if type(optimizer) not in ONE_BY_ONE:
         raise TypeError(
-            f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose step can be taken unit by unit; "
-            f"known are {[kind.__name__ for kind in ONE_BY_ONE]} of torch.optim, not subclasses. Leave out overlap_optimizer"
+            f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose "
+            "step can be taken unit by unit; "
+            f"known are {[kind.__name__ for kind in ONE_BY_ONE]} of torch.optim, not subclasses. "
+            "Leave out overlap_optimizer"
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
-            f"overlap_optimizer: step of this {name} was replaced already, as a learning rate scheduler does. Call "
+            f"overlap_optimizer: step of this {name} was replaced already, as a learning rate "
+            "scheduler does. Call "
             "overlap_optimizer directly after building the optimizer, then build the scheduler"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p.sharded) in held for unit in units for p in unit.params):
         raise ValueError(
-            f"overlap_optimizer: the {name} holds no parameter of the model's units. Build it from the sharded model's parameters"
+            f"overlap_optimizer: the {name} holds no parameter of the model's units. Build it from "
+            "the sharded model's parameters"
         )
-    if isinstance(max_ahead_bytes, bool) or not isinstance(max_ahead_bytes, int) or max_ahead_bytes < 0:
-        raise ValueError(f"overlap_optimizer: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, at least 0")
+    if (
+        isinstance(max_ahead_bytes, bool)
+        or not isinstance(max_ahead_bytes, int)
+        or max_ahead_bytes < 0
+    ):
+        raise ValueError(
+            f"overlap_optimizer: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, "
+            "at least 0"
+        )
 
 
 _classes: dict[type[optim.Optimizer], type[optim.Optimizer]] = {}
 
 
 def _overlapped(base: type[optim.Optimizer]) -> type[optim.Optimizer]:
-    """A subclass whose step goes unit by unit; hooks, profiles and schedulers see one step, as ever."""
+    """A subclass whose step goes unit by unit; hooks, profiles and schedulers see one step, as
+    ever.
+    """
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             raise ValueError(
-                f"{base.__name__}.step(closure): not with overlap_optimizer, since a closure runs backward inside the step. Run "
+                f"{base.__name__}.step(closure): not with overlap_optimizer, since a closure runs "
+                "backward inside the step. Run "
                 "backward before, and call step()"
             )
         self._fsdp_overlap.step(self)
@@ -162,11 +192,15 @@ class Overlap:
 
     order: gathers that forward came to since the last step, in order.
     early: of these, those that backward has started again for the next forward.
-    reads: for each buffer, what forward has gathered of it since the last step or backward, as (first element, end).
-    shared: buffers of which something was gathered twice, by several graphs or eagerly: their backwards will gather it again.
+    reads: for each buffer, what forward has gathered of it since the last step or backward, as
+        (first element, end).
+    shared: buffers of which something was gathered twice, by several graphs or eagerly: their
+        backwards will gather it again.
     """
 
-    def __init__(self, runtimes: list[Runtime], optimizer: optim.Optimizer, max_ahead_bytes: int) -> None:
+    def __init__(
+        self, runtimes: list[Runtime], optimizer: optim.Optimizer, max_ahead_bytes: int
+    ) -> None:
         base = type(optimizer)
         self.runtimes = runtimes
         self.max_ahead_bytes = max_ahead_bytes
@@ -179,7 +213,9 @@ class Overlap:
         self._said: set[str] = set()
         self._held_now: dict[FlatParam | None, set[int]] = {}
         step: Any = base.step
-        self._plain_step: Callable[[optim.Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._plain_step: Callable[[optim.Optimizer], None] = (
+            step.__wrapped__ if getattr(step, "hooked", False) else step
+        )
         self._base = base
 
     def note(self, gather: Gather) -> None:
@@ -199,7 +235,9 @@ class Overlap:
         for runtime in self.runtimes:
             runtime.drop_pending(is_end_of_backward=True)
         held = self._held(optimizer)
-        spent = {id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)}
+        spent = {
+            id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)
+        }
         left = {part: params - spent for part, params in held.items() if params - spent}
         ahead = self._first_gathers(held)
         waiting = self._sorted(left)
@@ -216,9 +254,11 @@ class Overlap:
         self.shared.clear()
 
     def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
-        """Step these parameters inside backward, which has reduced their gradient, and start gathers of the next forward; not if
-        they are not all of the buffer's, some are another optimizer's or have a gradient already, or another backward may still
-        gather the buffer: then they get their gradient, and the step is to come. All of that is the same on every rank.
+        """Step these parameters inside backward, which has reduced their gradient, and start
+        gathers of the next forward; not if they are not all of the buffer's, some are another
+        optimizer's or have a gradient already, or another backward may still gather the buffer:
+        then they get their gradient, and the step is to come. All of that is the same on every
+        rank.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -229,8 +269,10 @@ class Overlap:
             if why not in self._said:  # once, whatever the unit
                 self._said.add(why)
                 warn_once(
-                    f"compiled_fsdp: overlap_optimizer(in_backward=True): {flat.unit.name} is stepped by optimizer.step(), not "
-                    f"inside backward, since {why}. The numbers are the same; of other units it is not said again"
+                    f"compiled_fsdp: overlap_optimizer(in_backward=True): {flat.unit.name} is "
+                    "stepped by optimizer.step(), not "
+                    f"inside backward, since {why}. The numbers are the same; of other units it is "
+                    "not said again"
                 )
             return False
         flat.settle()
@@ -262,12 +304,16 @@ class Overlap:
         return ""
 
     def forget(self, flat: FlatParam) -> None:
-        """What forward has read of a buffer was for a backward that has come to it now, and did not reduce."""
+        """What forward has read of a buffer was for a backward that has come to it now, and did not
+        reduce.
+        """
         self.reads.pop(flat, None)
         self.shared.discard(flat)
 
     def _begin_backward(self, optimizer: optim.Optimizer) -> None:
-        """Once for each backward: look who holds what, and drop gathers of an earlier step that no forward has used."""
+        """Once for each backward: look who holds what, and drop gathers of an earlier step that no
+        forward has used.
+        """
         backward = backward_number()
         if backward == self._backward:
             return
@@ -284,19 +330,24 @@ class Overlap:
         name = type(optimizer).__name__
         if taken := [p.fqn for p in params if is_spent(p.sharded.grad)]:
             raise RuntimeError(
-                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which still has a gradient of an "
-                "earlier backward. Each backward is a step: call zero_grad() between them, add up gradients by "
+                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which "
+                "still has a gradient of an "
+                "earlier backward. Each backward is a step: call zero_grad() between them, add up "
+                "gradients by "
                 "set_requires_gradient_sync(False), or leave out in_backward=True"
             )
         # Its own; among those of all optimizers are Dynamo's.
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise RuntimeError(
-                f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is taken in parts inside backward. "
+                f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is "
+                "taken in parts inside backward. "
                 "Remove the hooks, or leave out in_backward=True"
             )
 
     def _start_early(self) -> None:
-        """Gathers of the next forward whose units are stepped, in the order in which backward comes to them."""
+        """Gathers of the next forward whose units are stepped, in the order in which backward comes
+        to them.
+        """
         room = self.max_ahead_bytes // 2 - sum(gather.num_bytes for gather in self.early)
         for gather in reversed(self.order):
             is_ready = gather not in self.early and all(flat.is_stepped for flat in gather.flats)
@@ -309,7 +360,9 @@ class Overlap:
         return [flat for runtime in self.runtimes for flat in runtime.unit.flats]
 
     def _held(self, optimizer: optim.Optimizer) -> dict[FlatParam | None, set[int]]:
-        """The optimizer's parameters, by the flat buffer that they lie in; None for those of no unit."""
+        """The optimizer's parameters, by the flat buffer that they lie in; None for those of no
+        unit.
+        """
         owners = {id(p.sharded): flat for flat in self._flats() for p in flat.params}
         held: dict[FlatParam | None, set[int]] = {}
         for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -317,8 +370,15 @@ class Overlap:
         return held
 
     def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
-        """Those whose gradients are there in the order of forward, then those that wait, oldest reduction first."""
-        forward = {flat: i for i, flat in enumerate(dict.fromkeys(f for gather in self.order for f in gather.flats))}
+        """Those whose gradients are there in the order of forward, then those that wait, oldest
+        reduction first.
+        """
+        forward = {
+            flat: i
+            for i, flat in enumerate(
+                dict.fromkeys(f for gather in self.order for f in gather.flats)
+            )
+        }
 
         def key(flat: FlatParam | None) -> tuple[int, int]:
             if flat is None:
@@ -330,18 +390,24 @@ class Overlap:
         return sorted(held, key=key)
 
     def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[Gather]:
-        """The first gathers of forward that fit, up to the first buffer which is not only this optimizer's to change."""
+        """The first gathers of forward that fit, up to the first buffer which is not only this
+        optimizer's to change.
+        """
         found = []
         room = self.max_ahead_bytes - sum(gather.num_bytes for gather in self.early)
         for gather in (g for g in self.order if g not in self.early):
             room -= gather.num_bytes
-            if room < 0 or not all(_trained(flat) <= held.get(flat, set()) for flat in gather.flats):
+            if room < 0 or not all(
+                _trained(flat) <= held.get(flat, set()) for flat in gather.flats
+            ):
                 break
             found.append(gather)
         return found
 
     def _step_part(self, optimizer: optim.Optimizer, params: set[int]) -> None:
-        """The optimizer's own step, for some parameters: on a stand-in that shares its state, settings and hyperparameters."""
+        """The optimizer's own step, for some parameters: on a stand-in that shares its state,
+        settings and hyperparameters.
+        """
         groups = []
         for group in optimizer.param_groups:
             part: list[Tensor] = [p for p in group["params"] if id(p) in params]

@@ -48,7 +48,9 @@ NUM_LOOKED = 16  # calls in which it is asked whether the last step assigned to 
 
 
 class State:
-    """The unit of a call, the eager runtime that serves it, and the hooks around its modules' forward."""
+    """The unit of a call, the eager runtime that serves it, and the hooks around its modules'
+    forward.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -69,13 +71,17 @@ class State:
         self.runtime.tree.delivers = True
 
     def _lend(self, module: nn.Module) -> None:
-        """A module of another unit holds one of this one's parameters from now on (tied after sharding)."""
+        """A module of another unit holds one of this one's parameters from now on (tied after
+        sharding).
+        """
         borrower: State = module.__dict__["_fsdp_owner"]
         borrower.runtime.borrow(self.runtime)
         self.unit.lend_to(borrower.unit)
 
     def _check(self) -> None:
-        for runtime in self.runtime.tree.members:  # casts of submodules before the first forward, which nobody saw
+        for runtime in (
+            self.runtime.tree.members
+        ):  # casts of submodules before the first forward, which nobody saw
             if not runtime.is_unsharded:
                 runtime.unit.take_over()
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
@@ -102,13 +108,21 @@ class State:
         return get_state(self.runtime.root.unit.modules[0]) or self
 
     def below(self) -> list[State]:
-        """The states of this unit's modules and of all inside them, in the same order on every rank."""
+        """The states of this unit's modules and of all inside them, in the same order on every
+        rank.
+        """
         return distinct(state for module in self.unit.modules for state in states_below(module))
 
     def _count_call(self) -> None:
-        """A call of the outermost module begins, one that communicates: from here on, units may run eagerly on all ranks."""
+        """A call of the outermost module begins, one that communicates: from here on, units may run
+        eagerly on all ranks.
+        """
         together = self.together
-        if together is None or not (together.is_sharding or torch.is_grad_enabled()) or in_backward():
+        if (
+            together is None
+            or not (together.is_sharding or torch.is_grad_enabled())
+            or in_backward()
+        ):
             return
         for number, why in together.begin():
             state = self.below()[number]
@@ -123,7 +137,8 @@ class State:
     def before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
         """Before a module of this unit is called: notice what the user changed since.
 
-        is_traced: into a larger graph, which is not called yet; otherwise the call begins outside any graph.
+        is_traced: into a larger graph, which is not called yet; otherwise the call begins outside
+            any graph.
         """
         self.is_call_compiled = is_compiled
         tree = self.runtime.tree
@@ -150,73 +165,100 @@ class State:
         if is_compiled:
             if self.unit.is_outermost and traces_autograd():
                 warn_once(
-                    "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph break separates the call of "
-                    "a model from loss.backward() in the same compiled function, torch traces a backward that trains "
-                    "nothing, sharded or not, and does not say so. Call loss.backward() outside, or set it to False"
+                    "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph "
+                    "break separates the call of "
+                    "a model from loss.backward() in the same compiled function, torch traces a "
+                    "backward that trains "
+                    "nothing, sharded or not, and does not say so. Call loss.backward() outside, "
+                    "or set it to False"
                 )
             prepare(called)
 
     def after_error(self, error: Exception) -> None:
-        """A call of this unit has raised: graphs gather for themselves again; raise a clearer error, where there is one."""
+        """A call of this unit has raised: graphs gather for themselves again; raise a clearer
+        error, where there is one.
+        """
         self.runtime.end_failed_forward()
         self._say_what_is_kept()
         if isinstance(error, RuntimeError):
-            explain_mixed(error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+            explain_mixed(
+                error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()]
+            )
 
     def _say_what_was_ignored(self, called: Iterable[Runtime]) -> None:
         """In the first calls: what is done in a step, is done in each."""
         if not self.unit.is_outermost or self.num_looked == NUM_LOOKED:
             return
         self.num_looked += 1
-        ignored = [p.fqn for runtime in called for p in runtime.unit.params if p.was_data_assigned()]
+        ignored = [
+            p.fqn for runtime in called for p in runtime.unit.params if p.was_data_assigned()
+        ]
         if ignored:
             more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
             warn_once(
-                f"compiled_fsdp: `.data` of parameter {ignored[0]}{more} was assigned to while it is sharded. "
-                "DTensor ignores that, as with torch's FSDP2: the parameter has the values of before. "
+                f"compiled_fsdp: `.data` of parameter {ignored[0]}{more} was assigned to while it "
+                "is sharded. "
+                "DTensor ignores that, as with torch's FSDP2: the parameter has the values of "
+                "before. "
                 "Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
                 about="assigned data",
             )
 
     def _say_what_is_kept(self) -> None:
-        """Gradients of backwards without synchronization outlive what a user may do about an exception."""
+        """Gradients of backwards without synchronization outlive what a user may do about an
+        exception.
+        """
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
         kept = [unit.name for unit in units if any(flat.retained for flat in unit.flats)]
         if kept:
             warn_once(
-                f"compiled_fsdp: an exception left a forward while {kept[0]} keeps gradients of a backward without synchronization "
-                "(set_requires_gradient_sync(False)). zero_grad() does not drop them, as in torch's FSDP2: the next backward that "
-                "reduces adds them. To drop them, call reset_iter_state() on the outermost sharded module",
+                f"compiled_fsdp: an exception left a forward while {kept[0]} keeps gradients of a "
+                "backward without synchronization "
+                "(set_requires_gradient_sync(False)). zero_grad() does not drop them, as in "
+                "torch's FSDP2: the next backward that "
+                "reduces adds them. To drop them, call reset_iter_state() on the outermost sharded "
+                "module",
                 about="kept gradients",
             )
 
     def before_trace(self, module: nn.Module) -> None:
-        """As `before_call`, where a larger function is traced; leaves on the module what the graph is to guard on."""
+        """As `before_call`, where a larger function is traced; leaves on the module what the graph
+        is to guard on.
+        """
         self.before_call(is_compiled=False, is_traced=True)
         self.note_callers()
         if traces_autograd() and not TRACES_TO_DTENSORS:
             warn_once(
-                "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded module is called in a compiled "
-                "function. If loss.backward() is called there too, Dynamo of this torch ends in an AssertionError without a text, "
+                "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
+                "module is called in a compiled "
+                "function. If loss.backward() is called there too, Dynamo of this torch ends in an "
+                "AssertionError without a text, "
                 "as for any DTensor. Call loss.backward() outside, or set it to False"
             )
         called = self.runtime.tree.in_order() if self.unit.is_outermost else []
         for runtime in called:
             if not runtime.unit.settings.reshard_after_backward:
                 warn_once(
-                    f"compiled_fsdp: set_reshard_after_backward(False) on {runtime.unit.name!r} changes nothing where the call of "
-                    "the sharded module is compiled as part of a larger function. Compile the sharded module itself"
+                    f"compiled_fsdp: set_reshard_after_backward(False) on {runtime.unit.name!r} "
+                    "changes nothing where the call of "
+                    "the sharded module is compiled as part of a larger function. Compile the "
+                    "sharded module itself"
                 )
             drop(runtime)
-        module.__dict__["_fsdp_watched"] = [p.sharded for runtime in called for p in runtime.unit.params]
+        module.__dict__["_fsdp_watched"] = [
+            p.sharded for runtime in called for p in runtime.unit.params
+        ]
 
 
-# For each code object (by identity, see `limits.py`): the states of modules that were called below it while Dynamo compiled.
+# For each code object (by identity, see `limits.py`): the states of modules that were called below
+# it while Dynamo compiled.
 _called_below: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def called_below(code: CodeType) -> list[State]:
-    """The states of modules that are called, in a graph or outside, while a frame of this code object is under way."""
+    """The states of modules that are called, in a graph or outside, while a frame of this code
+    object is under way.
+    """
     return list(_called_below.get(code, ()))
 
 
@@ -230,7 +272,9 @@ def get_state(module: object) -> State | None:
 
 
 def set_state(module: nn.Module, state: State) -> None:
-    """Attach a call's state to a module that it was given; as an attribute, so that both are collected together."""
+    """Attach a call's state to a module that it was given; as an attribute, so that both are
+    collected together.
+    """
     enter_state(module, state)
     show_to_schedules(module, state.stock)
 
@@ -243,7 +287,9 @@ def enter_state(module: nn.Module, state: State) -> None:
 
 
 def module_by_key(key: str) -> nn.Module:
-    """The sharded module whose `_fsdp_key` this is: torch 2.11 takes no module for a constant while it traces."""
+    """The sharded module whose `_fsdp_key` this is: torch 2.11 takes no module for a constant while
+    it traces.
+    """
     return _modules[key]
 
 
@@ -258,7 +304,9 @@ def states_below(module: nn.Module, *, recurse: bool = True) -> list[State]:
 
 
 def adopt_nested(root: nn.Module) -> None:
-    """This module was sharded last: units below are named from here and no longer count as outermost."""
+    """This module was sharded last: units below are named from here and no longer count as
+    outermost.
+    """
     outer = get_state(root)
     assert outer is not None
     paths = {module: plain_name(path) for path, module in root.named_modules()}
@@ -272,7 +320,9 @@ def adopt_nested(root: nn.Module) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_read(unit_key: str, option: str) -> None:
-    """The hook of a unit reads an option: in eager mode each time, in a graph while it is traced."""
+    """The hook of a unit reads an option: in eager mode each time, in a graph while it is
+    traced.
+    """
     options = of_unit(unit_key)
     if options is not None:
         options.consume("forward hook", option)
@@ -296,7 +346,9 @@ class PreForward:
                 _note_read(self.unit_key, "mp_policy.cast_forward_inputs")
         if torch.compiler.is_dynamo_compiling():
             if self.state.unit.settings.reduce_unused:
-                torch._dynamo.graph_break(msg="set_reduce_scatter_unused_params(True) needs the eager runtime")
+                torch._dynamo.graph_break(
+                    msg="set_reduce_scatter_unused_params(True) needs the eager runtime"
+                )
             if self.state.unit.has_extensions:
                 torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
             if self.state.unit.runs_eagerly:
@@ -329,7 +381,8 @@ class PostForward:
         return cast_floating(output, dtype)
 
 
-# Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take the graph's branch.
+# Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take
+# the graph's branch.
 never_trace_hooks_alone()
 never_traced_alone(PreForward.__call__)
 never_traced_alone(PostForward.__call__)

@@ -1,29 +1,36 @@
-"""Ranks that run a unit eagerly from the same call of their model on: none of them falls back alone.
+"""Ranks that run a unit eagerly from the same call of their model on: none of them falls back
+alone.
 
-Dynamo compiles a frame so many times and then runs it as it is. Other ranks see other inputs, and may be in a graph still, whose
-collectives are others. So a rank that reaches the limit keeps compiling, and wishes that the unit were run eagerly; ranks settle
-from which call on all of them do. Nobody is asked, and nothing is read but one flag a call, while nobody wishes.
+Dynamo compiles a frame so many times and then runs it as it is. Other ranks see other inputs, and
+may be in a graph still, whose collectives are others. So a rank that reaches the limit keeps
+compiling, and wishes that the unit were run eagerly; ranks settle from which call on all of them
+do. Nobody is asked, and nothing is read but one flag a call, while nobody wishes.
 
 [Note: rounds]
-Every rank counts the calls of the outermost module (`begun`). All that follows is done by a thread of its own, in rounds. Who
-wishes opens the round, in the store of the default group. A rank that sees it open (a) lets no further call begin (`holds`),
-(b) then reads how many have begun, and (c) publishes the number of the next, with its own wishes: its answer. The first of the
-ranks, once it has all answers, gives the verdict: what anybody wishes, from the largest of these numbers on. A rank that waits
-for a verdict for too long gives that of no change. The first verdict is kept (`compare_set`), and whoever reads it lets calls
-begin again.
+Every rank counts the calls of the outermost module (`begun`). All that follows is done by a thread
+of its own, in rounds. Who wishes opens the round, in the store of the default group. A rank that
+sees it open (a) lets no further call begin (`holds`),
+(b) then reads how many have begun, and (c) publishes the number of the next, with its own wishes:
+    its answer. The first of the
+ranks, once it has all answers, gives the verdict: what anybody wishes, from the largest of these
+numbers on. A rank that waits for a verdict for too long gives that of no change. The first verdict
+is kept (`compare_set`), and whoever reads it lets calls begin again.
 
-All switch at the same call. Ranks run the same program, so that a number means the same call on each. A verdict has the answers
-of all ranks, and its number is one that no rank had begun: a main thread writes `begun` and then reads `holds`, the other thread
-writes `holds` and then reads `begun`, so that a call that did not see the flag is in the answer. A rank that gets there later
+All switch at the same call. Ranks run the same program, so that a number means the same call on
+each. A verdict has the answers of all ranks, and its number is one that no rank had begun: a main
+thread writes `begun` and then reads `holds`, the other thread writes `holds` and then reads
+`begun`, so that a call that did not see the flag is in the answer. A rank that gets there later
 waits at `holds` until it knows.
 
-Nobody waits in a circle. A main thread that is held waits for threads like this one only; these wait for no main thread, not
-even for one that compiles or is in a collective with the rank that is held, and for no other rank: each look at the store
-returns at once. A rank that has died, or ended, or cannot answer for long, costs the others PATIENCE_S, and nothing is changed:
-that is right too, as all go on to compile. So neither an exception nor an exit needs to be told.
+Nobody waits in a circle. A main thread that is held waits for threads like this one only; these
+wait for no main thread, not even for one that compiles or is in a collective with the rank that is
+held, and for no other rank: each look at the store returns at once. A rank that has died, or ended,
+or cannot answer for long, costs the others PATIENCE_S, and nothing is changed: that is right too,
+as all go on to compile. So neither an exception nor an exit needs to be told.
 
-Which ranks: those that the model's collectives connect, that is the mesh of its parameters with all its axes (replicas, tensor
-parallelism; of a pipeline, one stage). A model whose units lie on meshes of which none holds all others stays compiled.
+Which ranks: those that the model's collectives connect, that is the mesh of its parameters with all
+its axes (replicas, tensor parallelism; of a pipeline, one stage). A model whose units lie on meshes
+of which none holds all others stays compiled.
 """
 
 from __future__ import annotations
@@ -66,10 +73,13 @@ class Together:
     ranks: those of the mesh, in order.
     begun: calls of the model that have begun here.
     is_sharding: its forwards communicate, not its backwards alone.
-    is_inlined: it was traced into a larger graph here, whose calls nobody counts: no number could be answered.
+    is_inlined: it was traced into a larger graph here, whose calls nobody counts: no number could
+        be answered.
     """
 
-    def __init__(self, store: Any, ranks: Sequence[int], rank: int, patience: float = PATIENCE_S) -> None:
+    def __init__(
+        self, store: Any, ranks: Sequence[int], rank: int, patience: float = PATIENCE_S
+    ) -> None:
         self.store, self.ranks, self.rank, self.patience = store, list(ranks), rank, patience
         self.begun = self.round = 0
         self.holds = self.is_inlined = self.is_sharding = False
@@ -90,7 +100,9 @@ class Together:
         return self.store is not None
 
     def wish(self, unit: int, why: str) -> None:
-        """Ask the other ranks to run a unit eagerly, from a call on that is still to come; in vain if they cannot be asked."""
+        """Ask the other ranks to run a unit eagerly, from a call on that is still to come; in vain
+        if they cannot be asked.
+        """
         if self.can_settle:
             self.wishes.append((unit, why))
 
@@ -116,7 +128,10 @@ class Together:
                 self._answer()
             if self.holds:
                 self._read_verdict()
-        except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed, or its host has ended
+        except (
+            RuntimeError,
+            dist.DistError,
+        ):  # the store is gone: the process group was destroyed, or its host has ended
             self.store = None
             self._let_begin()
 
@@ -137,7 +152,11 @@ class Together:
         verdict = self._key("verdict")
         answers = [self._key("answer", rank) for rank in self.ranks]
         if self.rank == self.ranks[0] and self.store.check(answers):
-            self.store.compare_set(verdict, "", json.dumps(_combine([json.loads(self.store.get(key)) for key in answers])))
+            self.store.compare_set(
+                verdict,
+                "",
+                json.dumps(_combine([json.loads(self.store.get(key)) for key in answers])),
+            )
         elif time.monotonic() - self.since > self.patience:
             self.store.compare_set(verdict, "", json.dumps([NEVER, []]))
         if self.store.check([verdict]):
@@ -189,19 +208,27 @@ _watcher = Watcher("compiled_fsdp_together", _look, POLL_S)
 def meet(units: Sequence[Unit]) -> Together:
     """The ranks of a model, before its first call: collective over the axes of its widest mesh.
 
-    They share a part of the store that no other process uses, not even one that a restarted rank replaces.
+    They share a part of the store that no other process uses, not even one that a restarted rank
+    replaces.
 
     Raises:
         DivergenceError: a rank does something else.
     """
     groups = [_axes(unit) for unit in units]
     token, ranks = uuid.uuid4().hex, {dist.get_rank()}
-    reached = {rank for axes in groups for group in axes for rank in dist.get_process_group_ranks(group)}
+    reached = {
+        rank for axes in groups for group in axes for rank in dist.get_process_group_ranks(group)
+    }
     for group in max(groups, key=lambda axes: prod(group.size() for group in axes)):
         mine = json.dumps([token, as_spans(ranks), as_spans(reached)])
-        told = [json.loads(text) for text in everyones(group.group_name, "the ranks of a model", mine)]
+        told = [
+            json.loads(text) for text in everyones(group.group_name, "the ranks of a model", mine)
+        ]
         token = min(word for word, *_ in told)
-        ranks, reached = ({rank for entry in told for span in entry[place] for rank in range(*span)} for place in (1, 2))
+        ranks, reached = (
+            {rank for entry in told for span in entry[place] for rank in range(*span)}
+            for place in (1, 2)
+        )
     has_others = len(ranks) > 1 and reached == ranks
     store = group_store(default_group(), f"compiled_fsdp/together/{token}") if has_others else None
     made = Together(store, sorted(ranks), dist.get_rank())
@@ -213,7 +240,9 @@ def meet(units: Sequence[Unit]) -> Together:
 
 
 def as_spans(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Ranks as start, stop and step: few, since a mesh places them evenly, where each rank tells each other one."""
+    """Ranks as start, stop and step: few, since a mesh places them evenly, where each rank tells
+    each other one.
+    """
     spans: list[tuple[int, int, int]] = []
     for rank in sorted(ranks):
         start, stop, step = spans[-1] if spans else (rank, rank, 0)
@@ -228,4 +257,8 @@ def _axes(unit: Unit) -> list[dist.ProcessGroup]:
     """The groups of a unit's mesh, those of tensor parallelism included."""
     meshes = {p.sharded.device_mesh for p in unit.params if isinstance(p.sharded, DTensor)}
     widest = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    return unit.mesh_info.axes if widest is None else [widest.get_group(axis) for axis in range(widest.ndim)]
+    return (
+        unit.mesh_info.axes
+        if widest is None
+        else [widest.get_group(axis) for axis in range(widest.ndim)]
+    )

@@ -1,4 +1,5 @@
-"""`warmup`: compile a model's forward and backward on every rank, before the first step and without any trace of it.
+"""`warmup`: compile a model's forward and backward on every rank, before the first step and without
+any trace of it.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree`.
 """
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 def warmup(model: nn.Module, *example: Any, **more: Any) -> None:
     """Run one forward and backward on `example`, and return when every rank has done so.
 
-    Compiles both phases: call it after `torch.compile(fully_shard(model))`, on all ranks. Ranks that compile for longer are waited
-    for, up to the timeout of `init_process_group`. Parameters, gradients, buffers and the state of the random generators are
-    afterwards as before.
+    Compiles both phases: call it after `torch.compile(fully_shard(model))`, on all ranks. Ranks
+    that compile for longer are waited for, up to the timeout of `init_process_group`. Parameters,
+    gradients, buffers and the state of the random generators are afterwards as before.
 
     Raises:
         TypeError: the model was not sharded.
@@ -55,7 +56,9 @@ def sharded_below(model: nn.Module, doing: str) -> list[State]:
     inner = uncompiled(model)
     states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
     if not states:
-        raise TypeError(f"{doing}: {named(model)} has no sharded module. Call fully_shard on it first")
+        raise TypeError(
+            f"{doing}: {named(model)} has no sharded module. Call fully_shard on it first"
+        )
     return states
 
 
@@ -86,7 +89,8 @@ def run_both(model: nn.Module, example: tuple[Any, ...], more: dict[str, Any], d
         outputs = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         if not outputs:
             raise ValueError(
-                f"{doing}: none of the {len(leaves)} outputs of {named(model)} requires a gradient, so there is no backward "
+                f"{doing}: none of the {len(leaves)} outputs of {named(model)} requires a "
+                "gradient, so there is no backward "
                 f"to run. Unfreeze a parameter, or leave {doing} out"
             )
         sum(x.float().sum() for x in outputs).backward()  # type: ignore[union-attr]

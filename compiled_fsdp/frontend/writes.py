@@ -1,10 +1,12 @@
 """Writes to parameters inside a traced forward: what is read after one sees it, as in eager mode.
 
 [Note: writes in a trace]
-Dynamo's graph is a list of Python calls on tensors that may share memory, so a write is seen through every alias of what it
-writes to. Two things in a trace are one object in Python and two in the graph. Each read of a parameter is an `unshard` of its
-own; and a sharded parameter that a forward iterates over is a graph input beside the flat buffer of which it is a view. Before
-the graph goes to its backend, whichever that is, `settle_writes` makes one of them where something is written:
+Dynamo's graph is a list of Python calls on tensors that may share memory, so a write is seen
+through every alias of what it writes to. Two things in a trace are one object in Python and two in
+the graph. Each read of a parameter is an `unshard` of its own; and a sharded parameter that a
+forward iterates over is a graph input beside the flat buffer of which it is a view. Before the
+graph goes to its backend, whichever that is, `settle_writes` makes one of them where something is
+written:
 
     %a = unshard(%flat, "w")                      %a = unshard(%flat, "w")
     %clamp_ = clamp_(%a, -1, 1)                   %clamp_ = clamp_(%a, -1, 1)
@@ -15,8 +17,9 @@ the graph goes to its backend, whichever that is, `settle_writes` makes one of t
     %mul_ = mul_(%w, 0.9)                         %mul_ = mul_(%shard, 0.9)
     %a = unshard(%flat, "w")           becomes    %a = unshard(%flat, "w")
 
-AOTAutograd then makes the graph functional as it does with any other. A write to a full parameter lasts as long as that is
-there: until the unit is resharded, as in torch's FSDP2; that is announced. A write to a sharded parameter stays.
+AOTAutograd then makes the graph functional as it does with any other. A write to a full parameter
+lasts as long as that is there: until the unit is resharded, as in torch's FSDP2; that is announced.
+A write to a sharded parameter stays.
 
 Private torch used here (tried on 2.13 and 2.15): `torch.utils._pytree`.
 """
@@ -73,22 +76,26 @@ _places: Keys[Place] = Keys("shard")
 
 
 def shard_of(flat: Tensor, key: str) -> DTensor:
-    """A sharded parameter as a view of its flat buffer; without a gradient, since what is written to is not differentiated."""
+    """A sharded parameter as a view of its flat buffer; without a gradient, since what is written
+    to is not differentiated.
+    """
     place = _places[key]
     return with_spec(place.layout.view(flat.detach(), place.rank), place.spec)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def watch_writes() -> None:
-    """While a unit's forward is traced: look for writes in graphs that gather nothing, too (`resident.py`)."""
+    """While a unit's forward is traced: look for writes in graphs that gather nothing, too
+    (`resident.py`).
+    """
     before_backend(settle_writes)
 
 
 def settle_writes(gm: GraphModule) -> None:
     """See the note above.
 
-    A write that the graph cannot show to what comes after it, named by its parameter, is a graph break: an error with
-    `fullgraph=True`, else the frame runs eagerly.
+    A write that the graph cannot show to what comes after it, named by its parameter, is a graph
+    break: an error with `fullgraph=True`, else the frame runs eagerly.
     """
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     written = _written_storages(graphs)
@@ -102,7 +109,9 @@ def settle_writes(gm: GraphModule) -> None:
 
 
 def _written_residents(graph: Graph, written: set[int]) -> list[str]:
-    """Full parameters that are inputs of the graph and are dropped before the next step, by name."""
+    """Full parameters that are inputs of the graph and are dropped before the next step, by
+    name.
+    """
     names = shown()
     inputs = [node for node in graph.find_nodes(op="placeholder") if id(real_input(node)) in names]
     return [names[id(real_input(node))] for node in inputs if _is_written(node, written)]
@@ -117,8 +126,9 @@ def _storages(value: object) -> Iterator[int]:
 def _written_storages(graphs: Iterable[Graph]) -> set[int]:
     """Of the fake tensors that some node writes to, through whichever alias.
 
-    A node that writes is known by its name, as torch spells such functions, or by the version of what was new in the graph
-    (`embedding(max_norm=...)`): inputs come with versions of their own, and fake lists count none.
+    A node that writes is known by its name, as torch spells such functions, or by the version of
+    what was new in the graph (`embedding(max_norm=...)`): inputs come with versions of their own,
+    and fake lists count none.
     """
     found: set[int] = set()
     inputs: set[int] = set()
@@ -139,7 +149,10 @@ def _written_by(node: Node) -> Iterator[Node]:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     out = node.kwargs.get("out")
     yield from (n for n in tree_leaves(out) if isinstance(n, Node))
-    if node.op not in ("call_function", "call_method") or node.target in (SET_GRAD_ENABLED, GET_DATA):
+    if node.op not in ("call_function", "call_method") or node.target in (
+        SET_GRAD_ENABLED,
+        GET_DATA,
+    ):
         return
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         yield from (n for n in tree_leaves(node.args[:1]) if isinstance(n, Node))
@@ -161,12 +174,20 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
         if not any(_is_written(node, written) for node in nodes):
             continue
         spec = ParamSpec.of(nodes[0].args[1:])
-        elsewhere = [n for g in graphs if g is not graph for n in g.find_nodes(op="call_function", target=UNSHARD)]
+        elsewhere = [
+            n
+            for g in graphs
+            if g is not graph
+            for n in g.find_nodes(op="call_function", target=UNSHARD)
+        ]
         if any(_key(n)[1:] == key[1:] for n in elsewhere):
             _refuse(
-                f"torch.compile of a forward that writes to parameter {spec.fqn} in place: it is read both inside and "
-                "outside a region that is captured by itself (activation checkpointing, torch.cond, ...), and the "
-                "graph cannot show the write to both. Write outside the forward, or leave this unit out of the graph "
+                f"torch.compile of a forward that writes to parameter {spec.fqn} in place: it is "
+                "read both inside and "
+                "outside a region that is captured by itself (activation checkpointing, "
+                "torch.cond, ...), and the "
+                "graph cannot show the write to both. Write outside the forward, or leave this "
+                "unit out of the graph "
                 "with torch.compiler.disable"
             )
         lost.append(spec.fqn)
@@ -179,7 +200,9 @@ def _key(node: Node) -> tuple[object, ...]:
 
 
 def _merge(graph: Graph, nodes: list[Node]) -> None:
-    """Use the first read in the place of all; it must record autograd if any of them does, and be no inference tensor."""
+    """Use the first read in the place of all; it must record autograd if any of them does, and be
+    no inference tensor.
+    """
     first = nodes[0]
     _leave_inference(graph, first)
     modes = _grad_modes(graph)
@@ -218,7 +241,9 @@ def _grad_modes(graph: Graph) -> dict[Node, bool]:
 
 
 def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
-    """Let a sharded parameter that is written to be a view of its flat buffer, if the graph gathers from that."""
+    """Let a sharded parameter that is written to be a view of its flat buffer, if the graph gathers
+    from that.
+    """
     inputs = {id(real_input(node)): node for node in graph.find_nodes(op="placeholder")}
     last = [*inputs.values()][-1] if inputs else None
     modes = _grad_modes(graph)
@@ -247,20 +272,31 @@ def _check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool],
     """A parameter that this graph trains has one value in it: backward gathers it again."""
     if not traced_value(buffer).requires_grad:
         return
-    users = [u for u in node.users if modes[u] and u.target is not GET_DATA and u.target != "detach"]
-    users += [u for u in buffer.users if u.target is UNSHARD and modes[u]]  # others are new here, and in no mode
+    users = [
+        u for u in node.users if modes[u] and u.target is not GET_DATA and u.target != "detach"
+    ]
+    users += [
+        u for u in buffer.users if u.target is UNSHARD and modes[u]
+    ]  # others are new here, and in no mode
     if users:
         _refuse(
-            f"torch.compile of a forward that writes to the sharded parameter {fqn} in place and also trains its unit: "
-            "backward, which gathers the unit again, would find other values than forward. Write to it outside of "
-            "forward (after optimizer.step(), say), in a function decorated with torch.compiler.disable, or freeze "
+            f"torch.compile of a forward that writes to the sharded parameter {fqn} in place and "
+            "also trains its unit: "
+            "backward, which gathers the unit again, would find other values than forward. Write "
+            "to it outside of "
+            "forward (after optimizer.step(), say), in a function decorated with "
+            "torch.compiler.disable, or freeze "
             "it with requires_grad_(False) if it is not trained"
         )
 
 
 def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
-    """A tensor that `state_dict()` gave lies in a flat buffer, but in a storage of its own: the graph takes them for two."""
-    reads = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)]
+    """A tensor that `state_dict()` gave lies in a flat buffer, but in a storage of its own: the
+    graph takes them for two.
+    """
+    reads = [
+        node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)
+    ]
     flats = {node.args[0]: ParamSpec.of(node.args[1:]).fqn for node in reads}
     for node in graphs[0].find_nodes(op="placeholder"):
         value = real_input(node)
@@ -269,8 +305,10 @@ def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
         hidden = [fqn for buffer, fqn in flats.items() if _is_apart_in(value, real_input(buffer))]
         if hidden:
             _refuse(
-                f"torch.compile of a function that writes in place to a tensor of state_dict() ({node.name}) and reads parameters "
-                f"in whose memory it lies ({hidden[0]}): the graph cannot show the write to the reads. Write to it outside of what "
+                "torch.compile of a function that writes in place to a tensor of state_dict() "
+                f"({node.name}) and reads parameters "
+                f"in whose memory it lies ({hidden[0]}): the graph cannot show the write to the "
+                "reads. Write to it outside of what "
                 "is compiled, or to the module's own parameter"
             )
 
@@ -278,7 +316,10 @@ def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
 def _is_apart_in(value: Tensor, buffer: object) -> bool:
     """Whether a tensor lies in the memory of a buffer and not in its storage."""
     local = local_tensor(value)
-    if not isinstance(buffer, Tensor) or local.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+    if (
+        not isinstance(buffer, Tensor)
+        or local.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    ):
         return False
     start = buffer.data_ptr()
     return local.numel() > 0 and start <= local.data_ptr() < start + buffer.nbytes
@@ -290,5 +331,6 @@ def _refuse(text: str) -> NoReturn:
     give_up_graph(text)
 
 
-# Frames that a graph break begins may read parameters without any forward of a unit in their trace, and so without `watch_writes`.
+# Frames that a graph break begins may read parameters without any forward of a unit in their trace,
+# and so without `watch_writes`.
 before_traced_reads(settle_writes)

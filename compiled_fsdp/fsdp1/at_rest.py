@@ -1,7 +1,9 @@
-"""What stock FSDP1 does with parameters at rest, where ours has to prepare it, or does the evidently right thing instead.
+"""What stock FSDP1 does with parameters at rest, where ours has to prepare it, or does the
+evidently right thing instead.
 
-Summoning, saving and loading are stock's own; before each, the modules hold sharded parameters again. Differences: the settings of
-`state_dict_type` are restored after an exception too, and what is to be offloaded to the CPU may be there already.
+Summoning, saving and loading are stock's own; before each, the modules hold sharded parameters
+again. Differences: the settings of `state_dict_type` are restored after an exception too, and what
+is to be offloaded to the CPU may be there already.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Keeper(FlatParamHandle):
 
     @contextmanager
     def to_cpu(self) -> Iterator[None]:
-        """Show the unsharded flat parameter on the CPU; nothing to do where it is (stock frees it there)."""
+        """Show the unsharded flat parameter on the CPU; nothing to do where it is (stock frees it
+        there).
+        """
         if self.device.type == "cpu":
             yield
             return
@@ -35,7 +39,8 @@ class Keeper(FlatParamHandle):
 
 
 def rest(module: nn.Module) -> None:
-    """Let every instance in `module` hold sharded parameters, unless a forward or backward is running.
+    """Let every instance in `module` hold sharded parameters, unless a forward or backward is
+    running.
 
     Raises:
         AssertionError: a backward is running.
@@ -64,9 +69,13 @@ class AtRest(StockFSDP):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show the full parameters of every instance in `module`, in full precision; see torch's own class."""
+        """Show the full parameters of every instance in `module`, in full precision; see torch's
+        own class.
+        """
         rest(module)
-        with StockFSDP.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+        with StockFSDP.summon_full_params(
+            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+        ):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -91,18 +100,26 @@ class AtRest(StockFSDP):
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
         """Use these settings inside; restored afterwards, after an exception too."""
-        before = StockFSDP.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        before = StockFSDP.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
         try:
             yield
         finally:
             if before.state_dict_type is not None:
                 StockFSDP.set_state_dict_type(
-                    module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+                    module,
+                    before.state_dict_type,
+                    before.state_dict_config,
+                    before.optim_state_dict_config,
                 )
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None, group: Any = None
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Any = None,
+        group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's state by parameter names, as the current state-dict type says."""
         rest(model)
@@ -111,10 +128,16 @@ class AtRest(StockFSDP):
 
     @staticmethod
     def full_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
     ) -> dict[str, Any]:
         """The old way to get the whole state, by default on rank 0."""
-        StockFSDP._warn_legacy_optim_state_dict("full_optim_state_dict", "optim_state_dict", stacklevel=2)
+        StockFSDP._warn_legacy_optim_state_dict(
+            "full_optim_state_dict", "optim_state_dict", stacklevel=2
+        )
         rest(model)
         return StockFSDP._optim_state_dict_impl(
             model=model,
@@ -136,7 +159,11 @@ def _is_on_cpu(model: nn.Module) -> bool:
 @contextmanager
 def _copied(model: nn.Module) -> Iterator[None]:
     """On the CPU nothing is to be offloaded, and stock copies only what it does not offload."""
-    configs = [instance._optim_state_dict_config for instance in StockFSDP.fsdp_modules(model)] if _is_on_cpu(model) else []
+    configs = (
+        [instance._optim_state_dict_config for instance in StockFSDP.fsdp_modules(model)]
+        if _is_on_cpu(model)
+        else []
+    )
     before = [(config, config.offload_to_cpu) for config in configs]
     try:
         for config in configs:

@@ -1,4 +1,6 @@
-"""FSDP1's communication hooks as custom reductions: `hook(state, grad, out)` when sharded, `hook(state, grad)` under NO_SHARD."""
+"""FSDP1's communication hooks as custom reductions: `hook(state, grad, out)` when sharded,
+`hook(state, grad)` under NO_SHARD.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ class ReduceScatterHook(_Hook):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: object,
+        op: object,
+        async_op: bool = False,
     ) -> None:
         """Reduce into the output."""
         self.hook(self.state, input_tensor, output_tensor)

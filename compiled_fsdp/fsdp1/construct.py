@@ -1,4 +1,6 @@
-"""The steps of the wrapper's constructor: stock's, in stock's order, and checks of its arguments before anything is changed."""
+"""The steps of the wrapper's constructor: stock's, in stock's order, and checks of its arguments
+before anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -37,50 +39,80 @@ def check_arguments(module: object, options: Mapping[str, Any]) -> None:
     for name, kind in TYPES.items():
         if options[name] is not None and not isinstance(options[name], kind):
             raise TypeError(
-                f"FullyShardedDataParallel: {name} must be a torch.distributed.fsdp.{kind.__name__} or None, got "
+                f"FullyShardedDataParallel: {name} must be a "
+                f"torch.distributed.fsdp.{kind.__name__} or None, got "
                 f"{options[name]!r}. {type(module).__name__} is as it was"
             )
     offload, device_id = options["cpu_offload"], options["device_id"]
     # On the CPU stock's own error comes, at the first forward: there is no pinned memory.
-    is_cpu = not torch.accelerator.is_available() or (device_id is not None and str(device_id) == "cpu")
+    is_cpu = not torch.accelerator.is_available() or (
+        device_id is not None and str(device_id) == "cpu"
+    )
     if offload is not None and offload.offload_params and not is_cpu:
         raise NotImplementedError(
-            f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, or use "
+            f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, "
+            "or use "
             "torch.distributed.fsdp.FullyShardedDataParallel for this model"
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(
-            f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=3
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"{module}",
+            stacklevel=3,
         )
 
 
 def settle_groups(
-    wrapper: Any, module: nn.Module, policy: Any, options: Mapping[str, Any], ignored_modules: Any, ignored_states: Any
+    wrapper: Any,
+    module: nn.Module,
+    policy: Any,
+    options: Mapping[str, Any],
+    ignored_modules: Any,
+    ignored_states: Any,
 ) -> None:
     """Work out what is ignored, the device and the process groups."""
     stock.init_ignored(wrapper, module, ignored_modules, ignored_states)
     stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
-    stock.annotate_modules(module, wrapper._ignored_modules, True)  # Dynamo asks: both ways can be traced
+    stock.annotate_modules(
+        module, wrapper._ignored_modules, True
+    )  # Dynamo asks: both ways can be traced
     mesh = wrapper._device_mesh = options["device_mesh"]
-    stock.init_process_groups(wrapper, options["process_group"], options["sharding_strategy"], policy, mesh)
+    stock.init_process_groups(
+        wrapper, options["process_group"], options["sharding_strategy"], policy, mesh
+    )
 
 
-def wrap_children(wrapper: Any, module: nn.Module, policy: Any, options: Mapping[str, Any], make: type) -> None:
-    """Wrap the submodules that the policy chooses; they get the options of the wrapper, its groups and what it ignores."""
+def wrap_children(
+    wrapper: Any, module: nn.Module, policy: Any, options: Mapping[str, Any], make: type
+) -> None:
+    """Wrap the submodules that the policy chooses; they get the options of the wrapper, its groups
+    and what it ignores.
+    """
     inherited = {**options, "ignored_states": wrapper._ignored_params}
-    if options["sharding_strategy"] in stock.HYBRID_SHARDING_STRATEGIES and options["device_mesh"] is None:
+    if (
+        options["sharding_strategy"] in stock.HYBRID_SHARDING_STRATEGIES
+        and options["device_mesh"] is None
+    ):
         inherited["process_group"] = (wrapper.process_group, wrapper._inter_node_pg)
-    hooks = [(m, kept, set(kept)) for m in module.modules() for kept in (m._forward_pre_hooks, m._forward_hooks)]
-    stock.auto_wrap(module, policy, wrapper._ignored_modules, wrapper._ignored_params, inherited, make)
+    hooks = [
+        (m, kept, set(kept))
+        for m in module.modules()
+        for kept in (m._forward_pre_hooks, m._forward_hooks)
+    ]
+    stock.auto_wrap(
+        module, policy, wrapper._ignored_modules, wrapper._ignored_params, inherited, make
+    )
     for owner, kept, before in hooks:
         for key in kept.keys() - before:
             kept[key] = _to_full_precision if kept is owner._forward_pre_hooks else _to_input_dtype
 
 
 def _to_full_precision(module: nn.Module, args: Any) -> Any:
-    """Pre-hook of a module that keeps full precision in a low-precision model, as stock's: fp32 in, what came in out.
+    """Pre-hook of a module that keeps full precision in a low-precision model, as stock's: fp32 in,
+    what came in out.
 
-    Stock's keeps the dtype in a dict of all modules, whose every change would compile a graph around the module again.
+    Stock's keeps the dtype in a dict of all modules, whose every change would compile a graph
+    around the module again.
     """
     low = [x.dtype for x in _tensors(args) if x.is_floating_point() and x.dtype != torch.float32]
     module._fsdp_input_dtype = low[-1] if low else None  # type: ignore[assignment]
@@ -90,7 +122,11 @@ def _to_full_precision(module: nn.Module, args: Any) -> Any:
 def _to_input_dtype(module: nn.Module, args: Any, output: Any) -> Any:
     """Its hook after forward."""
     dtype: Any = module._fsdp_input_dtype
-    return output if dtype is None else map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+    return (
+        output
+        if dtype is None
+        else map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -122,7 +158,13 @@ def flatten(wrapper: Any, module: nn.Module, options: Mapping[str, Any]) -> list
     stock.init_buffer_state(wrapper, module)
     stock.init_extension(wrapper, options["device_mesh"])
     originals = list(module.parameters())
-    stock.init_param_handle(wrapper, module, options["device_id"], options["param_init_fn"], options["sync_module_states"])
+    stock.init_param_handle(
+        wrapper,
+        module,
+        options["device_id"],
+        options["param_init_fn"],
+        options["sync_module_states"],
+    )
     if wrapper._handle is not None:
         wrapper._handle.__class__ = Keeper
     wrapper._fsdp_wrapped_module = module

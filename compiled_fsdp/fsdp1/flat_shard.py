@@ -1,4 +1,6 @@
-"""A flat parameter as the one parameter of its unit, and its flat buffer; see [Note: two split rules] in `views.py`."""
+"""A flat parameter as the one parameter of its unit, and its flat buffer; see [Note: two split
+rules] in `views.py`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,13 @@ def members_of(flat: Any) -> list[Member]:
         order = memory_order(shape, stride, is_contiguous=flat._contiguities[i])
         spec = flat._param_extensions[i]  # of a parameter that was a DTensor
         found.append(
-            Member(module, name, View(starts[i], shape, order), i, key_of(Full(spec) if spec is not None else None))
+            Member(
+                module,
+                name,
+                View(starts[i], shape, order),
+                i,
+                key_of(Full(spec) if spec is not None else None),
+            )
         )
     first = {(member.module, member.name): member for member in found}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
@@ -73,7 +81,8 @@ class FlatShard(ShardedParam):
 
     keeper: stock's handle, which owns the flat parameter at rest.
     is_shown: whether the modules hold views of the unsharded flat parameter, from a forward.
-    hides_after_forward: whether they hold sharded parameters after forward even if the full one is kept (FULL_SHARD's root).
+    hides_after_forward: whether they hold sharded parameters after forward even if the full one is
+        kept (FULL_SHARD's root).
     """
 
     keeper: FlatParamHandle = None  # type: ignore[assignment]
@@ -86,7 +95,9 @@ class FlatShard(ShardedParam):
     def is_frozen(self, member: Member) -> bool:
         """Whether the user froze this original, in a flat parameter that requires a gradient."""
         originals = self.keeper.flat_param._params
-        return bool(originals and self.sharded.requires_grad and not originals[member.index].requires_grad)
+        return bool(
+            originals and self.sharded.requires_grad and not originals[member.index].requires_grad
+        )
 
     @property
     def is_shard_whole(self) -> bool:
@@ -94,7 +105,9 @@ class FlatShard(ShardedParam):
         return self.spec.group_size == 1 and self.spec.dtype == self.sharded.dtype
 
     def register(self, param: nn.Parameter) -> None:
-        """Let the modules hold sharded parameters; views of the unsharded one are shown when a forward begins."""
+        """Let the modules hold sharded parameters; views of the unsharded one are shown when a
+        forward begins.
+        """
         if param is self.sharded:
             self.hide()
 
@@ -105,7 +118,9 @@ class FlatShard(ShardedParam):
         self._views_shown = []
         with torch.enable_grad():
             for member, view in zip(self.members, self._views(full), strict=True):
-                self.keeper._setattr_tensor(member.module, member.name, view.detach() if self.is_frozen(member) else view)
+                self.keeper._setattr_tensor(
+                    member.module, member.name, view.detach() if self.is_frozen(member) else view
+                )
                 if self.keeper._use_orig_params:
                     shown = member.module.__dict__[member.name]
                     member.module._parameters[member.name] = shown
@@ -122,7 +137,8 @@ class FlatShard(ShardedParam):
             self.hide()
 
     def end_backward(self) -> None:
-        """Show the sharded parameters; say that gradients are there, at the debug level that asks for it.
+        """Show the sharded parameters; say that gradients are there, at the debug level that asks
+        for it.
 
         Raises:
             RuntimeError: the gradient is differentiable.
@@ -135,14 +151,17 @@ class FlatShard(ShardedParam):
             log_post_backward(self.root, self.keeper, logger)
 
     def hide(self) -> None:
-        """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but the flat parameter itself."""
+        """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but
+        the flat parameter itself.
+        """
         if self.is_shown and self.keeper._use_orig_params:
             self.keeper._use_sharded_views()
         self.is_shown = False
         self._views_shown = []
 
     def begin_backward(self) -> None:
-        """Show views as in forward: activation checkpointing inside the instance computes with them once more.
+        """Show views as in forward: activation checkpointing inside the instance computes with them
+        once more.
 
         Raises:
             AssertionError: the user put something in the place of an original after forward.
@@ -153,7 +172,8 @@ class FlatShard(ShardedParam):
             if member.module._parameters.get(member.name) is not shown:
                 strategy = self.keeper._sharding_strategy
                 raise AssertionError(
-                    f"FSDP does not support changing the parameters between forward and backward for {strategy}"
+                    "FSDP does not support changing the parameters between forward and backward "
+                    f"for {strategy}"
                 )
 
     def show_handle(self, handle: Handle) -> None:
@@ -167,14 +187,17 @@ class FlatShard(ShardedParam):
         key = (id(handle), member.view, member.full, self.is_frozen(member))
         if key not in self._shown_handles:
             is_frozen = handle.is_frozen or self.is_frozen(member)
-            viewed = replace(handle, view=key_of_view(member.view), full=member.full, is_frozen=is_frozen)
+            viewed = replace(
+                handle, view=key_of_view(member.view), full=member.full, is_frozen=is_frozen
+            )
             self._shown_handles[key] = handle, viewed
         return self._shown_handles[key][1]
 
 
 @dataclass(eq=False)
 class FlatBuffer(FlatParam):
-    """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the graph's input.
+    """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the
+    graph's input.
 
     shows_unreduced: whether gradients are views of what `no_sync` accumulates.
     reduced: the flat parameter's gradient meanwhile.
@@ -201,7 +224,12 @@ class FlatBuffer(FlatParam):
         """Changes whenever the flat parameter or an original is written to or replaced."""
         flat: Any = self.keeper.flat_param
         originals = flat._params or ()
-        return self.data.data_ptr(), self.data._version, flat._version, *(p._version for p in originals)
+        return (
+            self.data.data_ptr(),
+            self.data._version,
+            flat._version,
+            *(p._version for p in originals),
+        )
 
     def refresh(self, *, is_moved: bool = False) -> None:
         """Follow the flat parameter to where it is now: moved, cast, or replaced."""
@@ -217,24 +245,32 @@ class FlatBuffer(FlatParam):
         self.data = nn.Parameter(flat.data, requires_grad=self.data.requires_grad)
         self.__post_init__()
 
-    def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
+    def deliver_later(
+        self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]
+    ) -> None:
         """At once: gradients are plain tensors, which somebody may hold by now."""
         program.finish()
         self.accumulate_grad(flat_grad.tensor, params)
 
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Add a reduced gradient of the shard to the flat parameter's, of which the originals' are views."""
+        """Add a reduced gradient of the shard to the flat parameter's, of which the originals' are
+        views.
+        """
         self.unit.has_gradients = True
         self.hide_unreduced()
         if params and self.keeper.flat_param.requires_grad:
             accumulate(self.keeper, flat_grad)
 
     def hide_unreduced(self) -> None:
-        """Let gradients be what is reduced again, before anybody checks shapes; what the user dropped meanwhile is forgotten."""
+        """Let gradients be what is reduced again, before anybody checks shapes; what the user
+        dropped meanwhile is forgotten.
+        """
         if not self.shows_unreduced:
             return
         flat: Any = self.keeper.flat_param
-        shown = [p for p in flat._params if p.requires_grad] if self.keeper._use_orig_params else [flat]
+        shown = (
+            [p for p in flat._params if p.requires_grad] if self.keeper._use_orig_params else [flat]
+        )
         if all(p.grad is None for p in shown):
             self.retained.clear()
             self.reduced = None

@@ -18,7 +18,9 @@ def accumulate(keeper: FlatParamHandle, new: Tensor) -> None:
     With `use_orig_params` each original's `.grad` becomes a view of it.
     """
     flat: Any = keeper.flat_param
-    if keeper._use_orig_params and flat.grad is not None:  # the user may have dropped the originals' since
+    if (
+        keeper._use_orig_params and flat.grad is not None
+    ):  # the user may have dropped the originals' since
         keeper._reset_flat_param_grad_info_if_needed()
         if flat.grad is not None and not keeper._skip_writeback_check:
             keeper._writeback_orig_params()
@@ -54,7 +56,9 @@ def set_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def _step_in_backward(flat: Any) -> None:
-    """Optimizers that torch's `_apply_optimizer_in_backward` gave to originals step right after the reduction."""
+    """Optimizers that torch's `_apply_optimizer_in_backward` gave to originals step right after the
+    reduction.
+    """
     for original in flat._params:
         optimizers = getattr(original, "_in_backward_optimizers", ())
         if original.grad is None or not optimizers:
@@ -67,7 +71,9 @@ def _step_in_backward(flat: Any) -> None:
 
 @torch.no_grad()
 def show_unsharded_grads(keeper: FlatParamHandle, full: Tensor) -> None:
-    """Let `.grad` of the originals be views of a gradient that is not reduced yet, whatever their own shapes are."""
+    """Let `.grad` of the originals be views of a gradient that is not reduced yet, whatever their
+    own shapes are.
+    """
     views = keeper._get_unflat_views(full)
     for original, view in zip(keeper.flat_param._params, views, strict=True):  # type: ignore[arg-type]
         if not original.requires_grad:

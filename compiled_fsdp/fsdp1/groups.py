@@ -58,7 +58,9 @@ class Groups(MeshInfo):
     @property
     def shard_mesh(self) -> DeviceMesh:
         """Only all-gather extensions ask for it, which flat parameters cannot have."""
-        raise NotImplementedError("FullyShardedDataParallel: a flat parameter has process groups, no mesh")
+        raise NotImplementedError(
+            "FullyShardedDataParallel: a flat parameter has process groups, no mesh"
+        )
 
     @property
     def shard_size(self) -> int:
@@ -89,6 +91,8 @@ class Groups(MeshInfo):
 def groups_of(wrapper: Any) -> Groups:
     """The groups that stock's constructor has worked out for an instance."""
     shard, replicate = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)
-    if wrapper.sharding_strategy == ShardingStrategy.NO_SHARD:  # also what one rank, or one rank in a shard group, becomes
+    if (
+        wrapper.sharding_strategy == ShardingStrategy.NO_SHARD
+    ):  # also what one rank, or one rank in a shard group, becomes
         shard, replicate = None, replicate or shard
     return Groups(None, None, shard, replicate, wrapper.compute_device)  # type: ignore[arg-type]

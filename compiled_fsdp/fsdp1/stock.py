@@ -1,10 +1,12 @@
 """What our wrapper takes from stock FSDP1: how a flat parameter is made, kept, saved and loaded.
 
-Private torch used here (tried on 2.13): the helpers of stock's constructor, state dicts and handles, all imported below.
+Private torch used here (tried on 2.13): the helpers of stock's constructor, state dicts and
+handles, all imported below.
 
-Stock's `FlatParamHandle` lays out the flat parameter (alignment, padding, shards, names), shows the original parameters as
-views of it, and writes back what users put in their place. Stock's functions for state dicts and optimizer state work on that, at
-rest. Nothing of stock's runtime is used: what gathers, computes and reduces in forward and backward is this project's.
+Stock's `FlatParamHandle` lays out the flat parameter (alignment, padding, shards, names), shows the
+original parameters as views of it, and writes back what users put in their place. Stock's functions
+for state dicts and optimizer state work on that, at rest. Nothing of stock's runtime is used: what
+gathers, computes and reduces in forward and backward is this project's.
 """
 
 # mypy: disable-error-code="attr-defined"
@@ -19,7 +21,9 @@ from torch.distributed.fsdp._common_utils import _log_post_backward_hook as log_
 from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo as annotate_modules
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
 from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
-from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
+from torch.distributed.fsdp._init_utils import (
+    HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES,
+)
 from torch.distributed.fsdp._init_utils import _check_orig_params_flattened as check_all_flattened
 from torch.distributed.fsdp._init_utils import _init_buffer_state as init_buffer_state
 from torch.distributed.fsdp._init_utils import _init_core_state as init_core_state
@@ -32,9 +36,13 @@ from torch.distributed.fsdp._init_utils import _init_process_group_state as init
 from torch.distributed.fsdp._init_utils import _init_runtime_state as init_runtime_state
 from torch.distributed.fsdp._init_utils import _init_state_dict_state as init_state_dict_state
 from torch.distributed.fsdp._runtime_utils import _cast_buffers_to_dtype_and_device as cast_buffers
-from torch.distributed.fsdp._runtime_utils import _get_buffers_and_dtypes_for_computation as buffers_for_computation
+from torch.distributed.fsdp._runtime_utils import (
+    _get_buffers_and_dtypes_for_computation as buffers_for_computation,
+)
 from torch.distributed.fsdp._runtime_utils import _lazy_init as lazy_init
-from torch.distributed.fsdp._state_dict_utils import _register_all_state_dict_hooks as register_state_dict_hooks
+from torch.distributed.fsdp._state_dict_utils import (
+    _register_all_state_dict_hooks as register_state_dict_hooks,
+)
 from torch.distributed.fsdp._unshard_param_utils import _register_flat_param as register_flat_param
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as auto_wrap
 

@@ -27,26 +27,38 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.param import ShardedParam
 
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-LOW_PRECISION = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
+LOW_PRECISION = {
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+}
 PREFETCH = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: ""}
 
 
 class FlatUnit(Unit):
-    """An instance's flat parameter, or none; strategy, precision and prefetching as settings of a unit."""
+    """An instance's flat parameter, or none; strategy, precision and prefetching as settings of a
+    unit.
+    """
 
     is_flat = True
     keeper: Any = None
 
     def __init__(self, wrapper: Any, originals: Iterable[nn.Parameter]) -> None:
         is_resharded = wrapper.sharding_strategy in RESHARDED
-        super().__init__((wrapper,), (), groups_of(wrapper), MixedPrecisionPolicy(), None if is_resharded else False)
+        super().__init__(
+            (wrapper,),
+            (),
+            groups_of(wrapper),
+            MixedPrecisionPolicy(),
+            None if is_resharded else False,
+        )
         self.wrapper = wrapper
         self.kind = type(wrapper.module).__name__
         self.keeper = wrapper._handle
         self.published_mode: object = None
         self.settings.forward_prefetch = wrapper.forward_prefetch
         self.settings.backward_prefetch = PREFETCH[wrapper.backward_prefetch]
-        # What may be under way: with a limit two gathers, and in backward one, or none without `backward_prefetch`.
+        # What may be under way: with a limit two gathers, and in backward one, or none without
+        # `backward_prefetch`.
         self.settings.forward_ahead = 2.0 if wrapper.limit_all_gathers else -1.0
         self.settings.backward_ahead = 1.0 if self.settings.backward_prefetch == "pre" else 0.0
         if self.keeper is not None:
@@ -72,13 +84,22 @@ class FlatUnit(Unit):
         layout = flat_layout([flat._unpadded_unsharded_size], info.shard_size)
         members = members_of(flat)
         owners = list({(m.module, m.name): None for m in members})
-        shard = FlatShard(owners, self.wrapper, "_flat_param", flat, layout.shards[0], keeper=self.keeper, members=members)
+        shard = FlatShard(
+            owners,
+            self.wrapper,
+            "_flat_param",
+            flat,
+            layout.shards[0],
+            keeper=self.keeper,
+            members=members,
+        )
         shard.hides_after_forward = is_resharded
         data = nn.Parameter(flat.data, requires_grad=flat.requires_grad)
         return FlatBuffer(self, info, layout, [shard], data)
 
     def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
-        """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the square root of the ranks.
+        """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the
+        square root of the ranks.
 
         What `no_sync` accumulates stays in the dtype of the computation.
         """
@@ -105,22 +126,47 @@ class FlatUnit(Unit):
             return None
         hook = self.wrapper._comm_hook
         originals = self.keeper.flat_param._params or ()
-        is_full, frozen = self.keeper._force_full_precision, tuple(not p.requires_grad for p in originals)
-        return is_full, hook and id(hook), id(self.wrapper._comm_hook_state), frozen, self.keeper._fwd_bwd_param_dtype
+        is_full, frozen = (
+            self.keeper._force_full_precision,
+            tuple(not p.requires_grad for p in originals),
+        )
+        return (
+            is_full,
+            hook and id(hook),
+            id(self.wrapper._comm_hook_state),
+            frozen,
+            self.keeper._fwd_bwd_param_dtype,
+        )
 
     def _hooked(self, spec: ParamSpec) -> ParamSpec:
-        """The user's hook reduces, and divides as it likes; torch's low-precision ones are a dtype."""
+        """The user's hook reduces, and divides as it likes; torch's low-precision ones are a
+        dtype.
+        """
         hook, state = self.wrapper._comm_hook, self.wrapper._comm_hook_state
         if hook in LOW_PRECISION:
             pre, post = state.gradient_predivide_factor, state.gradient_postdivide_factor
-            return replace(spec, reduce_dtype=LOW_PRECISION[hook], pre_divide=float(pre), post_divide=float(post))
+            return replace(
+                spec,
+                reduce_dtype=LOW_PRECISION[hook],
+                pre_divide=float(pre),
+                post_divide=float(post),
+            )
         plain = replace(spec, pre_divide=1.0, post_divide=1.0)
         if spec.group_size > 1:
-            return replace(plain, reduce_algorithm=CUSTOM + register(ReduceScatterHook.of(hook, state)))
-        return replace(plain, replicate_size=1, replicate_group="", hook=register(AllReduceHook.of(hook, state)))
+            return replace(
+                plain, reduce_algorithm=CUSTOM + register(ReduceScatterHook.of(hook, state))
+            )
+        return replace(
+            plain,
+            replicate_size=1,
+            replicate_group="",
+            hook=register(AllReduceHook.of(hook, state)),
+        )
 
     def sync_gradients(self, value: bool) -> None:
-        """Whether backward reduces. Strategies that keep parameters after forward keep them after a backward that does not."""
+        """Whether backward reduces. Strategies that keep parameters after forward keep them after a
+        backward that does not.
+        """
         settings = self.settings
         settings.requires_gradient_sync = settings.requires_all_reduce = value
         settings.is_accumulating |= not value
@@ -142,9 +188,11 @@ class FlatUnit(Unit):
             self.shard.hide()
 
     def before_forward(self) -> bool:
-        """What stock does before a root's forward: settle gradients that the user dropped or replaced, and parameters likewise.
+        """What stock does before a root's forward: settle gradients that the user dropped or
+        replaced, and parameters likewise.
 
-        Whether what is gathered now has another dtype than the mode (training or evaluation) asks for.
+        Whether what is gathered now has another dtype than the mode (training or evaluation) asks
+        for.
         """
         if self.keeper is None:
             return False
@@ -160,7 +208,9 @@ class FlatUnit(Unit):
         return self.shard.spec.dtype != before
 
     def follow_requires_grad(self) -> None:
-        """Take over what the user froze or unfroze since the last call, and which precision the mode asks for."""
+        """Take over what the user froze or unfroze since the last call, and which precision the
+        mode asks for.
+        """
         if self.keeper is None:
             return
         (flat,) = self.flats

@@ -1,10 +1,11 @@
 """`FullyShardedDataParallel`: stock FSDP1's wrapper on this project's runtime and compiler.
 
 [Note: what is stock's]
-The wrapper subclasses stock's class, so that `isinstance`, torch's own checkpointing and trainers know it, and takes over what
-concerns parameters at rest: argument checks, process groups, the layout of flat parameters, state dicts, optimizer state, names.
-Forward and backward are this project's: an instance is a unit, run by the same eager runtime as `fully_shard`'s and traced to
-the same ops, so that `torch.compile(FullyShardedDataParallel(model))` is one graph.
+The wrapper subclasses stock's class, so that `isinstance`, torch's own checkpointing and trainers
+know it, and takes over what concerns parameters at rest: argument checks, process groups, the
+layout of flat parameters, state dicts, optimizer state, names. Forward and backward are this
+project's: an instance is a unit, run by the same eager runtime as `fully_shard`'s and traced to the
+same ops, so that `torch.compile(FullyShardedDataParallel(model))` is one graph.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 class FullyShardedDataParallel(AtRest):
     """Shard `module`'s parameters over ranks; the arguments, names and errors of torch's own class.
 
-    Under `torch.compile` the whole wrapped model is one graph in each direction; without it the same units run eagerly.
+    Under `torch.compile` the whole wrapped model is one graph in each direction; without it the
+    same units run eagerly.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class FullyShardedDataParallel(AtRest):
     # -- forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; as `FSDPModule`, this frame stays outside any graph and `_fsdp_call` begins one."""
+        """Call the module; as `FSDPModule`, this frame stays outside any graph and `_fsdp_call`
+        begins one.
+        """
         if torch.compiler.is_dynamo_compiling():
             _before_trace(self._fsdp_key)
             for parameter in self._fsdp_watched:
@@ -119,7 +123,9 @@ class FullyShardedDataParallel(AtRest):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the wrapped module, free."""
         if self._fsdp_moves_to is not None:
-            args, kwargs = map_tensors(lambda tensor: tensor.to(self._fsdp_moves_to), (args, kwargs))
+            args, kwargs = map_tensors(
+                lambda tensor: tensor.to(self._fsdp_moves_to), (args, kwargs)
+            )
         if self._fsdp_casts_to is not None:
             args, kwargs = cast_floating((args, kwargs), self._fsdp_casts_to)
         if torch.compiler.is_dynamo_compiling():
@@ -150,7 +156,9 @@ class FullyShardedDataParallel(AtRest):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them; the first backward outside reduces the sum."""
+        """Accumulate gradients without reducing them; the first backward outside reduces the
+        sum.
+        """
         with super().no_sync():
             units = [instance._fsdp_state.unit for instance in self.fsdp_modules(self)]
             before = [(unit, unit.settings.requires_gradient_sync) for unit in units]
@@ -163,7 +171,9 @@ class FullyShardedDataParallel(AtRest):
                     unit.sync_gradients(value)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce with `hook(state, gradient, shard)`, or `hook(state, gradient)` under NO_SHARD, instead of a mean."""
+        """Reduce with `hook(state, gradient, shard)`, or `hook(state, gradient)` under NO_SHARD,
+        instead of a mean.
+        """
         super().register_comm_hook(state, hook)
         for instance in self.fsdp_modules(self):
             instance._fsdp_state.unit.publish()
@@ -208,15 +218,21 @@ def _rest_first(module: Any, *_: object) -> None:
     for instance in StockFSDP.fsdp_modules(module):
         if instance.training_state == TrainingState.FORWARD_BACKWARD:
             raise AssertionError(
-                f"Expects the handle training to be IDLE but got {instance.training_state}: the state of "
-                f"{type(instance.module).__name__} cannot be saved or loaded while its forward or backward is running"
+                f"Expects the handle training to be IDLE but got {instance.training_state}: the "
+                "state of "
+                f"{type(instance.module).__name__} cannot be saved or loaded while its forward or "
+                "backward is running"
             )
     rest(module)
 
 
 @untraced
-def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool, is_traced: bool = False) -> Callable[..., Any]:
-    """Outside any graph, before an instance is called: what stock does before forward, and what the core does."""
+def _before_call(
+    wrapper: FullyShardedDataParallel, is_compiled: bool, is_traced: bool = False
+) -> Callable[..., Any]:
+    """Outside any graph, before an instance is called: what stock does before forward, and what the
+    core does.
+    """
     stock.lazy_init(wrapper, wrapper)
     state: State = wrapper._fsdp_state
     if wrapper._is_root and not in_backward():
@@ -233,24 +249,36 @@ def _before_call(wrapper: FullyShardedDataParallel, is_compiled: bool, is_traced
 
 
 def _settle_inputs(instance: Any) -> None:
-    """Whether forward is to cast or move its inputs, as plain attributes: compiled code guards on them."""
+    """Whether forward is to cast or move its inputs, as plain attributes: compiled code guards on
+    them.
+    """
     policy, keeper = instance.mixed_precision, instance._handle
     is_full = keeper is not None and keeper._force_full_precision
     casts = policy.cast_forward_inputs and keeper is not None
     if instance._is_root:
-        casts |= policy.cast_root_forward_inputs and (instance.training or not instance._use_full_prec_in_eval)
+        casts |= policy.cast_root_forward_inputs and (
+            instance.training or not instance._use_full_prec_in_eval
+        )
     is_elsewhere = instance._is_root and instance.compute_device.type != "cpu"
     instance.__dict__["_fsdp_casts_to"] = policy.param_dtype if casts and not is_full else None
     instance.__dict__["_fsdp_moves_to"] = instance.compute_device if is_elsewhere else None
 
 
 def _settle_buffers(root: Any) -> None:
-    """Buffers in full precision where evaluation asks for it, and back in their low one afterwards."""
+    """Buffers in full precision where evaluation asks for it, and back in their low one
+    afterwards.
+    """
     keepers = [instance._handle for instance in root._all_fsdp_states if instance._handle]
-    is_full = root._handle._force_full_precision if root._handle else any(k._force_full_precision for k in keepers)
+    is_full = (
+        root._handle._force_full_precision
+        if root._handle
+        else any(k._force_full_precision for k in keepers)
+    )
     if is_full:
         originals = list(root._buffer_name_to_orig_dtype.values())
-        stock.cast_buffers(list(dict(root.named_buffers()).values()), originals, root.compute_device)
+        stock.cast_buffers(
+            list(dict(root.named_buffers()).values()), originals, root.compute_device
+        )
         root._needs_buffer_dtype_restore_check = True
     elif getattr(root, "_needs_buffer_dtype_restore_check", False):
         buffers, dtypes = stock.buffers_for_computation(root, root)

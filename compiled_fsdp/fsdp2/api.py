@@ -1,4 +1,6 @@
-"""`fully_shard`: check the arguments, cut the parameters, and make the module trace to `fsdp::` ops."""
+"""`fully_shard`: check the arguments, cut the parameters, and make the module trace to `fsdp::`
+ops.
+"""
 
 from __future__ import annotations
 
@@ -79,29 +81,35 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shard the parameters of `module` over the ranks of `mesh`, in place; same arguments as torch's `fully_shard`.
+    """Shard the parameters of `module` over the ranks of `mesh`, in place; same arguments as
+    torch's `fully_shard`.
 
-    Call it bottom-up. The parameters of one call form a unit: gathered, freed and reduced together. Under `torch.compile`
-    every gather, cast, reduction and free is a node of one graph; without it the same unit runs on an eager runtime.
+    Call it bottom-up. The parameters of one call form a unit: gathered, freed and reduced together.
+    Under `torch.compile` every gather, cast, reduction and free is a node of one graph; without it
+    the same unit runs on an eager runtime.
 
     Args:
         module: the module, or a list of modules that form one unit; changed in place and returned.
-        mesh: 1D (shard) or 2D (replicate, shard; needs `mesh_dim_names`); default: 1D over all ranks. Parameters that are
-            DTensors already (tensor parallelism) need a part of the mesh that theirs is a part of.
-        reshard_after_forward: True drops the unsharded parameters after forward and gathers them again in backward;
-            False keeps them; an int (a factor of the shard size) keeps a slice on groups of that size; None means True,
-            but False for the outermost unit.
-        mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class. Without `reduce_dtype`, gradients are
-            reduced as the installed torch does it: in the parameters' own dtype since torch 2.15, in `param_dtype` before.
-        shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must divide evenly), or torch's
-            `ShardPlacementResult` with a mesh of its own.
-        offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes nothing; else not there yet.
-        dp_mesh_dims: `mesh` has other axes too (tensor parallelism), the parameters are DTensors on it, and these of its dims are
-            the data-parallel ones; torch's own `DataParallelMeshDims`.
+        mesh: 1D (shard) or 2D (replicate, shard; needs `mesh_dim_names`); default: 1D over all
+            ranks. Parameters that are DTensors already (tensor parallelism) need a part of the mesh
+            that theirs is a part of.
+        reshard_after_forward: True drops the unsharded parameters after forward and gathers them
+            again in backward; False keeps them; an int (a factor of the shard size) keeps a slice
+            on groups of that size; None means True, but False for the outermost unit.
+        mp_policy: dtypes of compute, gradient reduction and outputs; torch's own class. Without
+            `reduce_dtype`, gradients are reduced as the installed torch does it: in the parameters'
+            own dtype since torch 2.15, in `param_dtype` before.
+        shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must
+            divide evenly), or torch's `ShardPlacementResult` with a mesh of its own.
+        offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes
+            nothing; else not there yet.
+        dp_mesh_dims: `mesh` has other axes too (tensor parallelism), the parameters are DTensors on
+            it, and these of its dims are the data-parallel ones; torch's own
+            `DataParallelMeshDims`.
         ignored_params: left alone: not moved, cut, gathered or reduced.
 
-    A parameter that an earlier call sharded already (tied weights) stays in that call's unit: it is gathered once for both, and its
-    gradients are added before they are reduced.
+    A parameter that an earlier call sharded already (tied weights) stays in that call's unit: it is
+    gathered once for both, and its gradients are added before they are reduced.
 
     Raises:
         TypeError: an argument of another type.
@@ -115,7 +123,9 @@ def fully_shard(
     _check_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
-    params = _managed_params(managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy)
+    params = _managed_params(
+        managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy
+    )
     _check_reshard(reshard, params)
     lent = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
@@ -127,7 +137,13 @@ def fully_shard(
         "ignored_params": ignored_params or None,
         "dp_mesh_dims": dp_mesh_dims,
     }
-    _note_options(unit, asked, mp_policy, offload_policy, {id(p) for module in modules for p in module.parameters()})
+    _note_options(
+        unit,
+        asked,
+        mp_policy,
+        offload_policy,
+        {id(p) for module in modules for p in module.parameters()},
+    )
     state = State(unit)
     shard_classes(modules, _to_mark(managed, ignored_params), unit, state)
     share_params(lent, state)
@@ -139,7 +155,11 @@ def fully_shard(
 
 
 def _note_options(
-    unit: Unit, asked: dict[str, Any], mp_policy: MixedPrecisionPolicy, offload: OffloadPolicy, params: set[int]
+    unit: Unit,
+    asked: dict[str, Any],
+    mp_policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    params: set[int],
 ) -> None:
     """What this call was asked for, and what of it has had its effect by now."""
     for name, value in asked.items():
@@ -149,7 +169,9 @@ def _note_options(
     if isinstance(offload, CPUOffloadPolicy):
         unit.options.ask("offload_policy", offload)
         unit.options.consume("fully_shard: parameters are on the CPU as it is", "offload_policy")
-    unit.options.consume("fully_shard", "shard_placement_fn", "dp_mesh_dims", "mp_policy.param_dtype_override_fn")
+    unit.options.consume(
+        "fully_shard", "shard_placement_fn", "dp_mesh_dims", "mp_policy.param_dtype_override_fn"
+    )
     if any(id(p) in params for p in asked["ignored_params"] or ()):
         unit.options.consume("fully_shard", "ignored_params")
 
@@ -159,7 +181,8 @@ def _resolve_reshard(value: bool | int | None, info: MeshInfo) -> bool | int | N
         return False
     if info.spmd is not None and isinstance(value, int) and not isinstance(value, bool):
         raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={value} as an int is not supported with dp_mesh_dims. Pass True or False"
+            f"fully_shard: reshard_after_forward={value} as an int is not supported with "
+            "dp_mesh_dims. Pass True or False"
         )
     return resolve_reshard(value, info.shard_size)
 
@@ -169,9 +192,14 @@ def _check_reshard(reshard: bool | int | None, params: Sequence[Original]) -> No
         return
     for entry in params:
         if isinstance(entry.parameter, DTensor) or entry.is_apart:
-            why = "is a DTensor already" if isinstance(entry.parameter, DTensor) else "has an all-gather extension"
+            why = (
+                "is a DTensor already"
+                if isinstance(entry.parameter, DTensor)
+                else "has an all-gather extension"
+            )
             raise NotImplementedError(
-                f"fully_shard: reshard_after_forward={reshard} as an int is not supported for parameter {entry.path}, which {why}. "
+                f"fully_shard: reshard_after_forward={reshard} as an int is not supported for "
+                f"parameter {entry.path}, which {why}. "
                 "Pass True or False"
             )
 
@@ -181,12 +209,14 @@ def _check_offload(info: MeshInfo, offload: OffloadPolicy) -> None:
         return
     if info.mesh.device_type != "cpu":
         raise NotImplementedError(
-            f"fully_shard: offload_policy={offload!r} is not supported on {info.mesh.device_type} yet. Leave it out, or use "
+            f"fully_shard: offload_policy={offload!r} is not supported on {info.mesh.device_type} "
+            "yet. Leave it out, or use "
             "torch.distributed.fsdp.fully_shard for this model"
         )
     if offload.pin_memory and not torch.accelerator.is_available():
         raise RuntimeError(
-            f"fully_shard: offload_policy={offload!r} asks for pinned memory, which needs an accelerator. "
+            f"fully_shard: offload_policy={offload!r} asks for pinned memory, which needs an "
+            "accelerator. "
             "Pass CPUOffloadPolicy(pin_memory=False)"
         )
 
@@ -197,11 +227,14 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
         raise IndexError("fully_shard: got an empty list of modules; a unit needs at least one")
     for entry in given:
         if not isinstance(entry, nn.Module):
-            raise TypeError(f"fully_shard: expects nn.Module, got {type(entry).__name__}: {entry!r}")
+            raise TypeError(
+                f"fully_shard: expects nn.Module, got {type(entry).__name__}: {entry!r}"
+            )
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
-            f"fully_shard: {type(module).__name__} has no forward, so nothing would gather its parameters. "
+            f"fully_shard: {type(module).__name__} has no forward, so nothing would gather its "
+            "parameters. "
             "Shard its members, or pass them as a list"
         )
     below = {id(m) for entry in given for m in entry.modules() if m is not entry}
@@ -209,13 +242,16 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     again = [m for i, m in enumerate(roots) if get_state(uncompiled(m)) or m in roots[:i]]
     if again:
         raise AssertionError(
-            f"fully_shard: {type(again[0]).__name__} is sharded already; a module can be given to fully_shard once"
+            f"fully_shard: {type(again[0]).__name__} is sharded already; a module can be given to "
+            "fully_shard once"
         )
     return roots
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of this unit: depth first, children before their parent, nested units left out (as stock orders)."""
+    """The modules of this unit: depth first, children before their parent, nested units left out
+    (as stock orders).
+    """
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
@@ -235,12 +271,16 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _to_mark(managed: list[nn.Module], ignored: set[nn.Parameter] | None) -> list[nn.Module]:
-    """Those that others may take for managed: without modules that hold, themselves and below, only what is ignored."""
+    """Those that others may take for managed: without modules that hold, themselves and below, only
+    what is ignored.
+    """
     if ignored is None:
         return managed
 
     def holds(module: nn.Module) -> bool:
-        return any(p not in ignored for p in module.parameters()) or any(True for _ in module.buffers())
+        return any(p not in ignored for p in module.parameters()) or any(
+            True for _ in module.buffers()
+        )
 
     return [module for module in managed if holds(module)]
 
@@ -248,7 +288,9 @@ def _to_mark(managed: list[nn.Module], ignored: set[nn.Parameter] | None) -> lis
 def _shared_params(
     managed: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> list[tuple[Unit, ShardedParam, nn.Module, str]]:
-    """Parameters of these modules that an earlier call cut: their unit, and where else they are held."""
+    """Parameters of these modules that an earlier call cut: their unit, and where else they are
+    held.
+    """
     found = []
     skip = {id(p) for p in ignored}
     for module in managed:
@@ -266,7 +308,9 @@ def _managed_params(
     info: MeshInfo,
     policy: MixedPrecisionPolicy,
 ) -> list[Original]:
-    """Each parameter once, with everything that holds it, its name under the first root that has it, and how it is cut."""
+    """Each parameter once, with everything that holds it, its name under the first root that has
+    it, and how it is cut.
+    """
     skip = {id(p) for p in ignored}
     found: dict[int, nn.Parameter] = {}
     for module in managed:
@@ -285,7 +329,9 @@ def _managed_params(
                     _check_param(path, parameter, info.device)
                     dim, own = 0, info
                     if placement_fn:
-                        dim, own = resolve_placement(placement_fn(parameter), path, local_tensor(parameter), info)
+                        dim, own = resolve_placement(
+                            placement_fn(parameter), path, local_tensor(parameter), info
+                        )
                     mesh, placements = place(parameter, path, dim, own)
                     originals[id(parameter)] = Original(
                         parameter,
@@ -306,28 +352,38 @@ def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Paramete
         for path, parameter in root.named_parameters():
             if id(parameter) in managed and parameter.dim() == 0:
                 raise ValueError(
-                    f"fully_shard: parameter {plain_name(path)} is a scalar and cannot be cut. Change it to a 1D tensor with numel "
+                    f"fully_shard: parameter {plain_name(path)} is a scalar and cannot be cut. "
+                    "Change it to a 1D tensor with numel "
                     "equal to 1, or name it in ignored_params"
                 )
 
 
 def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    if isinstance(parameter, DTensor) and parameter.device != device and parameter.device.type != "meta":
+    if (
+        isinstance(parameter, DTensor)
+        and parameter.device != device
+        and parameter.device.type != "meta"
+    ):
         is_other = parameter.device_mesh.device_type != device.type
         raise (ValueError if is_other else AssertionError)(
-            f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of {parameter.device_mesh.device_type}; "
-            f"it should be on {device}, where the mesh passed to fully_shard is. Distribute it there"
+            f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of "
+            f"{parameter.device_mesh.device_type}; "
+            f"it should be on {device}, where the mesh passed to fully_shard is. Distribute it "
+            "there"
         )
     has_extension(type(local_tensor(parameter)), name)
     if not (parameter.is_contiguous() and local_tensor(parameter).is_contiguous()):
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} {parameter.stride()=}). "
+            f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} "
+            f"{parameter.stride()=}). "
             "Call .contiguous() on it before sharding"
         )
     check_grad_dtype(parameter, name)
 
 
-def _move_to_device(managed: Sequence[nn.Module], params: Sequence[nn.Parameter], device: torch.device) -> None:
+def _move_to_device(
+    managed: Sequence[nn.Module], params: Sequence[nn.Parameter], device: torch.device
+) -> None:
     buffers = [b for module in managed for b in module._buffers.values() if b is not None]
     for tensor in (*params, *buffers):
         if tensor.device != device and tensor.device.type != "meta":

@@ -1,4 +1,6 @@
-"""`FSDPModule`, its methods, and the free functions that go with them; semantics and errors as torch's."""
+"""`FSDPModule`, its methods, and the free functions that go with them; semantics and errors as
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ SETTERS = {
 
 
 class UnshardHandle(StockUnshardHandle):
-    """What `FSDPModule.unshard(async_op=True)` returns; `wait` makes the full parameters the registered ones."""
+    """What `FSDPModule.unshard(async_op=True)` returns; `wait` makes the full parameters the
+    registered ones.
+    """
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
         self._before = 0 if runtime is None else runtime.num_gathered
 
     def wait(self) -> None:
-        """Finish the unshard; does nothing when called again, or if the unit's forward has done it, and may have resharded."""
+        """Finish the unshard; does nothing when called again, or if the unit's forward has done it,
+        and may have resharded.
+        """
         runtime, self._runtime = self._runtime, None
         if runtime is not None and runtime.num_gathered == self._before:
             runtime.unshard()
@@ -64,22 +70,27 @@ class UnshardHandle(StockUnshardHandle):
 
 
 class FSDPModule(StockFSDPModule):
-    """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own `FSDPModule`."""
+    """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own
+    `FSDPModule`.
+    """
 
     _fsdp_watched: list[nn.Parameter]
     _fsdp_key: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a plain object of the original class: slicing a sharded `nn.Sequential` does this."""
+        """Build a plain object of the original class: slicing a sharded `nn.Sequential` does
+        this.
+        """
         plain: Any = object.__new__(originals[cls])
         plain.__init__(*args, **kwargs)
         return plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call` begins one, hooks included.
+        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call`
+        begins one, hooks included.
 
-        If this one is traced after all, from a larger function that is compiled, then what else happens before each call happens
-        while tracing, and the graph guards on what it looked at.
+        If this one is traced after all, from a larger function that is compiled, then what else
+        happens before each call happens while tracing, and the graph guards on what it looked at.
         """
         if torch.compiler.is_dynamo_compiling():
             _before_trace(self._fsdp_key)
@@ -96,7 +107,9 @@ class FSDPModule(StockFSDPModule):
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Any:
         """As any module's; in a trace, tied parameters come once, as they do in eager mode."""
         if torch.compiler.is_dynamo_compiling():
             return named_in_trace(self, prefix, recurse, remove_duplicate)  # type: ignore[arg-type]
@@ -116,14 +129,17 @@ class FSDPModule(StockFSDPModule):
         state = self._fsdp_own()
         if not state.unit.is_outermost:
             raise RuntimeError(
-                f"{method}: called on {state.unit.name!r}, which is inside another sharded module. Call it on the outermost one"
+                f"{method}: called on {state.unit.name!r}, which is inside another sharded module. "
+                "Call it on the outermost one"
             )
         return state
 
     # -- parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's unit now, not those below; with `async_op`, in the background until `wait()` or its forward."""
+        """Gather this module's unit now, not those below; with `async_op`, in the background until
+        `wait()` or its forward.
+        """
         runtime = self._fsdp_own().runtime
         runtime.start_unshard()
         handle = UnshardHandle(runtime)
@@ -137,7 +153,8 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_own().runtime.reshard()
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: await what is under way, free everything, drop unreduced gradients.
+        """After an exception in forward or backward: await what is under way, free everything, drop
+        unreduced gradients.
 
         As in stock, all gradients are dropped on torch 2.15 and later.
 
@@ -153,7 +170,9 @@ class FSDPModule(StockFSDPModule):
                     param.sharded.grad = None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Before `to`, `to_empty` and the like: reshard; after: bring the parameters back into the flat buffers."""
+        """Before `to`, `to_empty` and the like: reshard; after: bring the parameters back into the
+        flat buffers.
+        """
         states = states_below(self)  # type: ignore[arg-type]
         for state in states:
             state.runtime.drop_pending()
@@ -162,7 +181,9 @@ class FSDPModule(StockFSDPModule):
         on_meta = {name for name, buffer in buffers.items() if buffer.device.type == "meta"}
         result = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         buffers = dict(self.named_buffers())  # type: ignore[attr-defined]
-        now_real = [(n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"]
+        now_real = [
+            (n, weakref.ref(buffers[n])) for n in on_meta if buffers[n].device.type != "meta"
+        ]
         self._fsdp_own().buffers_from_meta.extend(now_real)
         for state in states:
             state.unit.take_over()
@@ -170,12 +191,20 @@ class FSDPModule(StockFSDPModule):
 
     # -- settings
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, backward keeps unreduced gradients; the next one with True adds and reduces them. FSDP1's `no_sync`.
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """With False, backward keeps unreduced gradients; the next one with True adds and reduces
+        them. FSDP1's `no_sync`.
 
-        Also sets whether gradients are all-reduced (HSDP). Under `torch.compile` each value is a graph of its own, compiled once.
+        Also sets whether gradients are all-reduced (HSDP). Under `torch.compile` each value is a
+        graph of its own, compiled once.
         """
-        check_bool("set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync, recurse=recurse)
+        check_bool(
+            "set_requires_gradient_sync",
+            requires_gradient_sync=requires_gradient_sync,
+            recurse=recurse,
+        )
         for state in self._fsdp_below(recurse):
             settings = state.unit.settings
             settings.requires_gradient_sync = settings.requires_all_reduce = requires_gradient_sync
@@ -184,8 +213,12 @@ class FSDPModule(StockFSDPModule):
             state.unit.publish()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False, HSDP's backward stops after the reduce-scatter; the next one with True adds and all-reduces."""
-        check_bool("set_requires_all_reduce", requires_all_reduce=requires_all_reduce, recurse=recurse)
+        """With False, HSDP's backward stops after the reduce-scatter; the next one with True adds
+        and all-reduces.
+        """
+        check_bool(
+            "set_requires_all_reduce", requires_all_reduce=requires_all_reduce, recurse=recurse
+        )
         for state in self._fsdp_below(recurse):
             state.unit.settings.requires_all_reduce = requires_all_reduce
             state.unit.settings.is_accumulating |= not requires_all_reduce
@@ -193,7 +226,8 @@ class FSDPModule(StockFSDPModule):
             state.unit.publish()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change whether parameters are dropped after forward; each value is a graph of its own, compiled once.
+        """Change whether parameters are dropped after forward; each value is a graph of its own,
+        compiled once.
 
         Raises:
             ValueError: not a bool.
@@ -201,7 +235,8 @@ class FSDPModule(StockFSDPModule):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward: got {reshard_after_forward!r}; reshard_after_forward should be a bool. "
+                f"set_reshard_after_forward: got {reshard_after_forward!r}; reshard_after_forward "
+                "should be a bool. "
                 "Pass an int to fully_shard(reshard_after_forward=...)"
             )
         for state in self._fsdp_below(recurse):
@@ -209,30 +244,44 @@ class FSDPModule(StockFSDPModule):
             state.unit.options.ask("reshard_after_forward", reshard_after_forward)
             state.unit.set_reshard(reshard_after_forward)
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, full parameters stay after backward, until the optimizer's step: for several backwards before one.
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """With False, full parameters stay after backward, until the optimizer's step: for several
+        backwards before one.
 
-        In a graph, for units that do not reshard after forward: they are gathered before the call instead of inside it.
+        In a graph, for units that do not reshard after forward: they are gathered before the call
+        instead of inside it.
         """
-        check_bool("set_reshard_after_backward", reshard_after_backward=reshard_after_backward, recurse=recurse)
+        check_bool(
+            "set_reshard_after_backward",
+            reshard_after_backward=reshard_after_backward,
+            recurse=recurse,
+        )
         self._fsdp_set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, the end of a backward keeps the order that prefetching goes by; reductions are awaited all the same."""
+        """With False, the end of a backward keeps the order that prefetching goes by; reductions
+        are awaited all the same.
+        """
         check_bool("set_is_last_backward", is_last_backward=is_last_backward)
         state = self._fsdp_own()
         state.runtime.tree.is_last_backward = is_last_backward
         state.unit.options.ask("set_is_last_backward", is_last_backward, True)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True, the end of a backward is up to the caller: `finalize_backward`, after all backwards that belong together.
+        """With True, the end of a backward is up to the caller: `finalize_backward`, after all
+        backwards that belong together.
 
-        Until then gradients may be missing, and full parameters still be there. It supersedes `set_is_last_backward`. A graph
-        reduces what it computes inside backward, as ever; what backwards without synchronization have kept waits for the call. Once
-        a call has found that all had kept theirs, as a pipeline schedule's do, graphs leave reducing to the calls that follow.
+        Until then gradients may be missing, and full parameters still be there. It supersedes
+        `set_is_last_backward`. A graph reduces what it computes inside backward, as ever; what
+        backwards without synchronization have kept waits for the call. Once a call has found that
+        all had kept theirs, as a pipeline schedule's do, graphs leave reducing to the calls that
+        follow.
 
         Raises:
-            RuntimeError: called on a module inside another sharded one, or between a backward and its finalization.
+            RuntimeError: called on a module inside another sharded one, or between a backward and
+                its finalization.
         """
         check_bool("set_manual_backward_finalization", enabled=enabled)
         state = self._fsdp_root("set_manual_backward_finalization")
@@ -250,15 +299,16 @@ class FSDPModule(StockFSDPModule):
 
     @untraced
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what is left of the backwards since the last call, await it, and free; before the first forward, nothing.
+        """Reduce what is left of the backwards since the last call, await it, and free; before the
+        first forward, nothing.
 
-        With `async_op` it is started only; the handle's `wait()` must come before the gradients are used, and before the next
-        forward.
+        With `async_op` it is started only; the handle's `wait()` must come before the gradients are
+        used, and before the next forward.
 
         Raises:
-            RuntimeError: called on a module inside another sharded one, while a backward runs, without
-                `set_manual_backward_finalization(True)`, before the handle of the last call was awaited, or with gradients that
-                are not all-reduced (HSDP).
+            RuntimeError: called on a module inside another sharded one, while a backward runs,
+                without `set_manual_backward_finalization(True)`, before the handle of the last call
+                was awaited, or with gradients that are not all-reduced (HSDP).
         """
         check_bool("finalize_backward", async_op=async_op)
         state = self._fsdp_root("finalize_backward")
@@ -268,23 +318,28 @@ class FSDPModule(StockFSDPModule):
         return state.runtime.tree.finalization.finalize(state.runtime, is_async=async_op)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """With True, the storage of full parameters stays allocated when they are dropped, at the same addresses.
+        """With True, the storage of full parameters stays allocated when they are dropped, at the
+        same addresses.
 
-        In eager mode. A graph has buffers of its own, whose addresses Inductor's CUDA graphs keep; there it changes nothing.
+        In eager mode. A graph has buffers of its own, whose addresses Inductor's CUDA graphs keep;
+        there it changes nothing.
         """
         check_bool("set_keep_unsharded_storage", keep=keep, recurse=recurse)
         self._fsdp_set(recurse, keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False, backward does not gather this module's parameters: for those that no gradient depends on.
+        """With False, backward does not gather this module's parameters: for those that no gradient
+        depends on.
 
-        A graph gathers in backward only what gradients depend on, so that False is what it does anyway.
+        A graph gathers in backward only what gradients depend on, so that False is what it does
+        anyway.
         """
         check_bool("set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         self._fsdp_set(recurse=False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Start the gathers of these when this module's forward begins, instead of what the plan would start there.
+        """Start the gathers of these when this module's forward begins, instead of what the plan
+        would start there.
 
         Raises:
             ValueError: an entry is not an FSDPModule.
@@ -292,7 +347,8 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_prefetch("forward", _states_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Start the gathers of these when this module's backward begins, instead of what the plan would start there.
+        """Start the gathers of these when this module's backward begins, instead of what the plan
+        would start there.
 
         Raises:
             ValueError: an entry is not an FSDPModule.
@@ -302,8 +358,12 @@ class FSDPModule(StockFSDPModule):
     # -- reduction
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum over ranks by `factor` instead of by their number; on every backend (stock fails on gloo)."""
-        self._fsdp_set(recurse=False, divide_factor=check_factor("set_gradient_divide_factor", factor))
+        """Divide the sum over ranks by `factor` instead of by their number; on every backend (stock
+        fails on gloo).
+        """
+        self._fsdp_set(
+            recurse=False, divide_factor=check_factor("set_gradient_divide_factor", factor)
+        )
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -315,31 +375,44 @@ class FSDPModule(StockFSDPModule):
         check_bool("set_force_sum_reduction_for_comms", enable=enable)
         self._fsdp_set(recurse=False, force_sum=enable)
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Trainable parameters without a gradient contribute zeros, so that ranks may use different ones.
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Trainable parameters without a gradient contribute zeros, so that ranks may use different
+        ones.
 
         A unit that is set so breaks the graph and runs eagerly: a graph knows only what it reads.
         """
         check_bool(
-            "set_reduce_scatter_unused_params", reduce_scatter_unused_params=reduce_scatter_unused_params, recurse=recurse
+            "set_reduce_scatter_unused_params",
+            reduce_scatter_unused_params=reduce_scatter_unused_params,
+            recurse=recurse,
         )
         self._fsdp_set(recurse, reduce_unused=reduce_scatter_unused_params)
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once; unless set, one in eager mode and `Plan.reduces_in_flight` in a graph.
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be under way at once; unless set, one in eager mode and
+        `Plan.reduces_in_flight` in a graph.
 
         Raises:
             TypeError: not an int.
             ValueError: less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         self._fsdp_set(recurse, max_reductions_in_flight=max_input_buffers)
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, with the same ranks; collective: makes the group at first use.
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over a process group of its own, with the same ranks; collective: makes the group
+        at first use.
 
         Raises:
             AssertionError: `dp_mesh_dims` names only dims that replicate.
@@ -350,8 +423,11 @@ class FSDPModule(StockFSDPModule):
             state.unit.separate_reduce_groups(enable)
             state.unit.options.ask("set_separate_reduce_scatter_group", enable, False)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
-        """Call `hook(reduced)` with the unit's flat reduced gradient, before the last division; it may change it in place.
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook(reduced)` with the unit's flat reduced gradient, before the last division; it
+        may change it in place.
 
         Raises:
             ValueError: several meshes in the unit, or a `stream` with HSDP.
@@ -363,12 +439,14 @@ class FSDPModule(StockFSDPModule):
             if unit.mesh_info.replicate_size > 1:
                 raise ValueError("stream cannot be set when using native HSDP")
             raise NotImplementedError(
-                "set_all_reduce_hook: stream is not supported yet; the hook runs on the current stream"
+                "set_all_reduce_hook: stream is not supported yet; the hook runs on the current "
+                "stream"
             )
         self._fsdp_set(recurse=False, all_reduce_hook=register(hook))
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=, input_tensor=, group=, async_op=)`.
+        """Gather with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
+        input_tensor=, group=, async_op=)`.
 
         Raises:
             ValueError: several meshes in the unit.
@@ -378,7 +456,8 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_set(recurse=False, all_gather=CUSTOM + register(comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=, input_tensor=, group=, op=)`.
+        """Reduce with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
+        input_tensor=, group=, op=)`.
 
         Raises:
             ValueError: several meshes in the unit.
@@ -388,7 +467,9 @@ class FSDPModule(StockFSDPModule):
         self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + register(comm))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Accepted, and nothing more: gathers wait for the current stream, which is never too early."""
+        """Accepted, and nothing more: gathers wait for the current stream, which is never too
+        early.
+        """
         self._fsdp_own().unit.options.ask("set_post_optim_event", event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -401,7 +482,9 @@ class FSDPModule(StockFSDPModule):
         check_bool("set_allocate_memory_from_process_group_for_comm", enable=enable)
         self._fsdp_no_custom("set_allocate_memory_from_process_group_for_comm")
         self._fsdp_only_without_nccl("set_allocate_memory_from_process_group_for_comm")
-        self._fsdp_own().unit.options.ask("set_allocate_memory_from_process_group_for_comm", enable, False)
+        self._fsdp_own().unit.options.ask(
+            "set_allocate_memory_from_process_group_for_comm", enable, False
+        )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not there: needs NCCL's symmetric memory.
@@ -412,7 +495,8 @@ class FSDPModule(StockFSDPModule):
         """
         self._fsdp_no_custom("set_symm_mem_for_comm")
         raise NotImplementedError(
-            f"FSDPModule.set_symm_mem_for_comm({backend!r}): not supported; nothing was changed. Leave it out"
+            f"FSDPModule.set_symm_mem_for_comm({backend!r}): not supported; nothing was changed. "
+            "Leave it out"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -431,16 +515,21 @@ class FSDPModule(StockFSDPModule):
                 state.unit.options.ask(SETTERS[name], value, DEFAULTS[name])
             state.unit.publish()
 
-    def _fsdp_prefetch(self, direction: Literal["forward", "backward"], states: list[State]) -> None:
+    def _fsdp_prefetch(
+        self, direction: Literal["forward", "backward"], states: list[State]
+    ) -> None:
         own = self._fsdp_own()
         own.runtime.set_prefetch(direction, [state.runtime for state in states])
-        own.unit.options.ask(f"set_modules_to_{direction}_prefetch", [state.unit.name for state in states], [])
+        own.unit.options.ask(
+            f"set_modules_to_{direction}_prefetch", [state.unit.name for state in states], []
+        )
 
     def _fsdp_single_mesh(self, method: str, what: str) -> State:
         state = self._fsdp_own()
         if len({flat.mesh_info for flat in state.unit.flats}) > 1:
             raise ValueError(
-                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn). "
+                f"{method} is not supported with multiple param groups (from per-param mesh via "
+                "shard_placement_fn). "
                 f"{what} would be ambiguous across groups with different meshes."
             )
         return state
@@ -448,11 +537,16 @@ class FSDPModule(StockFSDPModule):
     def _fsdp_no_custom(self, method: str) -> None:
         settings = self._fsdp_own().unit.settings
         if settings.all_gather or settings.reduce_scatter:
-            raise AssertionError(f"{method} cannot be called after set_custom_all_gather or set_custom_reduce_scatter")
+            raise AssertionError(
+                f"{method} cannot be called after set_custom_all_gather or "
+                "set_custom_reduce_scatter"
+            )
 
     def _fsdp_only_without_nccl(self, method: str) -> None:
         if dist.get_backend(self._fsdp_own().unit.mesh_info.shard_group) == "nccl":
-            raise NotImplementedError(f"FSDPModule.{method}: not supported on NCCL yet; nothing was changed. Leave it out")
+            raise NotImplementedError(
+                f"FSDPModule.{method}: not supported on NCCL yet; nothing was changed. Leave it out"
+            )
 
 
 CALLS.add(FSDPModule.__call__.__code__)
@@ -479,7 +573,8 @@ def _before_trace(key: str) -> None:
 def _check_sharding(state: State, method: str) -> None:
     if not state.unit.mesh_info.is_sharding:
         raise AssertionError(
-            f"{method}: {state.unit.name!r} is not sharded, only replicated: its dp_mesh_dims names no dim to shard over. "
+            f"{method}: {state.unit.name!r} is not sharded, only replicated: its dp_mesh_dims "
+            "names no dim to shard over. "
             "Leave it out"
         )
 
@@ -494,7 +589,8 @@ def _states_of(modules: Iterable[object]) -> list[State]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather and free as `forward` does; it compiles too. No-op on a module that is not sharded.
+    """Let `module.method_name(...)` gather and free as `forward` does; it compiles too. No-op on a
+    module that is not sharded.
 
     Raises:
         ValueError: the module has no such method.
@@ -515,7 +611,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let these modules share the order of prefetching and the bound on reductions under way, as parts of one model.
+    """Let these modules share the order of prefetching and the bound on reductions under way, as
+    parts of one model.
 
     Raises:
         ValueError: an entry is not an FSDPModule.

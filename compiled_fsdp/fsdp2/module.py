@@ -1,4 +1,6 @@
-"""What `fully_shard` does to modules: their classes (`classes.py`), the hooks on them, and parameters that calls share."""
+"""What `fully_shard` does to modules: their classes (`classes.py`), the hooks on them, and
+parameters that calls share.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 
-def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State) -> None:
+def shard_classes(
+    roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit: Unit, state: State
+) -> None:
     """Swap classes so that parameters are read through properties, and hook the roots."""
     names: dict[nn.Module, list[str]] = {}
     for param in unit.params:
@@ -51,14 +55,20 @@ def shard_classes(roots: Sequence[nn.Module], managed: Sequence[nn.Module], unit
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
-def share_params(lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State) -> None:
+def share_params(
+    lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State
+) -> None:
     """Let modules of a later call hold parameters of earlier units (tied weights)."""
     for unit, param, module, name in lent:
         unit.own(param, module, name)
         swap_class(module, (name,), FSDPModule if isinstance(module, FSDPModule) else None)
-        if (unit.mp_policy, param.layout.dim) != (borrower.unit.mp_policy, 0) or unit.mesh_info != borrower.unit.mesh_info:
+        if (unit.mp_policy, param.layout.dim) != (
+            borrower.unit.mp_policy,
+            0,
+        ) or unit.mesh_info != borrower.unit.mesh_info:
             warn_once(
-                f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, placement and mp_policy hold "
+                f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, "
+                "placement and mp_policy hold "
                 f"for it; those of {borrower.unit.name} differ and do not"
             )
         lender = get_state(unit.modules[0])
@@ -77,7 +87,8 @@ def _reshard_first(state: State) -> Callable[..., None]:
 
 @untraced
 def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
-    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied and saved all the same.
+    """A hook after `state_dict`: parameters lie somewhere in a flat buffer, and are to be copied
+    and saved all the same.
 
     Names that are tied get one tensor: `torch.save` would write two.
     """
@@ -90,15 +101,23 @@ def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: o
             entries[prefix + name] = made if known is None else known
 
 
-def _of_a_tied_name(module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]) -> DTensor | None:
+def _of_a_tied_name(
+    module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]
+) -> DTensor | None:
     """What another name of the same parameter has got already."""
     table = module._parameters
     owner = table.owners.get(name) if isinstance(table, Registered) else None
     if owner is None or len(owner[1].owners) == 1:
         return None
     start = local_tensor(entry).data_ptr()
-    others = (v for v in entries.values() if type(v) is DTensor and v is not entry and not v.storage_offset())
-    return next((v for v in others if v.shape == entry.shape and local_tensor(v).data_ptr() == start), None)
+    others = (
+        v
+        for v in entries.values()
+        if type(v) is DTensor and v is not entry and not v.storage_offset()
+    )
+    return next(
+        (v for v in others if v.shape == entry.shape and local_tensor(v).data_ptr() == start), None
+    )
 
 
 def _adopt_loaded(state: State) -> Callable[..., None]:

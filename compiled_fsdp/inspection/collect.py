@@ -1,4 +1,6 @@
-"""What became of a sharded model, from what its units, its graphs and its options have left behind."""
+"""What became of a sharded model, from what its units, its graphs and its options have left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ Ran = tuple[Run, GraphRecord]
 
 
 def after_first_step(tree: Tree) -> None:
-    """Log the summary of a model, on rank 0, and write what is known of it beside the dumps of its graphs."""
+    """Log the summary of a model, on rank 0, and write what is known of it beside the dumps of its
+    graphs.
+    """
     units = [runtime.unit for runtime in tree.in_order()]
     outermost = next((unit for unit in units if unit.is_outermost), units[0])
     found = collect(original_class(outermost.modules[0]).__name__, units, tree, None)
@@ -81,7 +85,9 @@ def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Expla
 # -- units
 
 
-def _unit(unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict[str, str], has_run: bool) -> UnitInfo:
+def _unit(
+    unit: Unit, graphs: list[GraphRecord], in_graphs: set[str], keys: dict[str, str], has_run: bool
+) -> UnitInfo:
     params = [
         Param(
             p.fqn,
@@ -126,7 +132,11 @@ def _why(unit: Unit, has_graphs: bool) -> list[str]:
         return list(unit.why_eager)
     if unit.has_extensions:
         return [WHY_EAGER]
-    return ["its forward was called from outside any graph" if has_graphs else "the model is not compiled"]
+    return [
+        "its forward was called from outside any graph"
+        if has_graphs
+        else "the model is not compiled"
+    ]
 
 
 def _mesh(info: Any) -> str:
@@ -206,7 +216,9 @@ def _unit_options(units: Sequence[Unit], ours: list[Ran]) -> list[OptionInfo]:
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for unit in units:
         for name, asked in unit.options.asked.items():
-            consumers = dict.fromkeys([*unit.options.consumers(name), *_by_passes(unit, name, asked.moment, ours)])
+            consumers = dict.fromkeys(
+                [*unit.options.consumers(name), *_by_passes(unit, name, asked.moment, ours)]
+            )
             found.setdefault((name, asked.value, tuple(consumers)), []).append(unit.name)
     return [OptionInfo(name, value, names, list(by)) for (name, value, by), names in found.items()]
 
@@ -230,7 +242,11 @@ def _plan_options(parsed: list[Ran]) -> list[OptionInfo]:
         field = name.removeprefix("Plan.")
         alike = [record for _, record in parsed if record.plan[field] == asked.value]
         consumers = dict.fromkeys(
-            part for record in alike for option, by, _ in record.consumed if option == name for part in by
+            part
+            for record in alike
+            for option, by, _ in record.consumed
+            if option == name
+            for part in by
         )
         found.append(OptionInfo(name, asked.value, [], list(consumers)))
     return found

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class DumpFolderError(ValueError):
-    """A folder is no dump, a file of it is missing or damaged, or something is asked for that it does not hold."""
+    """A folder is no dump, a file of it is missing or damaged, or something is asked for that it
+    does not hold.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Dumped:
         try:
             return graph_json.of_text(read(path))
         except graph_json.FormatError as error:
-            raise DumpFolderError(f"{path} holds no graph that can be read: {printable(str(error))}") from error
+            raise DumpFolderError(
+                f"{path} holds no graph that can be read: {printable(str(error))}"
+            ) from error
 
     @property
     def gm(self) -> GraphModule:
@@ -125,12 +129,21 @@ def read_folder(folder: Path) -> list[DumpedRank]:
         DumpFolderError: there is no dump.
     """
     if not folder.is_dir():
-        raise DumpFolderError(f"{folder} is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote")
-    numbers = {path: int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"rank(\d+)", path.name))}
-    ranks = [_rank(number, path) for path, number in sorted(numbers.items(), key=lambda entry: entry[1])]
+        raise DumpFolderError(
+            f"{folder} is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"
+        )
+    numbers = {
+        path: int(found[1])
+        for path in folder.iterdir()
+        if (found := re.fullmatch(r"rank(\d+)", path.name))
+    }
+    ranks = [
+        _rank(number, path) for path, number in sorted(numbers.items(), key=lambda entry: entry[1])
+    ]
     if not any(rank.graphs for rank in ranks):
         raise DumpFolderError(
-            f"{folder} holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model inside dumped_to, or with "
+            f"{folder} holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model "
+            "inside dumped_to, or with "
             "COMPILED_FSDP_DUMP"
         )
     return ranks
@@ -168,7 +181,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise DumpFolderError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise DumpFolderError(f"{path} is damaged: it should hold a JSON object, not a {type(found).__name__}")
+        raise DumpFolderError(
+            f"{path} is damaged: it should hold a JSON object, not a {type(found).__name__}"
+        )
     return found
 
 
@@ -176,7 +191,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def difference(before: Dumped, after: Dumped) -> str:
-    """What communicates, casts and frees in two graphs, and their peaks; "" if that is all the same."""
+    """What communicates, casts and frees in two graphs, and their peaks; "" if that is all the
+    same.
+    """
     lines = [
         f"  {name}: {old} -> {new}"
         for (name, old), (_, new) in zip(totals(before.gm), totals(after.gm), strict=True)
@@ -190,7 +207,12 @@ def difference(before: Dumped, after: Dumped) -> str:
 def totals(gm: GraphModule) -> list[tuple[str, str]]:
     """How much a graph communicates, and its peak."""
     counts = Counts.of(gm.graph)
-    sent = sum(value(n).nbytes for start in starts(gm.graph) for n in start.all_input_nodes if "val" in n.meta)
+    sent = sum(
+        value(n).nbytes
+        for start in starts(gm.graph)
+        for n in start.all_input_nodes
+        if "val" in n.meta
+    )
     casts = sum(get_tag(node) is not None for node in find(gm.graph, CONVERT))
     return [
         ("all-gathers", str(counts.gathers)),
@@ -206,8 +228,9 @@ def totals(gm: GraphModule) -> list[tuple[str, str]]:
 
 
 def violations(ranks: list[DumpedRank]) -> Iterator[str]:
-    """What is wrong with the graphs of a dump, each as a text of its own: every invariant after every pass, the texts beside the
-    graphs, and that ranks which share a group communicate alike over it.
+    """What is wrong with the graphs of a dump, each as a text of its own: every invariant after
+    every pass, the texts beside the graphs, and that ranks which share a group communicate alike
+    over it.
     """
     for rank in ranks:
         for graph in rank.graphs:
@@ -237,9 +260,18 @@ def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
     seen: dict[tuple[int, ...], tuple[int, list[str]]] = {}
     for rank in ranks:
         for name, members in rank.settings.get("groups", {}).items():
-            lines = [line for g in rank.graphs if g.is_half for line in sequence_over(g.after(None).gm.graph, name)]
+            lines = [
+                line
+                for g in rank.graphs
+                if g.is_half
+                for line in sequence_over(g.after(None).gm.graph, name)
+            ]
             number, known = seen.setdefault(tuple(members), (rank.rank, lines))
             if known != lines:
-                changes = list(difflib.unified_diff(known, lines, f"rank {number}", f"rank {rank.rank}", lineterm="", n=2))
+                changes = list(
+                    difflib.unified_diff(
+                        known, lines, f"rank {number}", f"rank {rank.rank}", lineterm="", n=2
+                    )
+                )
                 shown = "\n".join(changes[:40])
                 yield f"ranks {number} and {rank.rank} communicate differently over group {printable(repr(name))}:\n{shown}"

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-GRAPH, EAGER, BOTH, UNLOWERED = "in a graph", "eager", "in a graph and eager", "in a graph, not lowered"
+GRAPH, EAGER, BOTH, UNLOWERED = (
+    "in a graph",
+    "eager",
+    "in a graph and eager",
+    "in a graph, not lowered",
+)
 NEVER, NOT_YET, EMPTY = "never gathered", "not run yet", "without parameters"
 ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET, EMPTY)
 RESHARD = {
@@ -32,7 +37,9 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A collective that carries a unit's parameters or gradients: its graph, its number there, and the units that share it."""
+    """A collective that carries a unit's parameters or gradients: its graph, its number there, and
+    the units that share it.
+    """
 
     graph: int
     number: int
@@ -43,8 +50,8 @@ class Shared:
 class UnitInfo:
     """A unit.
 
-    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never gathered", "not run yet", or "without
-        parameters".
+    where: "in a graph", "eager", "in a graph and eager", "in a graph, not lowered", "never
+        gathered", "not run yet", or "without parameters".
     why: reasons for running outside a graph.
     compute_dtype: of the gathered parameters.
     reshard: "gather", "keep" or "slice", as in `fsdp::unshard`.
@@ -68,7 +75,8 @@ class UnitInfo:
 class GraphInfo:
     """A graph that ran in the last step, or at all, if there was no step.
 
-    collectives: (units, parameters, bytes) of each all-gather and reduction, in order, in `gathers` and `reductions`.
+    collectives: (units, parameters, bytes) of each all-gather and reduction, in order, in `gathers`
+        and `reductions`.
     """
 
     kind: str
@@ -85,7 +93,9 @@ class GraphInfo:
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """An option that the user set, on units or (none) of the plan, and the parts that took a decision from it."""
+    """An option that the user set, on units or (none) of the plan, and the parts that took a
+    decision from it.
+    """
 
     name: str
     value: str
@@ -157,8 +167,16 @@ class Explanation:
         return [option for option in self.options if not option.consumers]
 
     def __str__(self) -> str:
-        parts = [_head(self), _units(self.units), _table(self.units), _graphs(self.graphs), _options(self.options)]
-        return "\n\n".join(part for part in (*parts, _step(self), _recompiles(self.recompiles)) if part)
+        parts = [
+            _head(self),
+            _units(self.units),
+            _table(self.units),
+            _graphs(self.graphs),
+            _options(self.options),
+        ]
+        return "\n\n".join(
+            part for part in (*parts, _step(self), _recompiles(self.recompiles)) if part
+        )
 
     def summary(self) -> str:
         """One line."""
@@ -169,9 +187,7 @@ class Explanation:
         units = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         text = f"compiled_fsdp: {self.model} of {_count(len(self.units), 'unit')}: {units}"
         if self.graphs:
-            text += (
-                f"; {_count(len(self.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
-            )
+            text += f"; {_count(len(self.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
             text += f"; peak {_mb(self.step.predicted_peak or 0)} above rest (predicted)"
         return f"{text}; more by compiled_fsdp.explain(model)"
 
@@ -218,7 +234,11 @@ def _table(units: list[UnitInfo]) -> str:
             entries.append((unit.name, "\n    ".join(alike), own))
     lines = []
     for (alike_text, own), group in groupby(entries, lambda entry: entry[1:]):
-        lines.append("\n".join(filter(None, [f"  {_names([name for name, *_ in group])}: {alike_text}", own])))
+        lines.append(
+            "\n".join(
+                filter(None, [f"  {_names([name for name, *_ in group])}: {alike_text}", own])
+            )
+        )
     return "\n".join(lines)
 
 
@@ -236,13 +256,18 @@ def _param(param: Param, unit: str) -> str:
 
 
 def _collectives(unit: UnitInfo) -> list[str]:
-    """One line for its all-gathers, one for its reductions: each one's number in its graph, the graph's number, with whom."""
+    """One line for its all-gathers, one for its reductions: each one's number in its graph, the
+    graph's number, with whom.
+    """
     lines = []
     for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
         texts = []
         for shared in found:
             others = [name for name in shared.units if name != unit.name]
-            texts.append(f"{shared.number} in graph {shared.graph}" + (f" (with {_names(others)})" if others else ""))
+            texts.append(
+                f"{shared.number} in graph {shared.graph}"
+                + (f" (with {_names(others)})" if others else "")
+            )
         if texts:
             lines.append(f"{what} {', '.join(texts)}")
     return lines
@@ -258,13 +283,18 @@ def _graphs(graphs: list[GraphInfo]) -> str:
         ]
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in graph.peak_kinds.items())
         lines += [
-            f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran {_count(graph.num_runs, 'time')}"
+            f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran "
+            f"{_count(graph.num_runs, 'time')}"
             f"{', compiled by Inductor' if graph.is_fused else ''}",
-            f"    predicted peak {_mb(graph.peak)} above rest at %{graph.peak_at}: {kinds or 'nothing'}",
+            f"    predicted peak {_mb(graph.peak)} above rest at %{graph.peak_at}: "
+            f"{kinds or 'nothing'}",
         ]
         if graph.predicted:
             times = {name: f"{1e3 * seconds:.2f} ms" for name, seconds in graph.predicted.items()}
-            lines.append(f"    predicted {times['total']}, {times['exposed']} of it exposed; {times['wire']} on the wire")
+            lines.append(
+                f"    predicted {times['total']}, {times['exposed']} of it exposed; "
+                f"{times['wire']} on the wire"
+            )
     return "\n".join(lines)
 
 
@@ -272,7 +302,10 @@ def _options(options: list[OptionInfo]) -> str:
     lines = ["Options that were set" if options else "Options that were set: none"]
     for option in options:
         units = f" of {_names(option.units)}" if option.units else ""
-        lines.append(f"  {option.name}={option.value}{units}: {', '.join(option.consumers) or 'consumed by nothing yet'}")
+        lines.append(
+            f"  {option.name}={option.value}{units}: "
+            f"{', '.join(option.consumers) or 'consumed by nothing yet'}"
+        )
     return "\n".join(lines)
 
 
@@ -280,21 +313,37 @@ def _step(e: Explanation) -> str:
     step = e.step
     predicted = [
         "step time "
-        + _or(_ms(step.predicted_seconds), "not known: the plan has no costs (Plan(prefetch=None) measures them)"),
+        + _or(
+            _ms(step.predicted_seconds),
+            "not known: the plan has no costs (Plan(prefetch=None) measures them)",
+        ),
         "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
-        "peak " + _or(None if step.predicted_peak is None else f"{_mb(step.predicted_peak)} above rest", "not known"),
+        "peak "
+        + _or(
+            None if step.predicted_peak is None else f"{_mb(step.predicted_peak)} above rest",
+            "not known",
+        ),
     ]
     how = f" (median of the last of {_count(step.count, 'step')})"
     profile = "not measured"
     measured = [
-        "step time " + _or(None if step.measured_seconds is None else f"{_ms(step.measured_seconds)}{how}", "not measured"),
+        "step time "
+        + _or(
+            None if step.measured_seconds is None else f"{_ms(step.measured_seconds)}{how}",
+            "not measured",
+        ),
         "exposed communication " + _or(_ms(step.measured_exposed), profile),
-        "peak " + _or(None if step.measured_peak is None else f"{_mb(step.measured_peak)} above the start", profile),
+        "peak "
+        + _or(
+            None if step.measured_peak is None else f"{_mb(step.measured_peak)} above the start",
+            profile,
+        ),
     ]
     lines = ["Step", f"  predicted: {'; '.join(predicted)}", f"  measured:  {'; '.join(measured)}"]
     if step.measured_exposed is None or step.measured_peak is None:
         lines.append(
-            "  (explain(model, profile=p) takes the rest from a torch.profiler.profile(profile_memory=True) of a step)"
+            "  (explain(model, profile=p) takes the rest from a "
+            "torch.profiler.profile(profile_memory=True) of a step)"
         )
     if any(u.where == EAGER for u in e.units) and e.graphs:
         lines.append("  (predictions are of the graphs alone)")
@@ -304,13 +353,20 @@ def _step(e: Explanation) -> str:
 def _recompiles(found: list[dict[str, str]]) -> str:
     if not found:
         return "Recompiles: none"
-    return "\n".join(["Recompiles, of this process", *(f"  {entry['function']}: {entry['reason']}" for entry in found)])
+    return "\n".join(
+        [
+            "Recompiles, of this process",
+            *(f"  {entry['function']}: {entry['reason']}" for entry in found),
+        ]
+    )
 
 
 def _names(names: Sequence[str]) -> str:
     """Runs of numbered names are shortened: layers.0 to layers.11."""
     parts = []
-    for _, group in groupby(enumerate(names), lambda pair: (_stem(pair[1])[0], _stem(pair[1])[1] - pair[0])):
+    for _, group in groupby(
+        enumerate(names), lambda pair: (_stem(pair[1])[0], _stem(pair[1])[1] - pair[0])
+    ):
         run = [name for _, name in group]
         parts.append(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run))
     return ", ".join(parts)

@@ -1,4 +1,6 @@
-"""What a finished `torch.profiler.profile` of some steps says: exposed communication, and the peak of memory."""
+"""What a finished `torch.profiler.profile` of some steps says: exposed communication, and the peak
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ def check(profile: Any) -> None:
     if profile is None:
         return
     if not isinstance(profile, torch.profiler.profile):
-        raise TypeError(f"explain: profile is {profile!r}; should be a torch.profiler.profile, or None")
+        raise TypeError(
+            f"explain: profile is {profile!r}; should be a torch.profiler.profile, or None"
+        )
     if profile.profiler is None or profile.profiler.kineto_results is None:
-        raise TypeError("explain: the profile has no results; leave its `with` block, or call stop(), before explain")
+        raise TypeError(
+            "explain: the profile has no results; leave its `with` block, or call stop(), before "
+            "explain"
+        )
 
 
 def exposed(profile: Any) -> float:
@@ -39,7 +46,9 @@ def exposed(profile: Any) -> float:
 
 
 def peak(profile: Any, device: str) -> int | None:
-    """The most bytes allocated at once, above what was there when the profile began; None if memory was not recorded."""
+    """The most bytes allocated at once, above what was there when the profile began; None if memory
+    was not recorded.
+    """
     live: dict[int, int] = {}
     now = highest = 0
     changes = allocations(profile, device)

@@ -1,1 +1,3 @@
-"""What a graph of ours consists of: parameter specs, ops, the arithmetic around a collective, node metadata, the printer."""
+"""What a graph of ours consists of: parameter specs, ops, the arithmetic around a collective, node
+metadata, the printer.
+"""

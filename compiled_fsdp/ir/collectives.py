@@ -1,10 +1,12 @@
 """The arithmetic around each collective, written once for two executors.
 
-Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager runtime, unlowered IR ops), the
-graph builder in `graph.py` appends a node. So lowering and eager mode cannot drift apart.
+Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager
+runtime, unlowered IR ops), the graph builder in `graph.py` appends a node. So lowering and eager
+mode cannot drift apart.
 
-Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name). They move when `group_name`
-changes its type, as in 2.13, where a name, a group or an FX node is accepted.
+Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name).
+They move when `group_name` changes its type, as in 2.13, where a name, a group or an FX node is
+accepted.
 """
 
 from __future__ import annotations
@@ -58,13 +60,19 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
 def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
     options = ["mesh", "mp_policy.param_dtype"]
-    return [*options, "set_custom_all_gather"] if spec.gather_algorithm and spec.group_size > 1 else options
+    return (
+        [*options, "set_custom_all_gather"]
+        if spec.gather_algorithm and spec.group_size > 1
+        else options
+    )
 
 
 def reduce_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide what becomes of this gradient."""
     how = spec.reduction
-    kept = {"retain": ["set_requires_gradient_sync"], "scatter": ["set_requires_all_reduce"]}.get(how.sync, [])
+    kept = {"retain": ["set_requires_gradient_sync"], "scatter": ["set_requires_all_reduce"]}.get(
+        how.sync, []
+    )
     if how.sync == "retain":
         return ["mp_policy.reduce_dtype", *kept]
     found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
@@ -81,28 +89,47 @@ def reduce_options(spec: ParamSpec) -> list[str]:
 
 
 def all_gather(run: Run, shard: Value, spec: ParamSpec) -> Value:
-    """Gather `shard` [n] from every rank of the spec's group to [group_size * n]; for one rank, the shard itself."""
+    """Gather `shard` [n] from every rank of the spec's group to [group_size * n]; for one rank, the
+    shard itself.
+    """
     if spec.group_size == 1:
         return shard
     if spec.gather_algorithm:
-        return run(WAIT, run(schema.CUSTOM_ALL_GATHER, shard, spec.group_size, spec.group, spec.gather_algorithm))
+        return run(
+            WAIT,
+            run(
+                schema.CUSTOM_ALL_GATHER, shard, spec.group_size, spec.group, spec.gather_algorithm
+            ),
+        )
     return run(WAIT, run(ALL_GATHER, shard, spec.group_size, spec.group))
 
 
 def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec) -> Value:
-    """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and `spec.dtype`."""
+    """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and
+    `spec.dtype`.
+    """
     end = spec.offset + spec.shard_numel
-    shard = flat if (spec.offset, end) == (0, numel) else run(aten.slice.Tensor, flat, 0, spec.offset, end)
+    shard = (
+        flat
+        if (spec.offset, end) == (0, numel)
+        else run(aten.slice.Tensor, flat, 0, spec.offset, end)
+    )
     gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec)
     return from_rows(run, gathered, spec)
 
 
 def from_rows(run: Run, rows: Value, spec: ParamSpec) -> Value:
-    """From [group_size * shard_numel], the padded shards of all ranks, to one parameter of `spec.shape`."""
+    """From [group_size * shard_numel], the padded shards of all ranks, to one parameter of
+    `spec.shape`.
+    """
     if spec.dim == 0:
         return unpad(run, run(aten.view.default, rows, list(spec.padded_shape)), spec)
     apart = run(aten.view.default, rows, [spec.group_size, *spec.shard_shape])
-    together = run(aten.permute.default, apart, [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)])
+    together = run(
+        aten.permute.default,
+        apart,
+        [*range(1, spec.dim + 1), 0, *range(spec.dim + 1, len(spec.shape) + 1)],
+    )
     return run(aten.reshape.default, together, list(spec.shape))
 
 
@@ -126,9 +153,15 @@ def rank_rows(run: Run, full: Value, spec: ParamSpec) -> Value:
     padded = pad_rows(run, full, spec)
     if spec.dim:
         apart = run(
-            aten.view.default, padded, list((*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :]))
+            aten.view.default,
+            padded,
+            list((*spec.shape[: spec.dim], spec.group_size, *spec.shard_shape[spec.dim :])),
         )
-        padded = run(aten.permute.default, apart, [spec.dim, *(d for d in range(len(spec.shape) + 1) if d != spec.dim)])
+        padded = run(
+            aten.permute.default,
+            apart,
+            [spec.dim, *(d for d in range(len(spec.shape) + 1) if d != spec.dim)],
+        )
     return run(aten.reshape.default, padded, [spec.group_size, spec.shard_numel])
 
 
@@ -140,27 +173,45 @@ def joined(run: Run, rows: Sequence[Value]) -> Value:
 def reduce_scatter(
     run: Run, rows: Sequence[Value], spec: ParamSpec, flat: Value, offsets: list[int], numel: int
 ) -> Value | None:
-    """Reduce pieces [group_size, n_i] of `numel` columns over all data-parallel ranks to this rank's row [numel].
+    """Reduce pieces [group_size, n_i] of `numel` columns over all data-parallel ranks to this
+    rank's row [numel].
 
-    None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept the result.
+    None if the policy is to stop after the shard axis (`sync="scatter"`): then the unit has kept
+    the result.
     """
     how, group_size = spec.reduction, spec.group_size
     if group_size > 1 and how.algorithm == "all_to_all":
         if how.pre_divide != 1.0:
             rows = [run(aten.div.Tensor, piece, how.pre_divide) for piece in rows]
-        x = run(aten.sum.dim_IntList, run(WAIT, run(ALL_TO_ALL, list(rows), group_size, spec.reduce_group)), [0])
+        x = run(
+            aten.sum.dim_IntList,
+            run(WAIT, run(ALL_TO_ALL, list(rows), group_size, spec.reduce_group)),
+            [0],
+        )
         return _after_shard_axis(run, x, spec, flat, offsets)
     x = run(aten.reshape.default, joined(run, rows), [group_size * numel])
     if how.pre_divide != 1.0:
         x = run(aten.div.Tensor, x, how.pre_divide)
     if group_size > 1 and how.algorithm.startswith(CUSTOM):
-        x = run(WAIT, run(schema.CUSTOM_REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group, how.algorithm))
+        x = run(
+            WAIT,
+            run(
+                schema.CUSTOM_REDUCE_SCATTER,
+                x,
+                how.op,
+                group_size,
+                spec.reduce_group,
+                how.algorithm,
+            ),
+        )
     elif group_size > 1:
         x = run(WAIT, run(REDUCE_SCATTER, x, how.op, group_size, spec.reduce_group))
     return _after_shard_axis(run, x, spec, flat, offsets)
 
 
-def _after_shard_axis(run: Run, x: Value, spec: ParamSpec, flat: Value, offsets: list[int]) -> Value | None:
+def _after_shard_axis(
+    run: Run, x: Value, spec: ParamSpec, flat: Value, offsets: list[int]
+) -> Value | None:
     """Reduce this rank's row over HSDP's replicate axis, show it to the user's hook, divide."""
     how = spec.reduction
     if how.replicate_size > 1:
@@ -174,7 +225,9 @@ def _after_shard_axis(run: Run, x: Value, spec: ParamSpec, flat: Value, offsets:
 
 
 def _divide(run: Run, x: Value, how: Reduction) -> Value:
-    """From the sum over all ranks (or their mean, see `Reduction.op`) to the gradient; the user's hook sees it."""
+    """From the sum over all ranks (or their mean, see `Reduction.op`) to the gradient; the user's
+    hook sees it.
+    """
     is_mean = how.hook.startswith(MEAN)
     if how.hook and not is_mean:
         x = run(schema.HOOK, x, how.hook)
@@ -184,7 +237,9 @@ def _divide(run: Run, x: Value, how: Reduction) -> Value:
 
 
 def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
-    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide, cast to `dtype`."""
+    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide,
+    cast to `dtype`.
+    """
     how = spec.reduction
     x = run(WAIT, started)
     if how.algorithm == "all_to_all" and how.replicate_size == 1:
@@ -201,9 +256,16 @@ def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
 
 
 def reduce_grad(
-    run: Run, grad: Value, grad_dtype: torch.dtype, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSpec
+    run: Run,
+    grad: Value,
+    grad_dtype: torch.dtype,
+    flat: Value,
+    numel: int,
+    dtype: torch.dtype,
+    spec: ParamSpec,
 ) -> Value | None:
-    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel] of `dtype`.
+    """From one parameter's gradient of `spec.shape` to its part of the flat local gradient [numel]
+    of `dtype`.
 
     None if the policy is to keep the gradient for a later backward.
     """
@@ -221,7 +283,9 @@ class Source:
 
 
 def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value]:
-    """The members' shards in the compute dtype; neighbours in one flat buffer come as one slice of it."""
+    """The members' shards in the compute dtype; neighbours in one flat buffer come as one slice of
+    it.
+    """
     ranges: list[tuple[Source, int, int]] = []
     for source, spec in members:
         start, end = spec.offset, spec.offset + spec.shard_numel
@@ -239,7 +303,9 @@ def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Neighbours in a bucket that travel in one message: places in the bucket, and columns `start` to `start + numel`."""
+    """Neighbours in a bucket that travel in one message: places in the bucket, and columns `start`
+    to `start + numel`.
+    """
 
     members: tuple[int, ...]
     start: int
@@ -247,9 +313,11 @@ class Message:
 
 
 def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]:
-    """Cut a bucket of these parameters, of `dtype` on the wire, into messages: copying costs time and memory, messages time.
+    """Cut a bucket of these parameters, of `dtype` on the wire, into messages: copying costs time
+    and memory, messages time.
 
-    Large parameters travel by themselves, and are neither packed nor unpacked; runs of small ones travel together.
+    Large parameters travel by themselves, and are neither packed nor unpacked; runs of small ones
+    travel together.
     """
     pieces: list[Message] = []
     start = 0
@@ -267,7 +335,9 @@ def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]
 
 
 def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
-    """One all-gather for several parameters: flat, [group_size * sum of shard_numel]; `copy_out` finds each in it."""
+    """One all-gather for several parameters: flat, [group_size * sum of shard_numel]; `copy_out`
+    finds each in it.
+    """
     specs = [s for _, s in members]
     spec = specs[0]
     parts = _pieces(run, members)
@@ -281,14 +351,18 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
 
 
 def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
-    """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of pieces."""
+    """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of
+    pieces.
+    """
     if specs[0].group_size == 1 or specs[0].gather_algorithm:
         return [Message(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
     return messages_of(specs, specs[0].dtype)
 
 
 def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
-    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size, shard_numel], or flat if contiguous."""
+    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
+    shard_numel], or flat if contiguous.
+    """
     spec, pieces = specs[place], gather_messages(specs)
     piece = next(p for p in pieces if place in p.members)
     rows = gathered
@@ -302,12 +376,16 @@ def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -
     return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
 
 
-def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, *, is_copied: bool = True) -> Value:
-    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it lies apart; without
-    `is_copied`, a reshape that leaves it to the compiler whether to copy.
+def copy_out(
+    run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, *, is_copied: bool = True
+) -> Value:
+    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it
+    lies apart; without `is_copied`, a reshape that leaves it to the compiler whether to copy.
     """
     rows = columns(run, gathered, specs, place)
-    is_apart = specs[place].group_size > 1 and not any(p.members == (place,) for p in gather_messages(specs))
+    is_apart = specs[place].group_size > 1 and not any(
+        p.members == (place,) for p in gather_messages(specs)
+    )
     if is_apart and is_copied:
         rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
     elif is_apart:
@@ -318,7 +396,8 @@ def copy_out(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, 
 def reduce_bucket(
     run: Run, grads: Sequence[tuple[Value, torch.dtype, ParamSpec]], flat: Value, dtype: torch.dtype
 ) -> Value | None:
-    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in order, in `dtype`.
+    """One reduction for the gradients of several parameters: this rank's [sum of shard_numel], in
+    order, in `dtype`.
 
     None if the policy is to keep them for a later backward; the owner of `flat` has them then.
     """
@@ -344,13 +423,17 @@ def reduce_bucket(
 
 
 def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:
-    """One unit's part of what several units reduced together, in storage of its own: it becomes a gradient."""
+    """One unit's part of what several units reduced together, in storage of its own: it becomes a
+    gradient.
+    """
     part = run(aten.slice.Tensor, reduced, 0, start, stop)
     return run(aten.clone.default, part, memory_format=torch.contiguous_format)
 
 
 def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:
-    """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in the gaps."""
+    """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in
+    the gaps.
+    """
     total = sum(s.shard_numel for s in specs)
     if total == numel:
         return reduced
@@ -361,19 +444,25 @@ def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: in
         before = spec.offset - position
         start, position = start + spec.shard_numel, spec.offset + spec.shard_numel
         after = numel - position if spec is specs[-1] else 0
-        pieces.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+        pieces.append(
+            run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece
+        )
     return pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
 
 
 def flat_piece(run: Run, grad: Value, order: Sequence[int]) -> Value:
-    """The elements of a parameter's gradient as the parameter lies in memory: flat; `order`: its dims, slowest first."""
+    """The elements of a parameter's gradient as the parameter lies in memory: flat; `order`: its
+    dims, slowest first.
+    """
     if list(order) != sorted(order):
         grad = run(aten.permute.default, grad, list(order))
     return run(aten.reshape.default, grad, [-1])
 
 
 def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], numel: int) -> Value:
-    """A flat gradient [numel] of pieces at their starts, each of so many elements; zeros in the gaps. A copy, never a view."""
+    """A flat gradient [numel] of pieces at their starts, each of so many elements; zeros in the
+    gaps. A copy, never a view.
+    """
     padded: list[Value] = []
     position = 0
     starts = sorted(pieces)
@@ -382,10 +471,16 @@ def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], num
         position = start + sizes[start]
         after = numel - position if start == starts[-1] else 0
         piece = pieces[start]
-        padded.append(run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece)
+        padded.append(
+            run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece
+        )
     if len(padded) == 1:
         is_copied = sizes[starts[0]] < numel
-        return padded[0] if is_copied else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
+        return (
+            padded[0]
+            if is_copied
+            else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
+        )
     return run(aten.cat.default, padded)
 
 

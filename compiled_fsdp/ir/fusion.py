@@ -1,7 +1,7 @@
 """What Inductor fuses, as far as memory goes: which values of a graph never get a buffer.
 
-A pointwise value is computed inside the kernels that read it, if only generated kernels nearby read it. Which ops are pointwise
-is what torch's tag says and what Inductor lowers as such without it.
+A pointwise value is computed inside the kernels that read it, if only generated kernels nearby read
+it. Which ops are pointwise is what torch's tag says and what Inductor lowers as such without it.
 """
 
 from __future__ import annotations
@@ -47,19 +47,31 @@ GENERATED = (  # kernels that Inductor generates, other than pointwise ones
     aten.var.correction,
     aten.var_mean.correction,
 )
-ORDERED_ONLY = (*STARTS, WAIT, COPY_COLUMNS, FREE, MARK_GRADS, STEP, operator.getitem)  # no reason to split a chain
+ORDERED_ONLY = (
+    *STARTS,
+    WAIT,
+    COPY_COLUMNS,
+    FREE,
+    MARK_GRADS,
+    STEP,
+    operator.getitem,
+)  # no reason to split a chain
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
 
 
 def inlined(graph: Graph) -> set[Node]:
-    """Values that Inductor computes inside the kernels that read them: pointwise, and read only by generated kernels before the
-    next call of a library's.
+    """Values that Inductor computes inside the kernels that read them: pointwise, and read only by
+    generated kernels before the next call of a library's.
     """
     stretch: dict[Node, int] = {}
     calls = 0
     for node in graph.nodes:
         stretch[node] = calls
-        calls += node.op == "call_function" and not is_generated(node) and node.target not in ORDERED_ONLY
+        calls += (
+            node.op == "call_function"
+            and not is_generated(node)
+            and node.target not in ORDERED_ONLY
+        )
     found: set[Node] = set()
     for node in graph.nodes:
         if is_pointwise(node):
@@ -94,5 +106,6 @@ def is_pointwise(node: Node) -> bool:
         return False
     tag = get_tag(node)
     if node.target is aten.clone.default and tag is not None and tag.kind == "gather":
-        return False  # a call of `copy_columns`, so that the bucket need not live until the copy is read
+        # a call of `copy_columns`, so that the bucket need not live until the copy is read
+        return False
     return torch.Tag.pointwise in node.target.tags or node.target in POINTWISE

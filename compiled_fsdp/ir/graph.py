@@ -1,6 +1,8 @@
-"""FX basics that every pass uses: insert a node with its fake value, find views, roots of additions, and phases.
+"""FX basics that every pass uses: insert a node with its fake value, find views, roots of
+additions, and phases.
 
-Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs; the hint of a `SymInt`.
+Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs;
+the hint of a `SymInt`.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ def value(node: Node) -> Tensor:
         KeyError: the node has none; a pass inserted it without `Builder`.
     """
     if "val" not in node.meta:
-        raise KeyError(f"node %{node.name} ({node.target}) has no meta['val']; insert nodes with graph.Builder")
+        raise KeyError(
+            f"node %{node.name} ({node.target}) has no meta['val']; insert nodes with graph.Builder"
+        )
     tensor: Tensor = node.meta["val"]
     return tensor
 
 
 def hint(size: Any) -> int:
-    """A size; of a symbol, what it is now, without a guard that would fix it to that; 0 where only the data decides."""
+    """A size; of a symbol, what it is now, without a guard that would fix it to that; 0 where only
+    the data decides.
+    """
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -62,7 +68,10 @@ class Builder:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(op, args, kwargs)
         fake_args = torch.fx.node.map_arg(args, value)
-        mode = next((v.fake_mode for v in map(value, node.all_input_nodes) if isinstance(v, FakeTensor)), None)
+        mode = next(
+            (v.fake_mode for v in map(value, node.all_input_nodes) if isinstance(v, FakeTensor)),
+            None,
+        )
         with mode or nullcontext(), torch.no_grad():
             node.meta["val"] = op(*fake_args, **kwargs)
         for key in ("stack_trace", "nn_module_stack", "partitioner_tag"):
@@ -96,7 +105,10 @@ def is_view(node: Node) -> bool:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in (WAIT, torch.ops.aten._unsafe_view.default):  # aliases that the schema does not declare
+    if node.target in (
+        WAIT,
+        torch.ops.aten._unsafe_view.default,
+    ):  # aliases that the schema does not declare
         return True
     returns = node.target._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -106,22 +118,30 @@ def aliases(node: Node) -> list[Node]:
     """`node` and everything that may be a view of it, in discovery order."""
     found = [node]
     for current in found:
-        found.extend(u for u in current.users if is_view(u) and u.args[0] is current and u not in found)
+        found.extend(
+            u for u in current.users if is_view(u) and u.args[0] is current and u not in found
+        )
     return found
 
 
 def last_read(buffer: Node, position: dict[Node, int]) -> int:
-    """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does; a collective reads until it is
-    awaited. Marks and steps of a flat buffer need its owner alone.
+    """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
+    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone.
     """
-    readers = [u for alias in aliases(buffer) for u in alias.users if u.target not in (MARK_GRADS, STEP)]
+    readers = [
+        u for alias in aliases(buffer) for u in alias.users if u.target not in (MARK_GRADS, STEP)
+    ]
     readers += [wait for u in readers if u.target in STARTS for wait in u.users]
     return max((position[reader] for reader in readers), default=-1)
 
 
 def is_sum(node: Node) -> bool:
     """Whether this is the plain addition of two values of the graph."""
-    return node.target is ADD and not node.kwargs and all(isinstance(a, torch.fx.Node) for a in node.args)
+    return (
+        node.target is ADD
+        and not node.kwargs
+        and all(isinstance(a, torch.fx.Node) for a in node.args)
+    )
 
 
 def sum_root(node: Node) -> Node:
@@ -135,10 +155,14 @@ def sum_root(node: Node) -> Node:
 
 
 def sum_leaves(root: Node) -> list[Node]:
-    """The terms of a tree of additions whose inner sums nobody else uses, left to right: order of arrival."""
+    """The terms of a tree of additions whose inner sums nobody else uses, left to right: order of
+    arrival.
+    """
     leaves: list[Node] = []
     stack = [root]
-    while stack:  # not recursive: a unit of a thousand parameters is a sum a thousand additions deep
+    while (
+        stack
+    ):  # not recursive: a unit of a thousand parameters is a sum a thousand additions deep
         node = stack.pop()
         if is_sum(node) and (node is root or len(node.users) == 1):
             stack.extend(reversed(node.args))  # type: ignore[arg-type]
@@ -148,7 +172,9 @@ def sum_leaves(root: Node) -> list[Node]:
 
 
 def erase_unused(root: Node, *targets: object) -> None:
-    """Erase `root` if nobody uses it and it has one of these targets; then likewise what it read."""
+    """Erase `root` if nobody uses it and it has one of these targets; then likewise what it
+    read.
+    """
     erased: set[Node] = set()
     stack = [root]
     while stack:
@@ -198,7 +224,9 @@ def is_matmul(node: Node) -> bool:
 
 
 def point(marks: Sequence[Node], position: float, end: Node) -> Node:
-    """The node at a fractional position: 1.5 lies halfway, counted in matmuls, from marks[1] to marks[2] (or `end`)."""
+    """The node at a fractional position: 1.5 lies halfway, counted in matmuls, from marks[1] to
+    marks[2] (or `end`).
+    """
     index = int(position)
     if index >= len(marks):
         return end

@@ -1,4 +1,6 @@
-"""Names for values that a traced call cannot take: Dynamo passes on a string, and the traced code looks the value up."""
+"""Names for values that a traced call cannot take: Dynamo passes on a string, and the traced code
+looks the value up.
+"""
 
 from __future__ import annotations
 

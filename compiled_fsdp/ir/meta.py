@@ -1,9 +1,11 @@
 """The only owner of keys in `node.meta`, "val" and torch's own keys aside.
 
-`CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive AOTAutograd, because the
-ops that do are self-describing. The recompute tags are torch's, read by its partitioners (tried on 2.13).
+`CommTag` lives from `lower` to the end of one run of the pipeline; nothing of ours has to survive
+AOTAutograd, because the ops that do are self-describing. The recompute tags are torch's, read by
+its partitioners (tried on 2.13).
 
-Private torch used here (tried on 2.13): AOTAutograd's descriptors, which say what each output of a graph is for.
+Private torch used here (tried on 2.13): AOTAutograd's descriptors, which say what each output of a
+graph is for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -22,10 +27,16 @@ if TYPE_CHECKING:
     from .spec import ParamSpec
 
 _KEY = "fsdp"
-_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_running", "fsdp_record", "fsdp_symbols"
+_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = (
+    "fsdp_consumed",
+    "fsdp_running",
+    "fsdp_record",
+    "fsdp_symbols",
+)
 _HEADS = "fsdp_heads"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
-# Larger than any region of activation checkpointing: a user in a region with a larger id would turn a tag into a save.
+# Larger than any region of activation checkpointing: a user in a region with a larger id would turn
+# a tag into a save.
 _OUR_REGION = 1_000_000
 
 
@@ -44,7 +55,9 @@ class CommTag:
 
     @property
     def unit(self) -> str:
-        """The unit whose parameters these are, or the first and the last of those that share the communication."""
+        """The unit whose parameters these are, or the first and the last of those that share the
+        communication.
+        """
         units = list(dict.fromkeys(spec.unit for spec in self.specs))
         return units[0] if len(units) == 1 else f"{units[0].split('#')[0]} to {units[-1]}"
 
@@ -69,11 +82,14 @@ def set_captured(gm: GraphModule, captured: object) -> None:
 
 
 def get_captured(gm: GraphModule) -> Any:
-    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the pipeline."""
+    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the
+    pipeline.
+    """
     return gm.meta.get(_KEY)
 
 
-# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision from it.
+# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision
+# from it.
 Consumed = dict[tuple[str, str], dict[str, None]]
 
 
@@ -84,7 +100,9 @@ def begin_pass(gm: GraphModule, name: str) -> None:
 
 
 def consume(gm: GraphModule, option: str, unit: str = "") -> None:
-    """The running pass took a decision from an option; nothing is noted for a pass that is called by hand."""
+    """The running pass took a decision from an option; nothing is noted for a pass that is called
+    by hand.
+    """
     if _RUNNING in gm.meta:
         gm.meta[_CONSUMED].setdefault((option, unit), {})[gm.meta[_RUNNING]] = None
 
@@ -97,7 +115,9 @@ def take_consumed(gm: GraphModule) -> Consumed:
 
 
 def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
-    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have consumed."""
+    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have
+    consumed.
+    """
     consumed = take_consumed(gm)
     for node in nodes:
         node.meta[_CONSUMED] = consumed
@@ -105,16 +125,21 @@ def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
 
 def handed_on(nodes: Iterable[Node]) -> Consumed:
     """What the passes of the joint graph have consumed."""
-    consumed: Consumed = next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
+    consumed: Consumed = next(
+        (node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {}
+    )
     return consumed
 
 
-# How many outputs have gradients; and by offset, which of them lead to a parameter, where not all do.
+# How many outputs have gradients; and by offset, which of them lead to a parameter, where not all
+# do.
 Heads = tuple[int, dict[int, list[int]]]
 
 
 def set_heads(node: Node, heads: Heads) -> None:
-    """Say of a flat buffer which outputs lead to its parameters; its node in each half of the graph says so too."""
+    """Say of a flat buffer which outputs lead to its parameters; its node in each half of the graph
+    says so too.
+    """
     node.meta[_HEADS] = heads
 
 
@@ -165,13 +190,17 @@ def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> N
 
 
 def saved_for_backward(output: Node) -> list[Node]:
-    """What a graph returns for its backward, not to the user; all it returns if torch does not say (hand-written graphs)."""
+    """What a graph returns for its backward, not to the user; all it returns if torch does not say
+    (hand-written graphs).
+    """
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
 
 
 def set_symbols(node: Node, shape: list[str]) -> None:
-    """Keep the shape of a rebuilt graph's node as it was printed, where its value has the sizes of one run."""
+    """Keep the shape of a rebuilt graph's node as it was printed, where its value has the sizes of
+    one run.
+    """
     node.meta[_SYMBOLS] = shape
 
 
@@ -182,7 +211,9 @@ def get_symbols(node: Node) -> list[str] | None:
 
 
 def is_for_backward(output: Node) -> list[bool] | None:
-    """For each value that a graph returns, whether it is saved for backward; None if torch does not say."""
+    """For each value that a graph returns, whether it is saved for backward; None if torch does not
+    say.
+    """
     kinds = output.meta.get("desc")
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return None if kinds is None else [isinstance(kind, ours) for kind in kinds]
@@ -195,7 +226,9 @@ def set_for_backward(output: Node, flags: list[bool] | None) -> None:
 
 
 def module_of(node: Node) -> str:
-    """The path of the module whose forward a node was traced in, or whose backward it belongs to; "" if torch does not say."""
+    """The path of the module whose forward a node was traced in, or whose backward it belongs to;
+    "" if torch does not say.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Opaque:
-    """An op that is not looked up, or an argument of a kind that JSON has no form for: its text is all that is known."""
+    """An op that is not looked up, or an argument of a kind that JSON has no form for: its text is
+    all that is known.
+    """
 
     _known: dict[str, Opaque] = {}  # noqa: RUF012  # one object a name, so that they compare
 

@@ -1,4 +1,5 @@
-"""Where the tensors in a node's value lie: a storage of their own, or that of another node that they are a view of.
+"""Where the tensors in a node's value lie: a storage of their own, or that of another node that
+they are a view of.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`.
 """
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import Node
 
-RETURNS_INPUT = (WAIT, torch.ops.aten._unsafe_view.default)  # aliases that the schema does not declare
+RETURNS_INPUT = (
+    WAIT,
+    torch.ops.aten._unsafe_view.default,
+)  # aliases that the schema does not declare
 MAY_COPY = (
     torch.ops.aten.reshape.default,
     torch.ops.aten.contiguous.default,
@@ -27,7 +31,9 @@ MAY_COPY = (
 
 
 def tensors_of(node: Node) -> list[Tensor | None]:
-    """Every leaf of a node's value; None for what is no tensor, or one without a storage of its own (sparse)."""
+    """Every leaf of a node's value; None for what is no tensor, or one without a storage of its own
+    (sparse).
+    """
     return [leaf if _has_storage(leaf) else None for leaf in tree_leaves(node.meta.get("val"))]
 
 
@@ -48,7 +54,9 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def source_of(node: Node, i: int) -> tuple[Node, int] | None:
-    """Which tensor (the j-th of which node) the i-th of this node is a view of; None if it has a storage of its own."""
+    """Which tensor (the j-th of which node) the i-th of this node is a view of; None if it has a
+    storage of its own.
+    """
     if node.target is operator.getitem:
         parent: Any = node.args[0]
         if "val" not in parent.meta:
@@ -62,20 +70,26 @@ def source_of(node: Node, i: int) -> tuple[Node, int] | None:
     returns = node.target._schema.returns
     alias = returns[i if len(returns) > 1 else 0].alias_info
     source = None if alias is None else _aliased(node, alias.before_set)
-    if source is None or (node.target in MAY_COPY and key_of(node.meta["val"]) != key_of(source.meta["val"])):
+    if source is None or (
+        node.target in MAY_COPY and key_of(node.meta["val"]) != key_of(source.meta["val"])
+    ):
         return None
     return source, 0
 
 
 def unpacked(node: Node) -> Node:
-    """What allocates a value: the partitioner's ops around random state have none of their own, only what is taken out of them."""
+    """What allocates a value: the partitioner's ops around random state have none of their own,
+    only what is taken out of them.
+    """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node
 
 
 def _aliased(node: Node, names: set[str]) -> Node | None:
-    """The argument that a result with these alias names may be a view of; the views in a list (`split`) have no names."""
+    """The argument that a result with these alias names may be a view of; the views in a list
+    (`split`) have no names.
+    """
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         info = argument.alias_info
         if info is not None and (not names or info.before_set & names):

@@ -1,6 +1,7 @@
 """The printed graph: one printer for dumps, errors, docstrings and tests.
 
-One node a line: name, dtype and shape, short op name, arguments, and the parameters it communicates:
+One node a line: name, dtype and shape, short op name, arguments, and the parameters it
+communicates:
 
     %all_gather_into_tensor: f32[16] = all_gather_into_tensor(%flat, 2, '0')  # layers.0: gather
 """
@@ -32,7 +33,13 @@ _DTYPES = {
     torch.bool: "b8",
     torch.uint8: "u8",
 }
-_SPEC_FROM: dict[object, int] = {UNSHARD: 1, REDUCE_GRAD: 2, KEEP_SLICE: 1, UNSHARD_SLICE: 1, REDUCE_LATER: 3}
+_SPEC_FROM: dict[object, int] = {
+    UNSHARD: 1,
+    REDUCE_GRAD: 2,
+    KEEP_SLICE: 1,
+    UNSHARD_SLICE: 1,
+    REDUCE_LATER: 3,
+}
 
 
 def show(graph: Graph) -> str:
@@ -62,8 +69,12 @@ def _text_of(node: Node) -> str:
         return f"return {_text(node.args[0])}"
     if node.op == "placeholder":
         return f"%{node.name}: {_type(node)}"
-    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", str(node.target))
-    arguments = ", ".join([*map(_text, _arguments(node)), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())])
+    name = getattr(node.target, "_opname", None) or getattr(
+        node.target, "__name__", str(node.target)
+    )
+    arguments = ", ".join(
+        [*map(_text, _arguments(node)), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
+    )
     kind = _type(node)
     left = f"%{node.name}: {kind} = " if kind else ""
     return f"{left}{name}({arguments}){_note(node)}"
@@ -113,7 +124,9 @@ def collectives(graph: Graph) -> list[str]:
     kept = {*starts(graph)}
     lines = []
     for node in graph.nodes:
-        is_ours = node.op == "call_function" and (node.target in _SPEC_FROM or node.target in (WAIT, FREE))
+        is_ours = node.op == "call_function" and (
+            node.target in _SPEC_FROM or node.target in (WAIT, FREE)
+        )
         is_cast = node.target is CONVERT and meta.get_tag(node) is not None
         if node in kept or is_ours or is_cast:
             lines.append(_line(node))
@@ -123,7 +136,11 @@ def collectives(graph: Graph) -> list[str]:
 def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
     """The first line of a dump: what made it, what holds of it, and what it communicates."""
     gathers, reduces = find_regions(graph, "gather"), find_regions(graph, "reduce")
-    moved = [sum(s.shard_numel * s.group_size * s.dtype.itemsize for s in r.tag.specs) for r in gathers if r.starts]
+    moved = [
+        sum(s.shard_numel * s.group_size * s.dtype.itemsize for s in r.tag.specs)
+        for r in gathers
+        if r.starts
+    ]
     count = f"{sum(bool(r.starts) for r in gathers)} gathers, {sum(bool(r.starts) for r in reduces)} reductions"
     size = f"{sum(moved)} bytes gathered, largest bucket {max(moved, default=0)}"
     return f"# made by {made_by}; holds: {', '.join(held) or 'nothing yet'}; {count}; {size}"

@@ -1,4 +1,6 @@
-"""Communications in a lowered graph: which nodes make up one, where it comes from and what it yields."""
+"""Communications in a lowered graph: which nodes make up one, where it comes from and what it
+yields.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ class Region:
 
     @property
     def source(self) -> Node:
-        """What an unbucketed communication communicates: the first value that it reads; a flat buffer may follow."""
+        """What an unbucketed communication communicates: the first value that it reads; a flat
+        buffer may follow.
+        """
         return self.sources[0]
 
     @property
     def sources(self) -> tuple[Node, ...]:
         """What it reads, in order of first reading."""
         inside = set(self.nodes)
-        found = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
+        found = dict.fromkeys(
+            n for node in self.nodes for n in node.all_input_nodes if n not in inside
+        )
         return tuple(found)
 
     @property
@@ -61,7 +67,9 @@ class Region:
 
     @property
     def sent_bytes(self) -> int:
-        """Of what its first collective sends, this rank's part included: alive until it is awaited; 0 if it starts none."""
+        """Of what its first collective sends, this rank's part included: alive until it is awaited;
+        0 if it starts none.
+        """
         return sum(value(n).nbytes for start in self.starts[:1] for n in start.all_input_nodes)
 
 

@@ -1,4 +1,5 @@
-"""The IR: the `fsdp::` ops that a sharded model traces to, and what they do when nothing lowers them.
+"""The IR: the `fsdp::` ops that a sharded model traces to, and what they do when nothing lowers
+them.
 
 | op | means |
 | --- | --- |
@@ -23,11 +24,13 @@
 | `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
-`spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but the last three are functional, have fake
-kernels, and never alias their inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat
-buffer for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
+`spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but the last three
+are functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
+its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
+`mark_grads_` can reach the unit at run time without any registry.
 
-Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per parameter, none overlapped.
+Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per
+parameter, none overlapped.
 """
 
 from __future__ import annotations
@@ -35,11 +38,16 @@ from __future__ import annotations
 import torch
 
 SPEC = (
-    "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, str gather_algorithm, "
-    "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str reduce_op, "
-    "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str replicate_group, str sync, "
-    "bool is_accumulating, str hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, "
-    "str[] backward_after, SymInt own_message, float forward_ahead, float backward_ahead, ScalarType? retained_dtype"
+    "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, "
+    "str gather_algorithm, "
+    "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str "
+    "reduce_op, "
+    "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str "
+    "replicate_group, str sync, "
+    "bool is_accumulating, str hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, "
+    "str[] forward_after, "
+    "str[] backward_after, SymInt own_message, float forward_ahead, float backward_ahead, "
+    "ScalarType? retained_dtype"
 )
 
 # Each run of these does something on the host: no CUDA graph may replay them.
@@ -47,30 +55,51 @@ HOST = (torch.Tag.cudagraph_unsafe,)
 
 library = torch.library.Library("fsdp", "DEF")
 library.define(f"unshard(Tensor flat, {SPEC}) -> Tensor")
-library.define(f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor", tags=HOST)  # run unlowered, it marks
+library.define(
+    f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor", tags=HOST
+)  # run unlowered, it marks
 library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
 library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
 library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()", tags=HOST)
-library.define("retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST)
-library.define("add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST)
-library.define("all_reduce_hook(Tensor grads, str key) -> Tensor", tags=HOST)
-library.define("custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor", tags=HOST)
 library.define(
-    "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> Tensor", tags=HOST
+    "retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST
 )
-library.define(f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()", tags=HOST)
+library.define(
+    "add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST
+)
+library.define("all_reduce_hook(Tensor grads, str key) -> Tensor", tags=HOST)
+library.define(
+    "custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor",
+    tags=HOST,
+)
+library.define(
+    "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> "
+    "Tensor",
+    tags=HOST,
+)
+library.define(
+    f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()", tags=HOST
+)
 library.define("step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()", tags=HOST)
 library.define(
-    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str group) -> Tensor",
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
+    "group) -> Tensor",
     tags=HOST,
 )
 library.define("flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor")
 library.define("copy_columns(Tensor columns) -> Tensor")
-library.define("all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str phase='') -> Tensor")
-library.define("all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor")
+library.define(
+    "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
+    "phase='') -> Tensor"
+)
+library.define(
+    "all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor"
+)
 library.define("all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor")
 library.define("agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()", tags=HOST)
-library.define("watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()", tags=HOST)
+library.define(
+    "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()", tags=HOST
+)
 library.define("free(Tensor buffer) -> ()")
 
 fsdp = torch.ops.fsdp

@@ -1,4 +1,6 @@
-"""A graph's collectives as text, and the node that compares them between ranks when the graph first runs (`agreement.py`)."""
+"""A graph's collectives as text, and the node that compares them between ranks when the graph first
+runs (`agreement.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ if TYPE_CHECKING:
 def sequence(graph: Graph) -> tuple[str, list[str]]:
     """One line a collective, in order, and the groups.
 
-    Structure only: ranks must not differ for the names of symbols, groups or units in their process.
+    Structure only: ranks must not differ for the names of symbols, groups or units in their
+    process.
     """
     groups: dict[str, str] = {}
     lines = []
     for node in starts(graph):
         label = groups.setdefault(group_of(node), f"group {len(groups)}")
         dtype = value(node.all_input_nodes[0]).dtype
-        lines.append(f"{node.target._opname} of {_sizes(node)} x {dtype} over {label}: {owner(node)}")  # type: ignore[union-attr]
+        op = node.target._opname  # type: ignore[union-attr]
+        lines.append(f"{op} of {_sizes(node)} x {dtype} over {label}: {owner(node)}")
     kind = "backward" if is_backward(graph) else "forward"
     return "\n".join([f"a {kind} graph of {len(lines)} collectives", *lines]), list(groups)
 
@@ -34,7 +38,9 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
 def sequence_over(graph: Graph, group: str) -> list[str]:
     """The lines of the collectives over one group."""
     lines = sequence(graph)[0].splitlines()[1:]
-    return [line for node, line in zip(starts(graph), lines, strict=True) if group_of(node) == group]
+    return [
+        line for node, line in zip(starts(graph), lines, strict=True) if group_of(node) == group
+    ]
 
 
 def _sizes(node: Node) -> str:
@@ -56,7 +62,9 @@ def owner(node: Node) -> str:
 
 
 def add_agreement(graph: Graph) -> None:
-    """Begin a graph of ours with the comparison, if it communicates, and its record; both travel with the compiled code."""
+    """Begin a graph of ours with the comparison, if it communicates, and its record; both travel
+    with the compiled code.
+    """
     tensors = [n for n in placeholders(graph) if isinstance(n.meta.get("val"), torch.Tensor)]
     record = take_record(graph.owning_module)  # type: ignore[arg-type]
     communicates = any(get_tag(node) is not None for node in starts(graph))

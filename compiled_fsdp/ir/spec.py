@@ -1,7 +1,9 @@
-"""What one parameter's communication needs to know, as plain values that fit into an op's arguments.
+"""What one parameter's communication needs to know, as plain values that fit into an op's
+arguments.
 
-`ParamSpec` holds the trailing arguments of `fsdp::unshard`, in order. Everything that a pass decides from stands in it, so
-a graph can be cached, dumped, written by hand in a test and read by a person without any registry.
+`ParamSpec` holds the trailing arguments of `fsdp::unshard`, in order. Everything that a pass
+decides from stands in it, so a graph can be cached, dumped, written by hand in a test and read by a
+person without any registry.
 """
 
 from __future__ import annotations
@@ -19,18 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Arguments of ops by a digest of their text. Dynamo takes integers out of a module as constants; out of an object they would become
-# dynamic as soon as a second model of the same class has other sizes, and no pass could lower them. Out of a dict they would be
-# constants too, but every compilation would look at every entry there is.
+# Arguments of ops by a digest of their text. Dynamo takes integers out of a module as constants;
+# out of an object they would become dynamic as soon as a second model of the same class has other
+# sizes, and no pass could lower them. Out of a dict they would be constants too, but every
+# compilation would look at every entry there is.
 CONSTANTS = ModuleType("constants")
 
-# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one travels by itself.
+# A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one
+# travels by itself.
 OWN_MESSAGE = 1 << 18
 
 MEAN = "mean:"  # before a hook's key
 IN_BACKWARD = "backward"  # `ParamSpec.overlap`
 
-# What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an op's arguments.
+# What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an
+# op's arguments.
 REGISTRY: dict[str, Any] = {}
 
 
@@ -49,15 +54,19 @@ class Reduction:
     """How a gradient is reduced: `(sum or mean)(grad / pre_divide) / post_divide`, in `dtype`.
 
     dtype: what travels on the wire and is summed.
-    op: "sum" or "avg"; NCCL averages on the device, other backends get a sum and an explicit division.
-    algorithm: "reduce_scatter", or "all_to_all" (all-to-all, then a local sum in rank order): half the bytes on gloo,
-        whose reduce-scatter moves what an all-reduce moves; or "custom:KEY", a user's communication in `REGISTRY`.
+    op: "sum" or "avg"; NCCL averages on the device, other backends get a sum and an explicit
+        division.
+    algorithm: "reduce_scatter", or "all_to_all" (all-to-all, then a local sum in rank order): half
+        the bytes on gloo, whose reduce-scatter moves what an all-reduce moves; or "custom:KEY", a
+        user's communication in `REGISTRY`.
     replicate_size, replicate_group: the all-reduce over HSDP's replicate axis; size 1 means none.
-    sync: "reduce"; "retain" keeps the unreduced gradient for a later backward; "scatter" (HSDP) keeps the one that is
-        reduced over the shard axis only.
+    sync: "reduce"; "retain" keeps the unreduced gradient for a later backward; "scatter" (HSDP)
+        keeps the one that is reduced over the shard axis only.
     is_accumulating: earlier backwards may have left retained gradients, which this one adds first.
-    hook: key in `REGISTRY` of what sees the flat result before the last division, or after it ("mean:KEY"); "" for none.
-    retained_dtype: in which unreduced gradients are kept and added up, before they are cast to `dtype`; None: in `dtype`.
+    hook: key in `REGISTRY` of what sees the flat result before the last division, or after it
+        ("mean:KEY"); "" for none.
+    retained_dtype: in which unreduced gradients are kept and added up, before they are cast to
+        `dtype`; None: in `dtype`.
     """
 
     dtype: torch.dtype
@@ -74,7 +83,9 @@ class Reduction:
 
     @property
     def first_dtype(self) -> torch.dtype:
-        """What a gradient is cast to first: `retained_dtype` where it is kept, or added to what was."""
+        """What a gradient is cast to first: `retained_dtype` where it is kept, or added to what
+        was.
+        """
         if self.retained_dtype is not None and (self.sync == "retain" or self.is_accumulating):
             return self.retained_dtype
         return self.dtype
@@ -96,17 +107,20 @@ class ParamSpec:
     group_size, group: the shard axis' process group, by name.
     gather_algorithm: "" (all-gather) or "custom:KEY".
     reduce_group: the group of the reduction over the shard axis; the same ranks.
-    reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or "slice"
-        (keep a 1/post_size slice and gather that over `post_group`).
-    reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see `Reduction`.
-    overlap: "step": the optimizer's step may overlap with the last reductions and the first gathers; IN_BACKWARD: backward itself
+    reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or
+        "slice" (keep a 1/post_size slice and gather that over `post_group`).
+    reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see
+    `Reduction`. overlap: "step": the optimizer's step may overlap with the last reductions and the
+    first gathers; IN_BACKWARD: backward itself
         steps what it has reduced; "": neither. See `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
-    forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the outermost; empty leaves the
-        start of the all-gather to the plan.
-    own_message: a full parameter of fewer bytes shares a message with its neighbours and is copied out.
-    forward_ahead, backward_ahead: how many units ahead of its use the all-gather may start at most; negative: as the plan says.
+    forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the
+        outermost; empty leaves the start of the all-gather to the plan.
+    own_message: a full parameter of fewer bytes shares a message with its neighbours and is copied
+        out.
+    forward_ahead, backward_ahead: how many units ahead of its use the all-gather may start at most;
+        negative: as the plan says.
     """
 
     offset: int
@@ -147,7 +161,8 @@ class ParamSpec:
         values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in args]
         if len(values) != len(fields(cls)):
             raise ValueError(
-                f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of fsdp::unshard has "
+                f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of "
+                "fsdp::unshard has "
                 f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
             )
         return cls(*values)
@@ -164,7 +179,9 @@ class ParamSpec:
 
     @property
     def rows(self) -> int:
-        """Rows (of `dim`) in each rank's padded shard: `ceil(shape[dim] / group_size)`, as `torch.chunk` cuts."""
+        """Rows (of `dim`) in each rank's padded shard: `ceil(shape[dim] / group_size)`, as
+        `torch.chunk` cuts.
+        """
         return -(-self.shape[self.dim] // self.group_size)
 
     @property
@@ -201,4 +218,6 @@ class ParamSpec:
 
     def over_post_group(self) -> ParamSpec:
         """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`)."""
-        return replace(self, offset=0, group_size=self.post_size, group=self.post_group, gather_algorithm="")
+        return replace(
+            self, offset=0, group_size=self.post_size, group=self.post_group, gather_algorithm=""
+        )

@@ -1,4 +1,6 @@
-"""Measure what computing and communicating cost here, and agree on it: every rank must plan with the same numbers."""
+"""Measure what computing and communicating cost here, and agree on it: every rank must plan with
+the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,25 @@ SMALL, LARGE = 1 << 8, 1 << 20  # bytes that each rank contributes to a collecti
 MESSAGES = 8  # of the same collective, to see what each further one costs
 IN_FLIGHT = 4  # large ones that are started together, as a schedule does
 BULK = 1 << 23  # the same, where so much is moved that starting does not count
-UNDER_WAY = (
-    0.01  # seconds that a collective takes at most whose cost to the core is measured; on a slow link, it is a smaller one
+# seconds that a collective takes at most whose cost to the core is measured; on a slow link, it is
+# a smaller one
+UNDER_WAY = 0.01
+LONGER = (
+    4  # times as long as a collective is computed beside it, so that none of it is left to wait for
 )
-LONGER = 4  # times as long as a collective is computed beside it, so that none of it is left to wait for
 MATMUL = {"cpu": 512, "cuda": 4096}
-OPERANDS = {"cpu": 32, "cuda": 2}  # matrices to multiply: on the CPU more than caches hold, as in a model
+OPERANDS = {
+    "cpu": 32,
+    "cuda": 2,
+}  # matrices to multiply: on the CPU more than caches hold, as in a model
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
 DIGITS = 2  # that count; runs on one machine should find each other's compiled code
 
 
 class Mesh(Protocol):
-    """What is asked of a mesh: the groups that its ranks communicate over, and where their tensors are."""
+    """What is asked of a mesh: the groups that its ranks communicate over, and where their tensors
+    are.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +77,8 @@ class Mesh(Protocol):
 
 
 def calibrate(infos: Sequence[Mesh]) -> Costs | None:
-    """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than five on a slow wire.
+    """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than
+    five on a slow wire.
 
     None where nothing is communicated: one rank, or a fake process group.
     """
@@ -98,15 +108,22 @@ def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
 
 
 def calibrate_plan(infos: Sequence[Mesh]) -> None:
-    """Complete the current plan with costs, if it needs them and lacks them for one of these groups."""
+    """Complete the current plan with costs, if it needs them and lacks them for one of these
+    groups.
+    """
     plan = current_plan()
     if not plan.is_from_costs:
         return
     known = {name for name, _ in plan.costs.links} if plan.costs else set()
-    new = [info for info in infos if info.shard_size > 1 and info.shard_group.group_name not in known]
+    new = [
+        info for info in infos if info.shard_size > 1 and info.shard_group.group_name not in known
+    ]
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:
-            costs = replace(plan.costs, links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known))
+            costs = replace(
+                plan.costs,
+                links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known),
+            )
         use(replace(plan, costs=costs))
 
 
@@ -125,7 +142,10 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 def _flops(device: torch.device) -> float:
     width = MATMUL.get(device.type, MATMUL["cuda"])
-    operands = [torch.ones(width, width, device=device) for _ in range(OPERANDS.get(device.type, OPERANDS["cuda"]))]
+    operands = [
+        torch.ones(width, width, device=device)
+        for _ in range(OPERANDS.get(device.type, OPERANDS["cuda"]))
+    ]
     pairs = list(zip(operands, reversed(operands), strict=True))
     return 2 * width**3 * len(pairs) / _seconds(lambda: [a @ b for a, b in pairs], device)
 
@@ -148,7 +168,9 @@ def _overhead(device: torch.device) -> float:
 
 
 def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The fields of a `Link`; bandwidths are those of several collectives that follow each other."""
+    """The fields of a `Link`; bandwidths are those of several collectives that follow each
+    other.
+    """
     name, size = group.group_name, group.size()
     small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     large = torch.ones(LARGE // 4, device=device)
@@ -171,9 +193,13 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     (agreed,) = _medians([gathering], group, device)  # all ranks gather as much
     some, bulk = (_ones(agreed / (size - 1) * UNDER_WAY, most, device) for most in (LARGE, BULK))
     delay = _taken(
-        lambda: launch.call(comm.ALL_GATHER, some, size, name), latency + (size - 1) * some.nbytes / gathering, device
+        lambda: launch.call(comm.ALL_GATHER, some, size, name),
+        latency + (size - 1) * some.nbytes / gathering,
+        device,
     )
-    issue = _busy(lambda: launch.call(comm.ALL_GATHER, bulk, size, name)) / ((size - 1) * bulk.nbytes)
+    issue = _busy(lambda: launch.call(comm.ALL_GATHER, bulk, size, name)) / (
+        (size - 1) * bulk.nbytes
+    )
     return [
         latency,
         gathering,
@@ -186,8 +212,14 @@ def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
 
 
 def _busy(start: Callable[[], torch.Tensor]) -> float:
-    """Processor seconds that a collective needs on the training thread's core: of all threads, if the process has no other core."""
-    is_alone = len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
+    """Processor seconds that a collective needs on the training thread's core: of all threads, if
+    the process has no other core.
+    """
+    is_alone = (
+        len(os.sched_getaffinity(0)) == 1
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() == 1
+    )
     clock = time.process_time if is_alone else time.thread_time
     launch.call(comm.WAIT, start())
     begin = clock()
@@ -201,7 +233,9 @@ def _ones(nbytes: float, most: int, device: torch.device) -> torch.Tensor:
 
 
 def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.device) -> float:
-    """Seconds by which a collective of so many seconds delays what is computed while it is under way."""
+    """Seconds by which a collective of so many seconds delays what is computed while it is under
+    way.
+    """
     width = MATMUL.get(device.type, MATMUL["cuda"])
     a = torch.ones(width, width, device=device)
     count = ceil(LONGER * seconds / _seconds(lambda: a @ a, device))
@@ -215,7 +249,8 @@ def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.devi
                 launch.call(comm.WAIT, out)
 
     delays = [
-        _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device) for _ in range(REPEATS + 1)
+        _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device)
+        for _ in range(REPEATS + 1)
     ]
     return max(statistics.median(delays[1:]), 0.0) / IN_FLIGHT
 

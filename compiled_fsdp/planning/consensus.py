@@ -1,12 +1,13 @@
 """What one rank decides from its own shapes, made the same on all ranks that share a group.
 
-A batch may have another size on every rank, and with it what fits into a memory budget, or what hides a collective. So where a
-graph of a structure is compiled for the first time, ranks tell each other through the store what they would do, and do what suits
-all of them. Later graphs of the structure, for other shapes, keep to that and ask nobody: other ranks may not compile just then.
+A batch may have another size on every rank, and with it what fits into a memory budget, or what
+hides a collective. So where a graph of a structure is compiled for the first time, ranks tell each
+other through the store what they would do, and do what suits all of them. Later graphs of the
+structure, for other shapes, keep to that and ask nobody: other ranks may not compile just then.
 
-A rank that found such a graph in a cache would not come to the exchange. So what is compiled is cached only from where all is
-decided on: with a budget alone, the halves, of which the decision is a part; never the joint graph, nor halves that are
-scheduled by costs (`inductor.py`).
+A rank that found such a graph in a cache would not come to the exchange. So what is compiled is
+cached only from where all is decided on: with a budget alone, the halves, of which the decision is
+a part; never the joint graph, nor halves that are scheduled by costs (`inductor.py`).
 """
 
 from __future__ import annotations
@@ -47,18 +48,23 @@ def depends_on_shapes(plan: Plan) -> bool:
 def is_undecided(plan: Plan) -> bool:
     """Whether ranks may still have to decide something about the graph that is being compiled."""
     context = tracing_context()
-    return depends_on_shapes(plan) and (plan.is_from_costs or context is None or context not in _decided)
+    return depends_on_shapes(plan) and (
+        plan.is_from_costs or context is None or context not in _decided
+    )
 
 
 def note_decided() -> None:
-    """The joint passes have run: nothing is left to decide for this graph but what depends on costs."""
+    """The joint passes have run: nothing is left to decide for this graph but what depends on
+    costs.
+    """
     context = tracing_context()
     if context is not None:
         _decided.add(context)
 
 
 def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:
-    """What all ranks do: `combine` of what each would do, along one axis of the mesh and then along the other.
+    """What all ranks do: `combine` of what each would do, along one axis of the mesh and then along
+    the other.
 
     Raises:
         DivergenceError: a rank compiles another structure just now.
@@ -70,32 +76,49 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
     key = (what, str(replace(plan, kept=(), dropped=())), *groups, *map(_structure, specs))
     if key not in _settled:
         for group in groups:
-            told = everyones(group, f"a decision about {what} of {len(specs)} parameters", " ".join(map(str, mine)))
+            told = everyones(
+                group,
+                f"a decision about {what} of {len(specs)} parameters",
+                " ".join(map(str, mine)),
+            )
             mine = combine([[int(word) for word in text.split()] for text in told])
         _settled[key] = mine
     return _settled[key]
 
 
 def settle_costs(graph: Graph, plan: Plan) -> Plan:
-    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs another time on another rank.
+    """The plan for a graph that is scheduled by costs: as by default, if what it computes costs
+    another time on another rank.
 
-    Where it costs the same, that is noted on the nodes: a rank that compiles the structure again, for another batch, goes on
-    to schedule by these times, since other ranks run what they have.
+    Where it costs the same, that is noted on the nodes: a rank that compiles the structure again,
+    for another batch, goes on to schedule by these times, since other ranks run what they have.
     """
     if plan.costs is None or not plan.is_from_costs:
         return plan
-    nodes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    nodes = [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)
+    ]
     nanoseconds = [round(plan.costs.compute(node) * 1e9) for node in nodes]
-    same = agreed(graph, plan, "costs", nanoseconds, lambda told: told[0] if all(t == told[0] for t in told) else [-1])
+    same = agreed(
+        graph,
+        plan,
+        "costs",
+        nanoseconds,
+        lambda told: told[0] if all(t == told[0] for t in told) else [-1],
+    )
     if len(same) == len(nodes) and same != [-1]:
         for node, settled in zip(nodes, same, strict=True):
             set_seconds(node, settled / 1e9)
         return plan
     warn_once(
-        "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and collectives would start in "
+        "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and "
+        "collectives would start in "
         "another order on each: their graphs are scheduled at the distances of Plan() instead"
     )
-    distances = {name: d if getattr(plan, name) is None else getattr(plan, name) for name, d in DISTANCES.items()}
+    distances = {
+        name: d if getattr(plan, name) is None else getattr(plan, name)
+        for name, d in DISTANCES.items()
+    }
     return replace(plan, costs=None, **distances)  # type: ignore[arg-type]
 
 
@@ -106,5 +129,7 @@ def specs_of(graph: Graph) -> list[ParamSpec]:
 
 
 def _structure(spec: ParamSpec) -> str:
-    """What is the same on all ranks: units are numbered, and groups named, by each process for itself."""
+    """What is the same on all ranks: units are numbered, and groups named, by each process for
+    itself.
+    """
     return f"{spec.fqn} {spec.offset} {spec.shape} {spec.dtype} {spec.group_size} {spec.replicate_size} {spec.reshard} {spec.sync}"

@@ -1,7 +1,9 @@
-"""What computing and communicating cost: constants of this machine, measured once, and the time of a node under them.
+"""What computing and communicating cost: constants of this machine, measured once, and the time of
+a node under them.
 
-A node costs the larger of what its arithmetic and what its memory traffic take (the roofline of Williams et al., 2009). A
-collective costs `latency + bytes / bandwidth` of its group's link (the model of Hockney, 1994), with the bytes that one rank sends.
+A node costs the larger of what its arithmetic and what its memory traffic take (the roofline of
+Williams et al., 2009). A collective costs `latency + bytes / bandwidth` of its group's link (the
+model of Hockney, 1994), with the bytes that one rank sends.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ class Link:
     latency: seconds until the first byte.
     bandwidth: bytes a second from then on, of all-gathers.
     message: seconds for each further message of the same collective.
-    scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where they were not measured.
-    start, issue: seconds, for each collective and for each byte, by which it delays what is computed while it is under way: gloo
-        sends and receives on cores, and needs the training thread's if the process has no other.
+    scatter, exchange: bytes a second of the backend's reduce-scatter and of all-to-alls; 0 where
+        they were not measured.
+    start, issue: seconds, for each collective and for each byte, by which it delays what is
+        computed while it is under way: gloo sends and receives on cores, and needs the training
+        thread's if the process has no other.
     """
 
     latency: float
@@ -52,7 +56,9 @@ class Link:
     issue: float = 0.0
 
     def seconds(self, sent: float, bandwidth: float = 0.0) -> float:
-        """For a collective in which each rank sends that many bytes; `bandwidth` for another kind than all-gathers."""
+        """For a collective in which each rank sends that many bytes; `bandwidth` for another kind
+        than all-gathers.
+        """
         return self.latency + sent / (bandwidth or self.bandwidth)
 
 
@@ -60,12 +66,15 @@ class Link:
 class Costs:
     """Constants of the machine, the same on every rank.
 
-    flops: floating-point operations a second, of a large matmul of fp32; other dtypes are taken relative to it.
+    flops: floating-point operations a second, of a large matmul of fp32; other dtypes are taken
+        relative to it.
     bandwidth: bytes read or written a second, by kernels that do little else.
     overhead: seconds for launching a kernel.
     links: for each process group, by name; groups that are not there cost what the first one does.
-    is_fused: whether a compiler fuses pointwise kernels, so that what passes between them costs nothing.
-    kernels: seconds of matmuls and attentions that were measured inside the model (`measure_kernels`), by `kernel`.
+    is_fused: whether a compiler fuses pointwise kernels, so that what passes between them costs
+        nothing.
+    kernels: seconds of matmuls and attentions that were measured inside the model
+        (`measure_kernels`), by `kernel`.
     """
 
     flops: float
@@ -85,11 +94,18 @@ class Costs:
         return replace(self, is_fused=is_fused)
 
     def compute(self, node: Node) -> float:
-        """Seconds that the training thread spends on a node; 0 for views and for what only orders."""
+        """Seconds that the training thread spends on a node; 0 for views and for what only
+        orders.
+        """
         settled = get_seconds(node)
         if settled is not None:
             return settled
-        if node.op != "call_function" or node.target in FREE_OF_COST or node.target is comm.WAIT or is_view(node):
+        if (
+            node.op != "call_function"
+            or node.target in FREE_OF_COST
+            or node.target is comm.WAIT
+            or is_view(node)
+        ):
             return 0.0
         if node.target in comm.STARTS:
             sent, group = traffic(node)
@@ -106,7 +122,9 @@ class Costs:
         return self.overhead + self._traffic(node)
 
     def _traffic(self, node: Node) -> float:
-        """Seconds for what a node reads and writes; inside a fused kernel only what crosses its border counts."""
+        """Seconds for what a node reads and writes; inside a fused kernel only what crosses its
+        border counts.
+        """
         fuses = self.is_fused and is_fusible(node)
         read = [n for n in node.all_input_nodes if not (fuses and is_fusible(n))]
         writes = not fuses or any(not is_fusible(user) for user in node.users)
@@ -116,58 +134,94 @@ class Costs:
         """Seconds that a collective is on the wire."""
         sent, group = traffic(start)
         link = self.link(group)
-        kinds: dict[object, float] = {comm.REDUCE_SCATTER: link.scatter, comm.ALL_TO_ALL: link.exchange}
+        kinds: dict[object, float] = {
+            comm.REDUCE_SCATTER: link.scatter,
+            comm.ALL_TO_ALL: link.exchange,
+        }
         return link.seconds(sent, kinds.get(start.target, 0.0))
 
 
 def assumed(device: str) -> Costs:
-    """Round numbers for where nothing was measured: a core of a CPU over a fast network, or a data-centre GPU over NVLink."""
+    """Round numbers for where nothing was measured: a core of a CPU over a fast network, or a
+    data-centre GPU over NVLink.
+    """
     if device == "cpu":
         return Costs(5e10, 1e10, 5e-6, (("", Link(1e-4, 1e9)),))
     return Costs(3e14, 2e12, 5e-6, (("", Link(2e-5, 1e11)),))
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of a matmul or an attention, by torch's formulas; an estimate for what they reject."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _as_now(n.meta.get("val")))
+    """Floating-point operations of a matmul or an attention, by torch's formulas; an estimate for
+    what they reject.
+    """
+    args, kwargs = torch.fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _as_now(n.meta.get("val"))
+    )
     formula: Any = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
     try:
         return float(formula(*args, **kwargs, out_val=_as_now(node.meta.get("val"))))
     except Exception as error:  # noqa: BLE001  # formulas are torch's or anybody's, and assert what they like
         log.debug("no formula for the FLOPs of %%%s (%s): %s", node.name, node.target, error)
-        return _attention_flops(node, [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 4])
+        return _attention_flops(
+            node, [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 4]
+        )
 
 
 def _attention_flops(node: Node, heads: Sequence[torch.Tensor]) -> float:
-    """Of an attention by its sizes alone: keys may have fewer heads than queries, which torch's formula takes for an error.
+    """Of an attention by its sizes alone: keys may have fewer heads than queries, which torch's
+    formula takes for an error.
 
-    The first is the gradient in backward, then query, key and value [batch, heads, length, size]; 0 for what is no attention.
+    The first is the gradient in backward, then query, key and value [batch, heads, length, size]; 0
+    for what is no attention.
     """
     is_backward = "backward" in str(node.target)
     query, key, value = [*heads[is_backward:][:3], None, None, None][:3]
     if query is None or key is None or value is None:
         return 0.0
-    forward = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (query.shape[3] + value.shape[3])
+    forward = (
+        2.0
+        * query.shape[0]
+        * query.shape[1]
+        * query.shape[2]
+        * key.shape[2]
+        * (query.shape[3] + value.shape[3])
+    )
     return 2.5 * forward if is_backward else forward  # five products in the place of two
 
 
 def _as_now(val: Any) -> Any:
-    """A value with the sizes that it has now in the place of symbols: to compute with a symbol could fix it."""
+    """A value with the sizes that it has now in the place of symbols: to compute with a symbol
+    could fix it.
+    """
     if isinstance(val, list | tuple):
         return [_as_now(v) for v in val]
     if isinstance(val, torch.Tensor):
         is_fixed = not any(isinstance(size, torch.SymInt) for size in val.shape)
-        return val if is_fixed else torch.empty([hint(size) for size in val.shape], dtype=val.dtype, device="meta")
+        return (
+            val
+            if is_fixed
+            else torch.empty([hint(size) for size in val.shape], dtype=val.dtype, device="meta")
+        )
     return hint(val) if isinstance(val, torch.SymInt) else val
 
 
 def kernel(op: torch._ops.OpOverload, args: Sequence[Any]) -> str:
-    """What takes the same time: "mm float32[8, 4] float32[4, 2]". The bias of a matmul does not count."""
+    """What takes the same time: "mm float32[8, 4] float32[4, 2]". The bias of a matmul does not
+    count.
+    """
     name = op.overloadpacket.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if name in WITH_BIAS:
         name, tensors = WITH_BIAS[name], tensors[1:]
-    return " ".join([name, *(f"{str(t.dtype).removeprefix('torch.')}{[hint(size) for size in t.shape]}" for t in tensors)])
+    return " ".join(
+        [
+            name,
+            *(
+                f"{str(t.dtype).removeprefix('torch.')}{[hint(size) for size in t.shape]}"
+                for t in tensors
+            ),
+        ]
+    )
 
 
 def kernel_of(node: Node) -> str:
@@ -181,7 +235,9 @@ def _by_key(kernels: tuple[tuple[str, float], ...]) -> dict[str, float]:
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether compilers fuse this with its neighbours: pointwise operations and reductions, and views between them."""
+    """Whether compilers fuse this with its neighbours: pointwise operations and reductions, and
+    views between them.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target in comm.STARTS or node.target is comm.WAIT or is_matmul(node):
@@ -192,12 +248,20 @@ def is_fusible(node: Node) -> bool:
 def nbytes(node: Node) -> float:
     """Bytes of a node's tensors; symbolic sizes count as their hints."""
     found = node.meta.get("val")
-    tensors = [found] if isinstance(found, torch.Tensor) else found if isinstance(found, list | tuple) else []
+    tensors = (
+        [found]
+        if isinstance(found, torch.Tensor)
+        else found
+        if isinstance(found, list | tuple)
+        else []
+    )
     return float(sum(hint(t.numel()) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)))
 
 
 def traffic(start: Node) -> tuple[float, str]:
-    """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the group."""
+    """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the
+    group.
+    """
     group = comm.group_of(start)
     if start.target is comm.ALL_REDUCE:
         return 2 * nbytes(start), group

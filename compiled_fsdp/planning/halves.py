@@ -1,7 +1,8 @@
-"""The two halves of a training graph: what a forward hands to its backward, and the storages of a backward that follows one.
+"""The two halves of a training graph: what a forward hands to its backward, and the storages of a
+backward that follows one.
 
-A forward's memory must be known while its graph is: what compiles it changes it afterwards. So what is handed over is kept as
-plain values, and a backward that is compiled later goes on from them.
+A forward's memory must be known while its graph is: what compiles it changes it afterwards. So what
+is handed over is kept as plain values, and a backward that is compiled later goes on from them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Handed:
     """What a forward leaves to its backward and to the user.
 
     saved: for each value saved for backward, in order, its name and its shape as text.
-    kinds: for each, (kind, owner) of its storage in forward; None where somebody else holds it all the time.
-    places: for each, the number of its storage among those of forward, and the storage's bytes: parameters that were gathered
-        together share one, which the values in a backward graph do not show.
+    kinds: for each, (kind, owner) of its storage in forward; None where somebody else holds it all
+        the time.
+    places: for each, the number of its storage among those of forward, and the storage's bytes:
+        parameters that were gathered together share one, which the values in a backward graph do
+        not show.
     held: (bytes, owner) of the outputs that the user holds until the end.
     """
 
@@ -38,10 +41,14 @@ class Handed:
 
 
 def handed_over(before: Lifetimes, count: int) -> Handed:
-    """What a forward leaves, if its backward takes `count` values: it returns them last, the symbols among them left out."""
+    """What a forward leaves, if its backward takes `count` values: it returns them last, the
+    symbols among them left out.
+    """
     returned: Any = output(before.graph).args[0]
     saved = [returned[place] for place in saved_places(before.graph, count)]
-    held = dict.fromkeys(s for n in output(before.graph).all_input_nodes if n not in saved for s in before.of(n))
+    held = dict.fromkeys(
+        s for n in output(before.graph).all_input_nodes if n not in saved for s in before.of(n)
+    )
     origin = [before.of(n)[0] if before.of(n) else None for n in saved]
     kinds = [None if s is None or s in held else (s.kind, s.owner) for s in origin]
     number = {s: i for i, s in enumerate(before.storages)}
@@ -55,19 +62,29 @@ def handed_over(before: Lifetimes, count: int) -> Handed:
 
 
 def saved_places(forward: Graph, count: int) -> list[int]:
-    """Where among its outputs a forward returns what its backward takes, if that are `count` values."""
+    """Where among its outputs a forward returns what its backward takes, if that are `count`
+    values.
+    """
     returned: Any = output(forward).args[0]
-    return [i for i, n in enumerate(returned) if n is not None and not _is_symbol(n)][-count:] if count else []
+    return (
+        [i for i, n in enumerate(returned) if n is not None and not _is_symbol(n)][-count:]
+        if count
+        else []
+    )
 
 
 def num_saved(forward: Graph) -> int:
-    """How many values the backward of a graph that torch made will take from it, symbols left out."""
+    """How many values the backward of a graph that torch made will take from it, symbols left
+    out.
+    """
     return sum(not _is_symbol(node) for node in saved_for_backward(output(forward)))
 
 
 def taken_over(backward: Graph) -> list[Node]:
     """The placeholders of a backward graph for what its forward saved."""
-    return [p for p in placeholders(backward) if not _is_symbol(p) and not p.name.startswith("tangents")]
+    return [
+        p for p in placeholders(backward) if not _is_symbol(p) and not p.name.startswith("tangents")
+    ]
 
 
 def follows(backward: Graph, handed: Handed) -> bool:
@@ -76,7 +93,8 @@ def follows(backward: Graph, handed: Handed) -> bool:
 
 
 def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> Lifetimes:
-    """The storages of a backward that follows a forward; the user holds the outputs of forward until the end.
+    """The storages of a backward that follows a forward; the user holds the outputs of forward
+    until the end.
 
     Raises:
         ValueError: the two are not the halves of one graph.
@@ -84,8 +102,10 @@ def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> 
     taken = taken_over(backward)
     if not follows(backward, handed):
         raise ValueError(
-            f"profile_step: backward takes {[f'%{p.name}' for p in taken]}, and forward returns last "
-            f"{[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of one graph"
+            f"profile_step: backward takes {[f'%{p.name}' for p in taken]}, and forward returns "
+            "last "
+            f"{[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of one "
+            "graph"
         )
     kinds = dict(zip(taken, handed.kinds, strict=True))
     places = {p: place for p, place in zip(taken, handed.places, strict=True) if place is not None}
@@ -95,7 +115,9 @@ def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> 
         if known is not None:
             storage.kind, storage.owner = known
     first = next(iter(backward.nodes))
-    after.storages += [Storage(first, size, OUTPUT, owner, is_kept=True) for size, owner in handed.held]
+    after.storages += [
+        Storage(first, size, OUTPUT, owner, is_kept=True) for size, owner in handed.held
+    ]
     return after
 
 

@@ -1,12 +1,14 @@
 """The storages of a graph and how long each lives, for any order of its nodes.
 
-Storages are counted, not tensors. A storage is born with the node that allocates it, and dies after the last node that reads
-it or a view of it. Views are known by the ops' schemas, and by the storages of fake values where a schema leaves it open
-(`reshape`). A collective needs its input and its output until it is awaited. Sizes are hints where they are symbolic; one
-that only the data decides counts nothing.
+Storages are counted, not tensors. A storage is born with the node that allocates it, and dies after
+the last node that reads it or a view of it. Views are known by the ops' schemas, and by the
+storages of fake values where a schema leaves it open (`reshape`). A collective needs its input and
+its output until it is awaited. Sizes are hints where they are symbolic; one that only the data
+decides counts nothing.
 
-For a scheduler: `Lifetimes` is built once, and `Lifetimes.curve(order)` is what any order of the same nodes would need, in time
-linear in nodes and uses. Moving one node changes only the spans of the storages in `Lifetimes.touched[node]`.
+For a scheduler: `Lifetimes` is built once, and `Lifetimes.curve(order)` is what any order of the
+same nodes would need, in time linear in nodes and uses. Moving one node changes only the spans of
+the storages in `Lifetimes.touched[node]`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Storage:
 
     node: what allocates it; a placeholder for what is alive when the graph starts.
     kind, owner: what it is for, and whose (unit, parameter or node); see `kind_at`.
-    users: every node that needs it: readers of it and of its views, and the waits of collectives on it.
+    users: every node that needs it: readers of it and of its views, and the waits of collectives on
+        it.
     under_way: (start, wait) of every collective that reads or writes it.
     is_kept: the graph returns it, or a view of it, or leaves it in flight.
     is_ahead: the optimizer's step before the graph has allocated it.
@@ -77,13 +80,17 @@ class Storage:
 
     def kind_at(self, here: int, position: Mapping[Node, int]) -> str:
         """Its kind, or that a collective on it is under way."""
-        is_under_way = any(position[start] <= here <= position[wait] for start, wait in self.under_way)
+        is_under_way = any(
+            position[start] <= here <= position[wait] for start, wait in self.under_way
+        )
         return IN_FLIGHT if is_under_way else self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes alive in some order: `during[i]` while the i-th node runs, `after[i]` once what it was the last to need is freed."""
+    """Bytes alive in some order: `during[i]` while the i-th node runs, `after[i]` once what it was
+    the last to need is freed.
+    """
 
     during: tuple[int, ...]
     after: tuple[int, ...]
@@ -100,7 +107,8 @@ class Curve:
 
 
 class Lifetimes:
-    """The storages of a graph and which nodes need each: what does not depend on the order of the nodes.
+    """The storages of a graph and which nodes need each: what does not depend on the order of the
+    nodes.
 
     storages: all that are not at rest.
     touched: for each node, the storages that it allocates or needs.
@@ -114,9 +122,10 @@ class Lifetimes:
         resting: Collection[Node] | None = None,
         places: Mapping[Node, tuple[int, int]] | None = None,
     ) -> None:
-        """`is_fused`: pointwise values that only kernels nearby read are not allocated, as under Inductor. `resting`: the
-        placeholders that somebody else holds; by default all, but of a backward graph only the primals. `places`: for
-        placeholders, the number and the bytes of the storage in which they lie, where their values do not show it.
+        """`is_fused`: pointwise values that only kernels nearby read are not allocated, as under
+        Inductor. `resting`: the placeholders that somebody else holds; by default all, but of a
+        backward graph only the primals. `places`: for placeholders, the number and the bytes of the
+        storage in which they lie, where their values do not show it.
         """
         self.graph = graph
         self.storages: list[Storage] = []
@@ -141,7 +150,9 @@ class Lifetimes:
                 self.touched[node].append(storage)
 
     def of(self, node: Node) -> list[Storage]:
-        """The storages that a node's value lies in, or is computed from where it is read; those at rest left out."""
+        """The storages that a node's value lies in, or is computed from where it is read; those at
+        rest left out.
+        """
         return list(dict.fromkeys(s for reads in self._leaves.get(node, ()) for s in reads))
 
     def curve(self, order: Iterable[Node] | None = None) -> Curve:
@@ -214,11 +225,15 @@ class Lifetimes:
             if source is not None:
                 found.append(self._leaves[source[0]][source[1]])
             else:
-                found.append(() if tensor is None else (self._new(unpacked(node), num_bytes_of(tensor)),))
+                found.append(
+                    () if tensor is None else (self._new(unpacked(node), num_bytes_of(tensor)),)
+                )
         return found
 
     def _begin_ahead(self) -> None:
-        """The first gathers that the optimizer's step may start are under way when the graph begins."""
+        """The first gathers that the optimizer's step may start are under way when the graph
+        begins.
+        """
         room = MAX_AHEAD_BYTES
         for storage in self.storages:
             if storage.node.target is GATHER_AHEAD:
@@ -268,7 +283,9 @@ class Lifetimes:
     def _name_gradients(self, start: Node, tag: CommTag) -> None:
         """What goes into a reduction, before it is cast and put into the bucket."""
         joined = _first_outside(start.all_input_nodes[0], CAT)
-        pieces = joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]
+        pieces = (
+            joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]
+        )
         for piece, spec in zip(pieces, tag.specs, strict=False):  # type: ignore[arg-type]
             source = _first_outside(piece)
             for storage in (s for s in self.of(source) if s.kind is TEMPORARY):
@@ -287,7 +304,9 @@ def _primals(graph: Graph) -> list[Node]:
 
 
 def _first_outside(node: Node, *stops: object) -> Node:
-    """Up the first inputs of a communication's nodes, to the first node outside or with a target to stop at."""
+    """Up the first inputs of a communication's nodes, to the first node outside or with a target to
+    stop at.
+    """
     while get_tag(node) is not None and node.target not in stops:
         node = node.all_input_nodes[0]
     return node

@@ -1,8 +1,10 @@
-"""The memory model: how many bytes are alive at each node of a final graph, the peak, and what is alive there.
+"""The memory model: how many bytes are alive at each node of a final graph, the peak, and what is
+alive there.
 
-    profile(forward)                  what the caller holds (parameters, batch) is at rest and counts nothing
-    profile(backward)                 what forward saved is alive from the start, each until its last use
-    profile_step(forward, backward)   both, and the outputs that the user holds
+    profile(forward)                  what the caller holds (parameters, batch) is at rest and
+    counts nothing profile(backward)                 what forward saved is alive from the start,
+    each until its last use profile_step(forward, backward)   both, and the outputs that the user
+    holds
 
 How long each storage lives: `lifetimes.py`.
 """
@@ -34,7 +36,9 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Memory of one graph: `curve[i]` is at `nodes[i]`, and `alive` is what is alive at the peak, largest first."""
+    """Memory of one graph: `curve[i]` is at `nodes[i]`, and `alive` is what is alive at the peak,
+    largest first.
+    """
 
     title: str
     nodes: tuple[Node, ...]
@@ -54,12 +58,17 @@ class MemoryProfile:
 
     def __str__(self) -> str:
         where, peak = self.curve.where, _megabytes(self.peak)
-        lines = [f"{self.title}: peak {peak} above rest at %{self.node.name}, node {where} of {len(self.nodes)}"]
+        lines = [
+            f"{self.title}: peak {peak} above rest at %{self.node.name}, node {where} of "
+            f"{len(self.nodes)}"
+        ]
         for kind in dict.fromkeys(a.kind for a in self.alive):
             members = [a for a in self.alive if a.kind == kind]
             names = ", ".join(f"{a.owner} {_megabytes(a.num_bytes)}" for a in members[:4])
             more = f", and {len(members) - 4} more" if len(members) > 4 else ""
-            lines.append(f"  {_megabytes(sum(a.num_bytes for a in members)):>10}  {kind}: {names}{more}")
+            lines.append(
+                f"  {_megabytes(sum(a.num_bytes for a in members)):>10}  {kind}: {names}{more}"
+            )
         return "\n".join(lines)
 
 
@@ -93,14 +102,18 @@ def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> Mem
     for storage in lifetimes.storages:
         first, last = storage.span(position)
         if storage.num_bytes and first <= curve.where <= last:
-            alive.append(Alive(storage.kind_at(curve.where, position), storage.owner, storage.num_bytes))
+            alive.append(
+                Alive(storage.kind_at(curve.where, position), storage.owner, storage.num_bytes)
+            )
     alive.sort(key=lambda a: -a.num_bytes)
     title = "backward" if is_backward(lifetimes.graph) else "forward"
     return MemoryProfile(title, nodes, curve, lifetimes.at_rest, tuple(alive))
 
 
 def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> StepProfile:
-    """The memory of a forward and of its backward; the user holds the outputs of forward until the end."""
+    """The memory of a forward and of its backward; the user holds the outputs of forward until the
+    end.
+    """
     before = Lifetimes(forward, is_fused)
     after = lifetimes_after(backward, handed_over(before, len(taken_over(backward))), is_fused)
     return StepProfile(profile_of(before), profile_of(after))

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from .costs import Costs
 
 
-# Units that gather less than this share collectives, where nothing is known of costs: about what a fast link carries in the time
-# that starting a collective takes, and too little to be missed in memory.
+# Units that gather less than this share collectives, where nothing is known of costs: about what a
+# fast link carries in the time that starting a collective takes, and too little to be missed in
+# memory.
 BUCKET_BYTES = 1 << 20
 # From costs, a shared bucket may be on the wire for so many times the latency of its link.
 LATENCIES = 8
@@ -29,7 +30,14 @@ DISTANCES = {
     "reduces_in_flight": 1.0,
 }  # the default, and where nothing is known of costs
 
-FROM_COSTS = (*DISTANCES, "bucket_bytes", "split_bytes", "own_message", "reductions", "copy_out")  # None: decided from costs
+FROM_COSTS = (
+    *DISTANCES,
+    "bucket_bytes",
+    "split_bytes",
+    "own_message",
+    "reductions",
+    "copy_out",
+)  # None: decided from costs
 # Fields that are bytes, and what None stands for.
 SIZES = {
     "bucket_bytes": "from costs",
@@ -45,38 +53,53 @@ COPY_OUT = ("copy", "strided", None)
 class Plan:
     """How collectives are scheduled: at distances that are set here, or from costs (`planner.py`).
 
-    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided from `costs`; with a warning as
-    in `Plan()`, if these are None too when a graph is compiled, and likewise for all that costs decide. Distances are the default:
-    on the wire that was measured they were faster so far, and they need no measurement.
+    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided
+    from `costs`; with a warning as in `Plan()`, if these are None too when a graph is compiled, and
+    likewise for all that costs decide. Distances are the default: on the wire that was measured
+    they were faster so far, and they need no measurement.
 
-    prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it is needed.
-    backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through the unit before.
-    reduces_in_flight: for how long a reduction is under way before it is awaited; 0 awaits it at once, 0.5 halfway through
-        the next unit's backward, 2 when the second reduction after it is about to start.
-    bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while together they are no larger than
-        this (full parameters, in bytes); 0: every unit communicates by itself; None: from costs, as much as keeps the link busy for
-        `LATENCIES` times its latency.
-    split_bytes: in a graph, a unit of more than this (full parameters, in bytes) is gathered, and reduced, in parts of about this
-        size, so that computing begins with the first and the last one alone stays exposed; 0: never; None: from costs, as far as it
-        makes the predicted time of a graph shorter (`splitting.py`).
-    own_message: in a graph, a parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one is
-        gathered straight into its place; None: from costs, where copying takes as long as a message.
-    reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo, whose reduce-scatter moves twice
-        the bytes, else reduce-scatter); None: from costs, for each unit the faster.
-    copy_out: how parameters that share a message are read under Inductor: "copy": each is copied into one piece where it is first
-        needed; "strided": kernels that Inductor generates read it in the bucket, and only what other kernels read is copied;
-        None: from costs, strided where copying takes a hundredth of a graph's time. Strided reads save launches, and cost
-        compile time, since every place in a bucket gets a kernel of its own, and time where a rank's rows are no whole vectors.
-    reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight=None`), those under way send together at
-        most so many bytes (full gradients, which stay alive meanwhile); 0: one at a time; None: three times the largest.
-    recompute: whether backward computes again what pointwise kernels make from values that are saved anyway, also where a matmul
-        reads it (`partition.py`); False: as torch's partitioner decides. Activation checkpointing comes before it.
-    memory_budget: the peak that a training step may reach above what is at rest (parameters, optimizer state): bytes as an int,
-        or a float from 0.0 (every parameter that may be dropped after forward is) to 1.0 (all are kept for backward). None: as
-        `reshard_after_forward` says. With a budget, `reshard_after_forward=True` and None mean "may be dropped".
+    prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it
+        is needed.
+    backward_prefetch: the same in backward, where memory is scarcest: 0.5 starts it halfway through
+        the unit before.
+    reduces_in_flight: for how long a reduction is under way before it is awaited; 0 awaits it at
+        once, 0.5 halfway through the next unit's backward, 2 when the second reduction after it is
+        about to start.
+    bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while
+        together they are no larger than this (full parameters, in bytes); 0: every unit
+        communicates by itself; None: from costs, as much as keeps the link busy for `LATENCIES`
+        times its latency.
+    split_bytes: in a graph, a unit of more than this (full parameters, in bytes) is gathered, and
+        reduced, in parts of about this size, so that computing begins with the first and the last
+        one alone stays exposed; 0: never; None: from costs, as far as it makes the predicted time
+        of a graph shorter (`splitting.py`).
+    own_message: in a graph, a parameter of fewer bytes shares a message with its neighbours and is
+        copied out; a larger one is gathered straight into its place; None: from costs, where
+        copying takes as long as a message.
+    reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo,
+        whose reduce-scatter moves twice the bytes, else reduce-scatter); None: from costs, for each
+        unit the faster.
+    copy_out: how parameters that share a message are read under Inductor: "copy": each is copied
+        into one piece where it is first needed; "strided": kernels that Inductor generates read it
+        in the bucket, and only what other kernels read is copied; None: from costs, strided where
+        copying takes a hundredth of a graph's time. Strided reads save launches, and cost compile
+        time, since every place in a bucket gets a kernel of its own, and time where a rank's rows
+        are no whole vectors.
+    reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight=None`),
+        those under way send together at most so many bytes (full gradients, which stay alive
+        meanwhile); 0: one at a time; None: three times the largest.
+    recompute: whether backward computes again what pointwise kernels make from values that are
+        saved anyway, also where a matmul reads it (`partition.py`); False: as torch's partitioner
+        decides. Activation checkpointing comes before it.
+    memory_budget: the peak that a training step may reach above what is at rest (parameters,
+        optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
+        after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
+        With a budget, `reshard_after_forward=True` and None mean "may be dropped".
     kept: decided from it, one graph at a time: (unit, parameter) that backward gets from forward.
-    dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not even a slice fits.
-    costs: what computing and communicating cost, the same on every rank; None: measured in the first forward, see `calibrate`.
+    dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not
+        even a slice fits.
+    costs: what computing and communicating cost, the same on every rank; None: measured in the
+        first forward, see `calibrate`.
     """
 
     prefetch: float | None = DISTANCES["prefetch"]
@@ -99,25 +122,44 @@ class Plan:
             distance = getattr(self, name)
             if distance is None:
                 continue
-            if isinstance(distance, bool) or not isinstance(distance, int | float) or not 0 <= distance < inf:
-                raise ValueError(f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None (from costs)")
+            if (
+                isinstance(distance, bool)
+                or not isinstance(distance, int | float)
+                or not 0 <= distance < inf
+            ):
+                raise ValueError(
+                    f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None "
+                    "(from costs)"
+                )
         for name, by_default in SIZES.items():
             size = getattr(self, name)
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise ValueError(f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None ({by_default})")
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, int) or size < 0
+            ):
+                raise ValueError(
+                    f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None "
+                    f"({by_default})"
+                )
         if self.reductions not in REDUCTIONS:
             raise ValueError(
-                f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for the cheaper by costs"
+                f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for "
+                "the cheaper by costs"
             )
         if self.copy_out not in COPY_OUT:
-            raise ValueError(f"Plan: copy_out={self.copy_out!r}; should be one of {COPY_OUT}, None for the cheaper by costs")
+            raise ValueError(
+                f"Plan: copy_out={self.copy_out!r}; should be one of {COPY_OUT}, None for the "
+                "cheaper by costs"
+            )
         if not isinstance(self.recompute, bool):
             raise ValueError(f"Plan: recompute={self.recompute!r}; should be True or False")
         budget = self.memory_budget
         is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if budget is not None and not (is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)):
+        if budget is not None and not (
+            is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)
+        ):
             raise ValueError(
-                f"Plan: memory_budget={budget!r}; should be bytes (an int), or a float from 0.0 (nothing kept for backward) to 1.0"
+                f"Plan: memory_budget={budget!r}; should be bytes (an int), or a float from 0.0 "
+                "(nothing kept for backward) to 1.0"
             )
 
     @property
@@ -126,17 +168,24 @@ class Plan:
         return any(getattr(self, name) is None for name in FROM_COSTS)
 
     def say_missing_costs(self) -> None:
-        """Warn once if something should be decided from costs and there are none: then it is as by default."""
+        """Warn once if something should be decided from costs and there are none: then it is as by
+        default.
+        """
         left = [name for name in FROM_COSTS if getattr(self, name) is None]
         if left and self.costs is None:
             warn_once(
-                f"compiled_fsdp: the plan leaves {', '.join(left)} to costs, and no costs are known: nothing is measured over a "
-                "fake process group, nor for a plan that is set after the first forward. So they are as in Plan(), and units are "
-                "in one part. Set the plan before the first forward, or give it costs: Plan(costs=...)"
+                f"compiled_fsdp: the plan leaves {', '.join(left)} to costs, and no costs are "
+                "known: nothing is measured over a "
+                "fake process group, nor for a plan that is set after the first forward. So they "
+                "are as in Plan(), and units are "
+                "in one part. Set the plan before the first forward, or give it costs: "
+                "Plan(costs=...)"
             )
 
     def executed_by(self, *, is_fused: bool) -> Plan:
-        """The plan for an executor that fuses kernels, or one that does not: only generated kernels read with gaps."""
+        """The plan for an executor that fuses kernels, or one that does not: only generated kernels
+        read with gaps.
+        """
         costs = None if self.costs is None else self.costs.fused(is_fused)
         return replace(self, costs=costs, copy_out=self.copy_out if is_fused else "copy")
 
@@ -167,9 +216,13 @@ def current_plan() -> Plan:
 
 
 def set_plan(plan: Plan) -> None:
-    """Use `plan` for graphs compiled from now on; call it alike on every rank. Compiled graphs keep theirs."""
+    """Use `plan` for graphs compiled from now on; call it alike on every rank. Compiled graphs keep
+    theirs.
+    """
     if not isinstance(plan, Plan):
-        raise TypeError(f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)")
+        raise TypeError(
+            f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)"
+        )
     use(plan)
     for name in ASKED:
         options.ask(f"Plan.{name}", getattr(plan, name), getattr(_DEFAULT, name))
@@ -183,7 +236,9 @@ def use(plan: Plan) -> None:
 
 @contextmanager
 def planned(**changes: Any) -> Iterator[Plan]:
-    """Change fields of the plan for graphs compiled inside; the backward compiles at the first `.backward()`."""
+    """Change fields of the plan for graphs compiled inside; the backward compiles at the first
+    `.backward()`.
+    """
     before = current_plan()
     unknown = [name for name in changes if name not in Plan.__slots__]
     if unknown:

@@ -1,13 +1,17 @@
 """When each collective starts and is awaited, decided from costs before a graph is rewritten.
 
-A step is two machines in series: the training thread, which computes, starts collectives and waits for them, and the wire,
-which carries one collective at a time in the order of their starts. `simulate` plays a graph on both. From that:
+A step is two machines in series: the training thread, which computes, starts collectives and waits
+for them, and the wire, which carries one collective at a time in the order of their starts.
+`simulate` plays a graph on both. From that:
 
-- an all-gather starts as late as still hides it: working back from the last one, each must be done when it is awaited and
-  when the next one needs the wire; whatever that leaves exposed is then started earlier, while the step gets shorter by it;
-- a reduction is awaited where it will be done anyway, or earlier where more bytes than allowed would be under way.
+- an all-gather starts as late as still hides it: working back from the last one, each must be done
+  when it is awaited and when the next one needs the wire; whatever that leaves exposed is then
+  started earlier, while the step gets shorter by it;
+- a reduction is awaited where it will be done anyway, or earlier where more bytes than allowed
+  would be under way.
 
-All of it is a function of the graph and of costs that all ranks share, so all ranks decide the same.
+All of it is a function of the graph and of costs that all ranks share, so all ranks decide the
+same.
 """
 
 from __future__ import annotations
@@ -29,16 +33,19 @@ if TYPE_CHECKING:
 
     from .costs import Costs
 
-# A start comes earlier than the model asks for by this share of the collective's time: machines are not exact. On the wire of
-# `make bench`, a step took 9 % longer with 0.25.
+# A start comes earlier than the model asks for by this share of the collective's time: machines are
+# not exact. On the wire of `make bench`, a step took 9 % longer with 0.25.
 MARGIN = 1.0
 # At most so many all-gathers have started ahead of the one in use.
 AHEAD = 3
-# Reductions under way send together at most so many times the bytes of the largest, if the plan says no number of bytes.
+# Reductions under way send together at most so many times the bytes of the largest, if the plan
+# says no number of bytes.
 REDUCTIONS = 3
-# With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest reduction.
+# With `overlap_optimizer`, backward leaves in flight so many times the bytes of its largest
+# reduction.
 UNITS_IN_FLIGHT = 2
-# With `overlap_optimizer`, the step gathers at most so many bytes of full parameters ahead, if the user sets nothing else.
+# With `overlap_optimizer`, the step gathers at most so many bytes of full parameters ahead, if the
+# user sets nothing else.
 MAX_AHEAD_BYTES = 64 * 2**20
 ROUNDS = 16
 WORTH = 1e-3  # share of a graph's time for which a start is moved
@@ -46,7 +53,8 @@ WORTH = 1e-3  # share of a graph's time for which a start is moved
 
 @dataclass(slots=True)
 class Point:
-    """A place in the program: a start, a wait, or a heavy kernel, with the light ones that follow it.
+    """A place in the program: a start, a wait, or a heavy kernel, with the light ones that follow
+    it.
 
     seconds: of computation up to the next point.
     transfer: for a start, its time on the wire; for a wait, 0.
@@ -75,17 +83,21 @@ class Timeline:
     exposed: dict[Node, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Totals, then every collective: when it is on the wire, and what of it the training thread waits for."""
+        """Totals, then every collective: when it is on the wire, and what of it the training thread
+        waits for.
+        """
         on_wire = sum(done - begin for begin, done in self.carried.values())
         lines = [
-            f"{self.title}: {_ms(self.total)} predicted, of which {_ms(sum(self.exposed.values()))} are exposed communication; "
+            f"{self.title}: {_ms(self.total)} predicted, of which "
+            f"{_ms(sum(self.exposed.values()))} are exposed communication; "
             f"{_ms(on_wire)} on the wire"
         ]
         for start, (begin, done) in self.carried.items():
             tag = get_tag(start)
             unit = tag.unit if tag is not None else ""
             lines.append(
-                f"  {_ms(begin):>10} - {_ms(done):>10}  {_ms(self.exposed.get(start, 0)):>10} exposed  %{start.name} {unit}"
+                f"  {_ms(begin):>10} - {_ms(done):>10}  {_ms(self.exposed.get(start, 0)):>10} "
+                f"exposed  %{start.name} {unit}"
             )
         return "\n".join(lines)
 
@@ -114,7 +126,9 @@ def program(graph: Graph, costs: Costs) -> list[Point]:
 
 
 def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timeline:
-    """Play a program; the waits for the starts in `unawaited` are passed over, and come at the end."""
+    """Play a program; the waits for the starts in `unawaited` are passed over, and come at the
+    end.
+    """
     line = Timeline()
     now = wire = 0.0
     for point in points:
@@ -123,10 +137,14 @@ def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timel
             line.carried[point.node] = max(now, wire), (wire := max(now, wire) + point.transfer)
         elif point.start in line.carried and point.start not in unawaited:
             done = line.carried[point.start][1]
-            line.exposed.setdefault(point.start, max(0.0, done - now))  # a user may await his own again
+            line.exposed.setdefault(
+                point.start, max(0.0, done - now)
+            )  # a user may await his own again
             now = max(now, done)
         now += point.seconds
-    line.total = max(now, *(line.carried[start][1] for start in unawaited if start in line.carried), 0.0)
+    line.total = max(
+        now, *(line.carried[start][1] for start in unawaited if start in line.carried), 0.0
+    )
     return line
 
 
@@ -154,7 +172,9 @@ class Gathers:
         return simulate(merged, self.reductions)
 
     def places_at(self, times: list[float], line: Timeline) -> list[int]:
-        """The last points that are reached by these times: in order, before the waits, and not too far ahead of them."""
+        """The last points that are reached by these times: in order, before the waits, and not too
+        far ahead of them.
+        """
         reached = [line.reached[p.node] for p in self.rest]
         places = [max(0, bisect_right(reached, time) - 1) for time in times]
         for n in reversed(range(len(places))):
@@ -163,17 +183,23 @@ class Gathers:
         return places
 
     def decide(self) -> list[int]:
-        """Start each when it is needed; then those that leave time exposed earlier, while the whole gets shorter by it."""
+        """Start each when it is needed; then those that leave time exposed earlier, while the whole
+        gets shorter by it.
+        """
         places = list(self.waits)
         line = self.play(places)
         for _ in range(ROUNDS):
-            earlier = self.places_at([self._begin(line, p) - self._late(line, p) for p in self.starts], line)
+            earlier = self.places_at(
+                [self._begin(line, p) - self._late(line, p) for p in self.starts], line
+            )
             tried = self.play(list(map(min, earlier, places)))
             if tried.total > line.total * (1 - WORTH):
                 break
             places, line = list(map(min, earlier, places)), tried
         # None needs to start long before the wire is free for it.
-        later = self.places_at([self._begin(line, p) - MARGIN * p.transfer for p in self.starts], line)
+        later = self.places_at(
+            [self._begin(line, p) - MARGIN * p.transfer for p in self.starts], line
+        )
         tried = self.play(list(map(max, later, places)))
         return list(map(max, later, places)) if tried.total <= line.total * (1 + WORTH) else places
 
@@ -189,16 +215,24 @@ def gather_anchors(graph: Graph, costs: Costs) -> dict[Node, Node]:
     """For each all-gather's start, the node before which it should start."""
     gathers = Gathers(graph, costs)
     places = gathers.decide()
-    return {p.node: gathers.rest[place].node for p, place in zip(gathers.starts, places, strict=True)}
+    return {
+        p.node: gathers.rest[place].node for p, place in zip(gathers.starts, places, strict=True)
+    }
 
 
 def reduction_room(regions: Sequence[Region], asked: int | None) -> int:
-    """Bytes that reductions under way may send together, where costs decide when they are awaited."""
+    """Bytes that reductions under way may send together, where costs decide when they are
+    awaited.
+    """
     return REDUCTIONS * max((r.sent_bytes for r in regions), default=0) if asked is None else asked
 
 
-def wait_anchors(graph: Graph, costs: Costs, reduction_bytes: int | None = None) -> dict[Node, Node | None]:
-    """For each reduction's first start, the node before which it is awaited; None for the end of the graph."""
+def wait_anchors(
+    graph: Graph, costs: Costs, reduction_bytes: int | None = None
+) -> dict[Node, Node | None]:
+    """For each reduction's first start, the node before which it is awaited; None for the end of
+    the graph.
+    """
     points = program(graph, costs)
     regions = [r for r in find_regions(graph, "reduce") if r.starts]
     room = reduction_room(regions, reduction_bytes)
@@ -213,7 +247,9 @@ def wait_anchors(graph: Graph, costs: Costs, reduction_bytes: int | None = None)
         begin, done = line.carried[start]
         place = bisect_right(reached, done + MARGIN * (done - begin))
         under_way = accumulate(sizes[n:])  # those before it are awaited before it
-        first_too_many = next((m for m, size in enumerate(under_way, n) if m > n and size > room), len(starts))
+        first_too_many = next(
+            (m for m, size in enumerate(under_way, n) if m > n and size > room), len(starts)
+        )
         if first_too_many < len(starts):
             place = min(place, index[starts[first_too_many]])
         anchors[start] = points[place].node if place < len(points) else None

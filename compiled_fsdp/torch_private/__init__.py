@@ -1,1 +1,3 @@
-"""What is private in torch, by subject: elsewhere only collectives and compiler hooks are, in files that say so."""
+"""What is private in torch, by subject: elsewhere only collectives and compiler hooks are, in files
+that say so.
+"""

@@ -1,4 +1,6 @@
-"""Private torch: autograd's engine, versions of tensors, storages. Tried on torch 2.11, 2.13 and 2.15."""
+"""Private torch: autograd's engine, versions of tensors, storages. Tried on torch 2.11, 2.13 and
+2.15.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ def backward_number() -> int:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph leads to it.
+    """Whether the backward that autograd runs adds to `.grad` of this leaf, as far as the graph
+    leads to it.
 
-    One that was asked for other gradients does not: `autograd.grad`, or `backward(inputs=...)`. True outside any backward.
+    One that was asked for other gradients does not: `autograd.grad`, or `backward(inputs=...)`.
+    True outside any backward.
     """
     if backward_number() == -1:
         return True
@@ -31,7 +35,9 @@ def accumulates(leaf: Tensor) -> bool:
     node = get_gradient_edge(leaf).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
+    except (
+        RuntimeError
+    ):  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
         return False
 
 
@@ -53,19 +59,25 @@ def current_run() -> int:
 
 
 def allocate(tensor: Tensor, num_bytes: int) -> None:
-    """Give a tensor's storage this size; one that has it stays where it is (`resize_` alone would move it)."""
+    """Give a tensor's storage this size; one that has it stays where it is (`resize_` alone would
+    move it).
+    """
     storage = tensor.untyped_storage()
     if storage.size() != num_bytes:
         storage.resize_(num_bytes)
 
 
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Write to `tensor` without autograd taking it for a change of what it saved: the values are the same again."""
+    """Write to `tensor` without autograd taking it for a change of what it saved: the values are
+    the same again.
+    """
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set what autograd compares with the version of what it saved; tried on 2.11, 2.13 and 2.15."""
+    """Set what autograd compares with the version of what it saved; tried on 2.11, 2.13 and
+    2.15.
+    """
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 

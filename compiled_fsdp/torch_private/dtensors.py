@@ -24,10 +24,11 @@ def make_dtensor(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] = (),
 ) -> DTensor:
-    """A DTensor around `local` with the global shape and stride of `like`, and its mesh unless one is given.
+    """A DTensor around `local` with the global shape and stride of `like`, and its mesh unless one
+    is given.
 
-    `DTensor.from_local` is public but records autograd and costs five times as much, which counts for gradients: one per
-    parameter and step.
+    `DTensor.from_local` is public but records autograd and costs five times as much, which counts
+    for gradients: one per parameter and step.
     """
     if mesh is None:
         assert isinstance(like, DTensor)
@@ -44,8 +45,8 @@ def make_dtensor(
 def starting_at_zero(tensor: DTensor) -> DTensor:
     """Another DTensor around the same local tensor, one that `copy.deepcopy` and `torch.save` take.
 
-    A DTensor says the offset of its local tensor in its storage as its own, and has no storage: where it is not 0, torch takes what
-    follows from it for an address. Tried on 2.13 and 2.15.
+    A DTensor says the offset of its local tensor in its storage as its own, and has no storage:
+    where it is not 0, torch takes what follows from it for an address. Tried on 2.13 and 2.15.
     """
     local = tensor._local_tensor
     copied = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)
@@ -54,16 +55,25 @@ def starting_at_zero(tensor: DTensor) -> DTensor:
 
 
 def in_own_storage(tensor: DTensor) -> DTensor:
-    """Another DTensor in the same memory and with the same version, whose local tensor has a storage of its own and starts it.
+    """Another DTensor in the same memory and with the same version, whose local tensor has a
+    storage of its own and starts it.
 
-    So `copy.deepcopy`, `torch.save`, and Dynamo, which wants to hear the local tensor's offset, take it. Tried on 2.11 and 2.13.
+    So `copy.deepcopy`, `torch.save`, and Dynamo, which wants to hear the local tensor's offset,
+    take it. Tried on 2.11 and 2.13.
     """
     local = tensor._local_tensor
     start = local.storage_offset() * local.itemsize
-    extent = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+    extent = (
+        sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        + 1
+    )
     end = start + (extent * local.itemsize if local.numel() else 0)
     part: Any = local.untyped_storage()[start:end]
-    placed = DTensor(local.new_empty(0).set_(part, 0, local.shape, local.stride()), tensor._spec, requires_grad=False)
+    placed = DTensor(
+        local.new_empty(0).set_(part, 0, local.shape, local.stride()),
+        tensor._spec,
+        requires_grad=False,
+    )
     made: Any = tensor.detach()
     made.data = placed  # all but version and local tensor
     made._local_tensor = placed._local_tensor
@@ -80,12 +90,16 @@ def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     meta = spec.tensor_meta
     assert meta is not None
     if local.dtype != meta.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+        spec = DTensorSpec(
+            spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype)
+        )
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still to deliver it."""
+    """The local tensor of a DTensor, and any other tensor itself; awaited, if a collective is still
+    to deliver it.
+    """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -101,7 +115,9 @@ def cuts(placement: Placement, dim: int) -> bool:
 
 
 def cut_inside(dim: int, split_factor: int) -> Placement:
-    """The placement of a tensor that is cut on `dim` by a mesh axis, after later axes have cut it into `split_factor` pieces."""
+    """The placement of a tensor that is cut on `dim` by a mesh axis, after later axes have cut it
+    into `split_factor` pieces.
+    """
     return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 

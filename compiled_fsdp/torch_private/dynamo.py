@@ -1,4 +1,6 @@
-"""Private torch: what Dynamo traces, how it is kept out, what it has compiled. Tried on torch 2.11, 2.13 and 2.15."""
+"""Private torch: what Dynamo traces, how it is kept out, what it has compiled. Tried on torch 2.11,
+2.13 and 2.15.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,34 @@ R = TypeVar("R")
 
 
 def trace_number() -> object:
-    """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and 2.15."""
+    """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and
+    2.15.
+    """
     return CompileContext.current_trace_id()
 
 
 def traces_autograd() -> bool:
-    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch 2.11 has and older ones lack."""
+    """Whether Dynamo traces `backward()` and `autograd.grad` into graphs, a setting that torch 2.11
+    has and older ones lack.
+    """
     return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
 
 
-# Whether Dynamo can trace a backward to a DTensor. In torch 2.11 that ends in an AssertionError without a text. Tried on 2.11, 2.13
-# and 2.15.
+# Whether Dynamo can trace a backward to a DTensor. In torch 2.11 that ends in an AssertionError
+# without a text. Tried on 2.11, 2.13 and 2.15.
 TRACES_TO_DTENSORS = hasattr(torch._dynamo.variables.torch, "_collect_placeholder_nodes")
 
 
 def tracing_context() -> object:
-    """One for each graph that is being compiled, until its halves are; None outside. Tried on 2.13."""
+    """One for each graph that is being compiled, until its halves are; None outside. Tried on
+    2.13.
+    """
     return TracingContext.try_get()
 
 
 def before_backend(fn: Callable[[GraphModule], None]) -> None:
-    """Call `fn` with the graph that Dynamo is tracing, once it is whole and before its backend gets it; nothing outside of a
-    trace. Tried on 2.13 and 2.15.
+    """Call `fn` with the graph that Dynamo is tracing, once it is whole and before its backend gets
+    it; nothing outside of a trace. Tried on 2.13 and 2.15.
     """
     try:
         functions = InstructionTranslator.current_tx().output.register_finalizer_fns
@@ -61,7 +69,9 @@ def before_backend(fn: Callable[[GraphModule], None]) -> None:
 
 
 def give_up_graph(text: str) -> NoReturn:
-    """From `before_backend`: let Dynamo run the frame as it is, or raise this text with `fullgraph=True`. Tried on 2.13."""
+    """From `before_backend`: let Dynamo run the frame as it is, or raise this text with
+    `fullgraph=True`. Tried on 2.13.
+    """
     raise Unsupported(text)
 
 
@@ -85,21 +95,27 @@ def untraced(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def traced_as_it_is(fn: Callable[P, R]) -> Callable[P, R]:
-    """Let Dynamo put calls of this function into its graphs without looking inside, typed; AOTAutograd traces through them."""
+    """Let Dynamo put calls of this function into its graphs without looking inside, typed;
+    AOTAutograd traces through them.
+    """
     allowed: Callable[P, R] = torch._dynamo.allow_in_graph(fn)
     return allowed
 
 
 def never_traced_alone(fn: Callable[..., Any]) -> None:
-    """Let Dynamo run this function as it is when it meets it as a frame of its own; when inlined, it is traced as ever."""
+    """Let Dynamo run this function as it is when it meets it as a frame of its own; when inlined,
+    it is traced as ever.
+    """
     skip_code(fn.__code__)
 
 
 def never_trace_hooks_alone() -> None:
-    """Keep Dynamo from starting a graph inside `nn.Module.__call__`, between a module's hooks and its forward.
+    """Keep Dynamo from starting a graph inside `nn.Module.__call__`, between a module's hooks and
+    its forward.
 
-    It would take the pre-forward hook into a graph and run the forward outside: then nobody has gathered. Whole calls are traced as
-    ever; after a graph break in a forward, hooks run as they stand and the forward is compiled by itself.
+    It would take the pre-forward hook into a graph and run the forward outside: then nobody has
+    gathered. Whole calls are traced as ever; after a graph break in a forward, hooks run as they
+    stand and the forward is compiled by itself.
     """
     for constant in torch.nn.Module._call_impl.__code__.co_consts:
         if getattr(constant, "co_name", "") == "inner":
@@ -107,16 +123,22 @@ def never_trace_hooks_alone() -> None:
 
 
 def is_call_compiled(module: Any) -> bool:
-    """Whether a call of this module, made now and outside any graph, is what `torch.compile` or `module.compile()` traces."""
+    """Whether a call of this module, made now and outside any graph, is what `torch.compile` or
+    `module.compile()` traces.
+    """
     callback = get_eval_frame_callback()
-    return module._compiled_call_impl is not None or (callback is not None and callback is not False)
+    return module._compiled_call_impl is not None or (
+        callback is not None and callback is not False
+    )
 
 
 never_traced_alone(is_call_compiled)
 
 
 def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
-    """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11, 2.13 and 2.15."""
+    """Another function, compiled as the one that `torch.compile` made `compiled` of; tried on 2.11,
+    2.13 and 2.15.
+    """
     held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
     return held["self"].cell_contents(fn)
 
@@ -135,7 +157,9 @@ def code_in_trace() -> CodeType | None:
 
 
 def codes_under_way() -> list[CodeType]:
-    """The code objects of all frames above, innermost first; those that Dynamo has compiled as they were written."""
+    """The code objects of all frames above, innermost first; those that Dynamo has compiled as they
+    were written.
+    """
     frame, found = sys._getframe(1), []
     while frame is not None:
         found.append(orig_code_map.get(frame.f_code) or frame.f_code)
@@ -144,10 +168,12 @@ def codes_under_way() -> list[CodeType]:
 
 
 def before_compiling(may_go_on: Callable[[CodeType, bool, bool], bool]) -> None:
-    """From now on, ask before each compilation of a frame: with its code object, whether it is the first of what Dynamo keeps for
-    that, and whether it is beyond one of Dynamo's limits. Such a one goes on where the answer is True, and is given up otherwise.
+    """From now on, ask before each compilation of a frame: with its code object, whether it is the
+    first of what Dynamo keeps for that, and whether it is beyond one of Dynamo's limits. Such a one
+    goes on where the answer is True, and is given up otherwise.
 
-    With `fullgraph=True`, and under `fail_on_recompile_limit_hit`, Dynamo raises as ever. Tried on 2.13 and 2.15.
+    With `fullgraph=True`, and under `fail_on_recompile_limit_hit`, Dynamo raises as ever. Tried on
+    2.13 and 2.15.
     """
     module: Any = convert_frame
     exceeds = module.exceeds_recompile_limit
@@ -171,7 +197,9 @@ def last_recompile(code: Any) -> str:
 
 
 def is_dynamo_faking(tensor: Tensor) -> bool:
-    """Whether Dynamo runs something on fake tensors to see what comes out: AOTAutograd, which comes next, has a proxy mode on."""
+    """Whether Dynamo runs something on fake tensors to see what comes out: AOTAutograd, which comes
+    next, has a proxy mode on.
+    """
     return isinstance(tensor, FakeTensor) and get_proxy_mode() is None
 
 
@@ -185,8 +213,9 @@ def uncompiled(module: Any) -> Any:
     return module._orig_mod if is_compiled(module) else module
 
 
-# Whether `self.__dict__[name]` in a trace is what the dict holds. Up to torch 2.12 Dynamo answers with the attribute of that name,
-# and comes back to the property that asks. Tried on 2.11, 2.13 and 2.15.
+# Whether `self.__dict__[name]` in a trace is what the dict holds. Up to torch 2.12 Dynamo answers
+# with the attribute of that name, and comes back to the property that asks. Tried on 2.11, 2.13 and
+# 2.15.
 READS_DICTS = hasattr(UserDefinedObjectVariable, "get_dict_vt")
 
 
@@ -196,7 +225,9 @@ def rebind_compiled(module: Any) -> None:
 
 
 def recompiles() -> list[tuple[str, str]]:
-    """Every guard that failed and made Dynamo compile again: the function, and why; since the last `torch._dynamo.reset`."""
+    """Every guard that failed and made Dynamo compile again: the function, and why; since the last
+    `torch._dynamo.reset`.
+    """
     found: dict[tuple[str, str], None] = {}
     for code, reasons in guard_failures.items():
         for reason in reasons:

@@ -1,4 +1,6 @@
-"""Private torch: graph modules, and compiled graphs while they run. Tried on torch 2.13 and 2.15."""
+"""Private torch: graph modules, and compiled graphs while they run. Tried on torch 2.13 and
+2.15.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def without_code() -> AbstractContextManager[None]:
-    """Graph modules that torch makes in this context get code when they are called, not before; tried on 2.11 and 2.13."""
+    """Graph modules that torch makes in this context get code when they are called, not before;
+    tried on 2.11 and 2.13.
+    """
     return _use_lazy_graph_module(True)
 
 
@@ -27,7 +31,8 @@ def graph_module_without_code(root: torch.nn.Module, graph: Graph) -> GraphModul
 
 
 def running_compiled_function() -> Any:
-    """The autograd node of the compiled graph whose forward calls us, while it runs; None if none is recorded.
+    """The autograd node of the compiled graph whose forward calls us, while it runs; None if none
+    is recorded.
 
     AOTAutograd keeps it in a local variable of a frame above, `ctx`; tried on 2.13 and 2.15.
     """
@@ -42,15 +47,25 @@ def running_compiled_function() -> Any:
 
 
 def outputs_of_tangents(node: Any) -> list[int]:
-    """For each gradient that a compiled backward graph takes, which of the node's outputs it belongs to.
+    """For each gradient that a compiled backward graph takes, which of the node's outputs it
+    belongs to.
 
-    As AOTAutograd chooses them: of inputs that were changed, of outputs, of what outputs are views of.
+    As AOTAutograd chooses them: of inputs that were changed, of outputs, of what outputs are views
+    of.
     """
     of = type(node)._forward_cls.metadata
     changed = of.mutated_inp_runtime_indices
-    found = [i for i, k in enumerate(changed) if of.input_info[k].mutates_data and of.input_info[k].requires_grad]
+    found = [
+        i
+        for i, k in enumerate(changed)
+        if of.input_info[k].mutates_data and of.input_info[k].requires_grad
+    ]
     for i, info in enumerate(of.output_info):
-        kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+        kinds = (
+            OutputType.non_alias,
+            OutputType.unsafe_view_alias,
+            OutputType.custom_function_view,
+        )
         requires_grad = getattr(info, "requires_grad_for_backward", info.requires_grad)
         if info.output_type in kinds and issubclass(info.raw_type, torch.Tensor) and requires_grad:
             found.append(len(changed) + i)

@@ -27,7 +27,9 @@ def default_group() -> dist.ProcessGroup:
 
 
 def new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """A process group that its own ranks make together; torch's annotation since 2.15 knows also who is not among them."""
+    """A process group that its own ranks make together; torch's annotation since 2.15 knows also
+    who is not among them.
+    """
     made: Any = dist.new_group(ranks, use_local_synchronization=True, backend=backend)
     group: dist.ProcessGroup = made
     return group

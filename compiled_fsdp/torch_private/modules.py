@@ -1,4 +1,6 @@
-"""Private torch: what torch's FSDP and `nn.Module` keep to themselves. Tried on torch 2.11, 2.13 and 2.15."""
+"""Private torch: what torch's FSDP and `nn.Module` keep to themselves. Tried on torch 2.11, 2.13
+and 2.15.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,29 @@ if TYPE_CHECKING:
 
 
 # Since torch 2.15; before, there is nothing that a handle could be taken for.
-StockGradientReductionHandle: type = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
+StockGradientReductionHandle: type = getattr(
+    torch.distributed.fsdp, "GradientReductionHandle", object
+)
 
 
 def reduces_in_grad_dtype() -> bool:
-    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None: since torch 2.15; before, as it computes."""
+    """Whether stock reduces in a gradient's own dtype where `reduce_dtype` is None: since torch
+    2.15; before, as it computes.
+    """
     return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 def forgets_gradients() -> bool:
-    """Whether stock's `reset_iter_state` drops also gradients that are reduced: since torch 2.15, with what else is new there."""
+    """Whether stock's `reset_iter_state` drops also gradients that are reduced: since torch 2.15,
+    with what else is new there.
+    """
     return hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward")
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor inside nested containers; everything else is the same object (stock's rule)."""
+    """Cast every floating-point tensor inside nested containers; everything else is the same object
+    (stock's rule).
+    """
 
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x if not x.is_floating_point() or x.dtype == dtype else x.to(dtype)
@@ -38,7 +48,9 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied: such modules, and those inside, are not sharded."""
+    """Whether torch's composable `replicate` was applied: such modules, and those inside, are not
+    sharded.
+    """
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry
 
@@ -55,8 +67,9 @@ def plain_name(path: str) -> str:
 def register_first(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
     """Register a pre-forward hook that runs before those that are there.
 
-    The guards of Dynamo 2.11 count a module's hooks in the order in which they were put into the dict, its traces in the order of
-    the `OrderedDict`, which `prepend` changes. Hence the dict is filled again.
+    The guards of Dynamo 2.11 count a module's hooks in the order in which they were put into the
+    dict, its traces in the order of the `OrderedDict`, which `prepend` changes. Hence the dict is
+    filled again.
     """
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     hooks = list(module._forward_pre_hooks.items())

@@ -1,4 +1,6 @@
-"""Private torch: torch's log, its structured trace and its profiler. Tried on torch 2.13 and 2.15."""
+"""Private torch: torch's log, its structured trace and its profiler. Tried on torch 2.13 and
+2.15.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,25 @@ def register_log(name: str) -> None:
 
 
 def is_traced() -> bool:
-    """Whether torch's structured trace (`TORCH_TRACE`) is written: its handler takes itself away at first use if it is not."""
+    """Whether torch's structured trace (`TORCH_TRACE`) is written: its handler takes itself away at
+    first use if it is not.
+    """
     handlers = torch._logging._internal.trace_log.handlers
-    return any(isinstance(handler, torch._logging._internal.LazyTraceHandler) for handler in handlers)
+    return any(
+        isinstance(handler, torch._logging._internal.LazyTraceHandler) for handler in handlers
+    )
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], Any]) -> None:
-    """One artifact of torch's structured trace: "string" or "json"; the payload is computed only if there is a trace."""
+    """One artifact of torch's structured trace: "string" or "json"; the payload is computed only if
+    there is a trace.
+    """
     if is_traced():
         torch._logging._internal.trace_structured(
-            "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": encoding},
+            payload_fn=payload,
+            expect_trace_id=False,
         )
 
 
@@ -41,8 +52,8 @@ def is_profiling() -> bool:
 
 @contextmanager
 def unprofiled() -> Iterator[None]:
-    """Leave no record in a profile of what is started inside: torch ends the record of a message over gloo when it arrives, and
-    crashes if the profile is over by then.
+    """Leave no record in a profile of what is started inside: torch ends the record of a message
+    over gloo when it arrives, and crashes if the profile is over by then.
     """
     if not is_profiling():
         yield
@@ -55,7 +66,9 @@ def unprofiled() -> Iterator[None]:
 
 
 def allocations(profile: Any, device: str) -> list[tuple[int, int, int]]:
-    """(time, address, bytes) of every allocation in a finished profile, and, with negative bytes, release."""
+    """(time, address, bytes) of every allocation in a finished profile, and, with negative bytes,
+    release.
+    """
     found = []
     stack = list(profile.profiler.kineto_results.experimental_event_tree())
     while stack:

@@ -1,1 +1,3 @@
-"""What is sharded: units, their flat buffers and parameters, meshes, placements, what a module's names stand for."""
+"""What is sharded: units, their flat buffers and parameters, meshes, placements, what a module's
+names stand for.
+"""

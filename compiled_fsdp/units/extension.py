@@ -1,8 +1,10 @@
-"""Parameters whose local tensor is a subclass that says itself what is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`).
+"""Parameters whose local tensor is a subclass that says itself what is gathered
+(`fsdp_pre_all_gather`, `fsdp_post_all_gather`).
 
-Such a parameter keeps its tensor: it cannot be a view of a flat buffer. The subclass turns it into plain tensors before the
-all-gather (quantised data and scales, for example) and builds the full parameter from what arrives. Only its gradient is like any
-other's. What a subclass does there is arbitrary Python between collectives, so its unit runs eagerly, also inside a compiled model.
+Such a parameter keeps its tensor: it cannot be a view of a flat buffer. The subclass turns it into
+plain tensors before the all-gather (quantised data and scales, for example) and builds the full
+parameter from what arrives. Only its gradient is like any other's. What a subclass does there is
+arbitrary Python between collectives, so its unit runs eagerly, also inside a compiled model.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from .param import ShardedParam
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # optional; known to stock since torch 2.15
+# optional; known to stock since torch 2.15
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 WHY_EAGER = "an all-gather extension (fsdp_pre_all_gather) is Python between collectives"
 
 
@@ -37,18 +40,22 @@ def has_extension(thing: Tensor | type[Tensor], name: str) -> bool:
     """Whether a parameter's local tensor, or its class, brings an all-gather of its own.
 
     Raises:
-        AssertionError: it has one of the two methods without the other, or neither and says when to release what they gather.
+        AssertionError: it has one of the two methods without the other, or neither and says when to
+            release what they gather.
     """
     has_pre, has_post = hasattr(thing, PRE), hasattr(thing, POST)
     if has_pre != has_post:
         kind = thing if isinstance(thing, type) else type(thing)
         raise AssertionError(
-            f"fully_shard: parameter {name} is a {kind.__name__} with {PRE if has_pre else POST} and without "
-            f"{POST if has_pre else PRE}; an all-gather extension needs both. Define the other, or neither"
+            f"fully_shard: parameter {name} is a {kind.__name__} with {PRE if has_pre else POST} "
+            "and without "
+            f"{POST if has_pre else PRE}; an all-gather extension needs both. Define the other, or "
+            "neither"
         )
     if hasattr(thing, RELEASE) and not has_post:
         raise AssertionError(
-            f"fully_shard: parameter {name} defines {RELEASE} and neither {PRE} nor {POST}. Define them, or leave it out"
+            f"fully_shard: parameter {name} defines {RELEASE} and neither {PRE} nor {POST}. Define "
+            "them, or leave it out"
         )
     return has_pre
 
@@ -61,15 +68,17 @@ def releases_outputs(local: Any, name: str) -> bool:
     """
     answer = getattr(local, RELEASE, lambda: False)()
     if not isinstance(answer, bool):
-        raise AssertionError(f"fully_shard: {RELEASE} of parameter {name} returned {answer!r}; should return a bool")
+        raise AssertionError(
+            f"fully_shard: {RELEASE} of parameter {name} returned {answer!r}; should return a bool"
+        )
     return answer
 
 
 class Extension:
     """The gathers of one such parameter.
 
-    outputs: what arrived, one flat tensor for each input; like `inner`, the storage is emptied and filled again, since the full
-        parameter may be a view of it.
+    outputs: what arrived, one flat tensor for each input; like `inner`, the storage is emptied and
+        filled again, since the full parameter may be a view of it.
     inner: tensors inside the full parameter that the subclass allocated.
     """
 
@@ -87,13 +96,15 @@ class Extension:
         """What this rank contributes, as the subclass has it now.
 
         Raises:
-            AssertionError: another signature than stock accepts, or an unevenly cut parameter whose input is not padded.
+            AssertionError: another signature than stock accepts, or an unevenly cut parameter whose
+                input is not padded.
         """
         local: Any = self.param.local
         signature = inspect.signature(local.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, 5):
             raise AssertionError(
-                f"{self.param.fqn}: {type(local).__name__}.fsdp_pre_all_gather takes {signature}; should take (mesh, outer_size, "
+                f"{self.param.fqn}: {type(local).__name__}.fsdp_pre_all_gather takes {signature}; "
+                "should take (mesh, outer_size, "
                 "outer_stride, module, mp_policy), or (mesh) alone"
             )
         if len(signature.parameters) == 1:
@@ -107,8 +118,10 @@ class Extension:
             padded = self.param.layout.padded_shape
             if tuple(local.shape) != padded and any(tuple(t.shape) != padded for t in tensors):
                 raise AssertionError(
-                    f"{self.param.fqn} of shape {tuple(shape)} is cut unevenly, and {type(local).__name__}.fsdp_pre_all_gather "
-                    f"returned {[tuple(t.shape) for t in tensors]}; should return the padded size {padded}"
+                    f"{self.param.fqn} of shape {tuple(shape)} is cut unevenly, and "
+                    f"{type(local).__name__}.fsdp_pre_all_gather "
+                    f"returned {[tuple(t.shape) for t in tensors]}; should return the padded size "
+                    f"{padded}"
                 )
         self.sizes = [t.shape for t in tensors]
         return [t.reshape(-1) for t in tensors]
@@ -121,12 +134,16 @@ class Extension:
 
     def _build(self, gathered: Sequence[Tensor]) -> None:
         if not self.outputs:
-            self.outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in gathered]
+            self.outputs = [
+                torch.empty_like(t, memory_format=torch.contiguous_format) for t in gathered
+            ]
         for output, tensor in zip(self.outputs, gathered, strict=True):
             allocate(output, output.numel() * output.itemsize)
             with preserve_version(output):
                 output.copy_(tensor)
-        outputs = tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
+        outputs = tuple(
+            o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True)
+        )
         local: Any = self.param.local
         metadata, self.metadata = self.metadata, None
         if self.param.unsharded is None:
@@ -138,7 +155,9 @@ class Extension:
         for tensor in self.inner:
             allocate(tensor, tensor.numel() * tensor.itemsize)
         with preserve_version(self.param.unsharded):
-            local.fsdp_post_all_gather(outputs, metadata, self.param.spec.dtype, out=self.param.unsharded)
+            local.fsdp_post_all_gather(
+                outputs, metadata, self.param.spec.dtype, out=self.param.unsharded
+            )
 
     def free(self) -> None:
         """Empty the storage of everything that was gathered or built."""
@@ -147,7 +166,9 @@ class Extension:
 
 
 def gather(run: Deferred, members: Sequence[tuple[Extension, list[Tensor]]]) -> Recorded:
-    """One all-gather for the inputs of several parameters, as bytes if their dtypes differ: [group_size, ...]."""
+    """One all-gather for the inputs of several parameters, as bytes if their dtypes differ:
+    [group_size, ...].
+    """
     tensors = [tensor for _, inputs in members for tensor in inputs]
     if len({t.dtype for t in tensors}) > 1:
         tensors = [t.view(torch.uint8) for t in tensors]
@@ -171,7 +192,9 @@ def fill_all(gathered: Tensor, members: Sequence[tuple[Extension, list[Tensor]]]
 
 
 def buckets(extensions: Iterable[Extension]) -> list[list[tuple[Extension, list[Tensor]]]]:
-    """What is gathered together: all that goes over one group; this asks every subclass for its inputs."""
+    """What is gathered together: all that goes over one group; this asks every subclass for its
+    inputs.
+    """
     found: dict[str, list[tuple[Extension, list[Tensor]]]] = {}
     for extension in extensions:
         found.setdefault(extension.param.spec.group, []).append((extension, extension.inputs()))

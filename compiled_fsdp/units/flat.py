@@ -46,11 +46,14 @@ BEFORE_FORWARD = (
     f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer"
 )
 IN_FORWARD = (
-    "after the gather for their forward was started: ahead, by the unit before, by a prefetch list, or by "
-    f"unshard(async_op=True). {_INSTEAD}, or run the unit's forward under torch.no_grad() if it is not trained"
+    "after the gather for their forward was started: ahead, by the unit before, by a prefetch "
+    "list, or by "
+    f"unshard(async_op=True). {_INSTEAD}, or run the unit's forward under torch.no_grad() if it is "
+    "not trained"
 )
 WHILE_KEPT = (
-    "while the full parameters were kept for another forward (reshard_after_forward=False, set_reshard_after_backward(False), or "
+    "while the full parameters were kept for another forward (reshard_after_forward=False, "
+    "set_reshard_after_backward(False), or "
     f"unshard()). {_INSTEAD}, or call reshard() on the module afterwards"
 )
 
@@ -59,15 +62,19 @@ WHILE_KEPT = (
 class FlatParam:
     """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
 
-    is_apart: the parameters are subclasses with an all-gather extension, which cannot be views; only their gradients are laid out
-        so, and `data` is empty.
-    marked: offsets of the parameters whose gradients a backward delivers, by its number: one that fails leaves nothing to others.
+    is_apart: the parameters are subclasses with an all-gather extension, which cannot be views;
+        only their gradients are laid out so, and `data` is empty.
+    marked: offsets of the parameters whose gradients a backward delivers, by its number: one that
+        fails leaves nothing to others.
     arrival: the reduction that the last backward has left in flight.
-    ahead: gathers under way since the optimizer's step, with version and checksum of what they gather.
-    is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered ahead is for the next forward.
-    left_out: a run of a backward graph, and the offsets of parameters to which it does not lead; see `left_out.py`.
-    retained: gradients of earlier backwards that are not reduced yet, by where they stopped ("rows": not reduced at all,
-        "partial": over the shard axis only) and offset.
+    ahead: gathers under way since the optimizer's step, with version and checksum of what they
+        gather.
+    is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered
+        ahead is for the next forward.
+    left_out: a run of a backward graph, and the offsets of parameters to which it does not lead;
+        see `left_out.py`.
+    retained: gradients of earlier backwards that are not reduced yet, by where they stopped
+        ("rows": not reduced at all, "partial": over the shard axis only) and offset.
     """
 
     unit: Unit
@@ -119,14 +126,19 @@ class FlatParam:
     def groups(self) -> list[dist.ProcessGroup]:
         """See `ops.Owner`."""
         info = self.mesh_info
-        return [info.shard_group, *([info.replicate_group] if info.replicate_group is not None else [])]
+        return [
+            info.shard_group,
+            *([info.replicate_group] if info.replicate_group is not None else []),
+        ]
 
     def leave_out(self, run: tuple[int, int], offsets: set[int]) -> None:
         """See `ops.Owner`."""
         self.left_out = run, offsets
 
     def _led_to(self, offsets: Sequence[int]) -> list[int]:
-        """Those that the running backward graph leads to: some output that it takes a gradient for was used."""
+        """Those that the running backward graph leads to: some output that it takes a gradient for
+        was used.
+        """
         run, out = self.left_out
         if not out or run != (backward_number(), current_run()):
             return list(offsets)
@@ -135,7 +147,9 @@ class FlatParam:
     def mark(self, offsets: Sequence[int]) -> None:
         """See `ops.Owner`."""
         self.marked.setdefault(backward_number(), set()).update(self._led_to(offsets))
-        if self.unit.settings.is_accumulating:  # others may have left gradients that only the end of this backward sees
+        if (
+            self.unit.settings.is_accumulating
+        ):  # others may have left gradients that only the end of this backward sees
             self.unit.on_retained()
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
@@ -214,10 +228,16 @@ class FlatParam:
         self.unit.on_gradients()
         marked = self.marked.pop(backward_number(), set())
         if grad is not None:
-            self.accumulate_grad(grad, _trained(p for p in self.params if p.layout.offset in marked))
+            self.accumulate_grad(
+                grad, _trained(p for p in self.params if p.layout.offset in marked)
+            )
 
-    def deliver_later(self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]) -> None:
-        """Let the rest of a reduction run once somebody reads the gradients; now, where it must be added or hooks wait for it."""
+    def deliver_later(
+        self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]
+    ) -> None:
+        """Let the rest of a reduction run once somebody reads the gradients; now, where it must be
+        added or hooks wait for it.
+        """
         self.settle()
         self.unit.has_gradients = True
         if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
@@ -237,7 +257,8 @@ class FlatParam:
             arrival.wait()
 
     def accumulate_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad` becomes a view of it.
+        """Add a reduced flat gradient to `.grad` of `params`; where there is none yet, `.grad`
+        becomes a view of it.
 
         Some may be frozen by now: what an earlier backward has kept of them is theirs all the same.
         """
@@ -262,7 +283,9 @@ class FlatParam:
             _local(param.sharded.grad).add_(view)
 
     def _gradient_buffer(self, params: Sequence[ShardedParam]) -> Tensor | None:
-        """The one buffer that all gradients are still views of, if they are: then one addition does for all."""
+        """The one buffer that all gradients are still views of, if they are: then one addition does
+        for all.
+        """
         if len(params) != len(self.params):
             return None
         grads = [_local(p.sharded.grad) for p in params]
@@ -280,8 +303,8 @@ class FlatParam:
     def version(self) -> tuple[int, ...]:
         """Changes whenever a parameter is written to or replaced, on every rank alike.
 
-        Unnoticed: writes through `.data`, and DTensor's foreach and fused ops. An optimizer's are told of otherwise
-        (`resident.num_steps`); of others `check_unwritten` says so.
+        Unnoticed: writes through `.data`, and DTensor's foreach and fused ops. An optimizer's are
+        told of otherwise (`resident.num_steps`); of others `check_unwritten` says so.
         """
         both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
@@ -291,7 +314,9 @@ class FlatParam:
         return checksum(self.data)
 
     def check_unwritten(self, before: Tensor, why: str) -> None:
-        """Fail if the buffer has changed without a new version: other ranks may not know, so gathering again could hang."""
+        """Fail if the buffer has changed without a new version: other ranks may not know, so
+        gathering again could hang.
+        """
         text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
         torch._assert_async(self.checksum() == before, _for_device(text, before.device))
 
@@ -302,12 +327,16 @@ class FlatParam:
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
-                *launch.start_gather(shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"),
+                *launch.start_gather(
+                    shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"
+                ),
             )
 
     def _named(self, piece: Piece) -> str:
         """The unit and the parameters, for errors."""
-        names = [p.fqn for p in self.params if piece.start <= p.layout.offset < piece.start + piece.numel]
+        names = [
+            p.fqn for p in self.params if piece.start <= p.layout.offset < piece.start + piece.numel
+        ]
         return f"{self.unit.name} ({', '.join(names)})"
 
     def drop_ahead(self) -> None:
@@ -317,16 +346,19 @@ class FlatParam:
             work.wait()
 
     def refresh(self, *, is_moved: bool = False) -> None:
-        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the flat buffer.
+        """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the
+        flat buffer.
 
-        is_moved: the module was moved or cast, which does not come to parameters that no module holds any more (tied since):
-            those follow the others.
+        is_moved: the module was moved or cast, which does not come to parameters that no module
+            holds any more (tied since): those follow the others.
         """
         if self.is_apart:
             return
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
-        replaced = [a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata]
+        replaced = [
+            a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
+        ]
         held = [a for a, p in zip(locals_, self.params, strict=True) if p.owners] or locals_
         if not replaced or any(a.device.type == "meta" for a in held):
             return
@@ -342,13 +374,17 @@ class FlatParam:
                     continue
                 view.copy_(local)
                 placed = make_dtensor(view.data, param.sharded)
-                param.sharded.data = placed  # takes over all but the local tensor; Dynamo looks at the offset
+                param.sharded.data = (
+                    placed  # takes over all but the local tensor; Dynamo looks at the offset
+                )
                 param.sharded._local_tensor = placed._local_tensor  # type: ignore[attr-defined]
             if flat.device.type == fresh.device.type:
                 flat.data = fresh
                 return
         self.unit.forget_handles()
-        self.data = nn.Parameter(fresh, requires_grad=flat.requires_grad)  # e.g. from meta: `.data` cannot change the device
+        self.data = nn.Parameter(
+            fresh, requires_grad=flat.requires_grad
+        )  # e.g. from meta: `.data` cannot change the device
         self.__post_init__()
 
     def _check_sizes(self, locals_: Sequence[Tensor]) -> None:
@@ -359,7 +395,8 @@ class FlatParam:
         ]
         if wrong:
             raise AssertionError(
-                f"{self.unit.name}: local tensors were replaced by some of another size: {'; '.join(wrong)}. A rank's shard keeps "
+                f"{self.unit.name}: local tensors were replaced by some of another size: "
+                f"{'; '.join(wrong)}. A rank's shard keeps "
                 "its size; load a state dict to change values"
             )
 

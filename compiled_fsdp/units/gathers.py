@@ -1,4 +1,6 @@
-"""Gathers that a forward comes to, as objects: who overlaps the optimizer's step starts them again for the next one."""
+"""Gathers that a forward comes to, as objects: who overlaps the optimizer's step starts them again
+for the next one.
+"""
 
 from __future__ import annotations
 

@@ -10,15 +10,16 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a traced read of one parameter needs: the graph input, and where the op's constants stand in `CONSTANTS`.
+    """What a traced read of one parameter needs: the graph input, and where the op's constants
+    stand in `CONSTANTS`.
 
     key: "" while an eager forward has the full parameter registered: then that is what is read.
     is_frozen: frozen by now, in a flat buffer that requires a gradient.
     full: "", or the key of what the gathered tensor becomes (`tensor_parallel.Full`).
     is_resident: the full parameter is there, see `resident.py`; the owning module has it.
     view: "", or the key of the part that is read of a flat parameter (`views.View`).
-    units: the number of its unit, as text, and of those that read it too (tied after sharding): while the forward of one of them
-        runs it is gathered.
+    units: the number of its unit, as text, and of those that read it too (tied after sharding):
+        while the forward of one of them runs it is gathered.
     """
 
     flat: nn.Parameter
@@ -31,4 +32,6 @@ class Handle:
 
 
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
-APART = Handle(nn.Parameter(torch.empty(0)), "apart")  # of an all-gather extension: a traced read breaks the graph
+APART = Handle(
+    nn.Parameter(torch.empty(0)), "apart"
+)  # of an all-gather extension: a traced read breaks the graph

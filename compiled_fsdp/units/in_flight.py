@@ -1,7 +1,9 @@
-"""Gradients that are still being reduced after backward has returned: tensors that wait when somebody reads them.
+"""Gradients that are still being reduced after backward has returned: tensors that wait when
+somebody reads them.
 
-`.grad` is a DTensor whose local tensor is `InFlight`. Whatever reads it (an optimizer, `clip_grad_norm_`, a scaler, a print)
-waits for the reduction first, and finds a plain tensor in its place from then on. So nobody can see a gradient too early.
+`.grad` is a DTensor whose local tensor is `InFlight`. Whatever reads it (an optimizer,
+`clip_grad_norm_`, a scaler, a print) waits for the reduction first, and finds a plain tensor in its
+place from then on. So nobody can see a gradient too early.
 
 Private torch used here (tried on 2.13): `torch.utils._pytree`, `Tensor._make_wrapper_subclass`.
 """
@@ -40,7 +42,9 @@ class Arrival:
         self._grads: list[tuple[DTensor, InFlight, Callable[[Tensor], Tensor]]] = []
 
     def make_grad(self, param: DTensor, view: Callable[[Tensor], Tensor]) -> DTensor:
-        """A gradient for `param` that becomes `view` of the result; `view` must not hold on to the model."""
+        """A gradient for `param` that becomes `view` of the result; `view` must not hold on to the
+        model.
+        """
         with without_torch_function():
             local = InFlight(param._local_tensor, self)
             grad = make_dtensor(local, param)
@@ -48,7 +52,9 @@ class Arrival:
         return grad
 
     def wait(self) -> None:
-        """Finish the reduction, and make plain tensors of the gradients; does nothing when called again."""
+        """Finish the reduction, and make plain tensors of the gradients; does nothing when called
+        again.
+        """
         if self.is_done:
             return
         self.is_done = True
@@ -60,7 +66,9 @@ class Arrival:
 
 
 class Spent:
-    """Stands for a gradient that the optimizer has used up inside backward: who reads it is told so."""
+    """Stands for a gradient that the optimizer has used up inside backward: who reads it is told
+    so.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,8 +85,10 @@ class Spent:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"the gradient of {self.name} was read after backward, and the optimizer has used it up inside backward already. To "
-            "clip, scale, log or add up gradients, leave out in_backward=True of overlap_optimizer; to forget them, call "
+            f"the gradient of {self.name} was read after backward, and the optimizer has used it "
+            "up inside backward already. To "
+            "clip, scale, log or add up gradients, leave out in_backward=True of "
+            "overlap_optimizer; to forget them, call "
             "zero_grad(set_to_none=True)"
         )
 
@@ -86,7 +96,9 @@ class Spent:
 def is_spent(grad: Tensor | None) -> bool:
     """Whether this stands for a gradient that was used up."""
     with without_torch_function():
-        local = object.__getattribute__(grad, "_local_tensor") if isinstance(grad, DTensor) else None
+        local = (
+            object.__getattribute__(grad, "_local_tensor") if isinstance(grad, DTensor) else None
+        )
         return isinstance(local, InFlight) and isinstance(local.arrival, Spent)
 
 
@@ -98,7 +110,9 @@ class InFlight(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, arrival: Arrival | Spent) -> InFlight:
-        """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is made with."""
+        """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is
+        made with.
+        """
         made: InFlight = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
@@ -133,7 +147,8 @@ def _wait_for(grad: InFlight) -> Tensor:
         grad.arrival.wait()
         if grad.arrived is None:
             raise RuntimeError(
-                "This gradient was still being reduced after backward, and its reduction failed (see the first error). Its value "
+                "This gradient was still being reduced after backward, and its reduction failed "
+                "(see the first error). Its value "
                 "is lost: call optimizer.zero_grad() and run the step again"
             )
         return grad.arrived

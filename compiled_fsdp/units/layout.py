@@ -2,12 +2,13 @@
 
 [Note: names of tensors]
 original   the parameter as the user made it
-shard      one rank's part of it: `torch.chunk(original, N, dim)[rank]`; on dim 0, fewer or no rows on the last ranks
-padded     the shard filled up with zero rows, so that it has as many on every rank
-flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back to back: the autograd leaf, the
+shard      one rank's part of it: `torch.chunk(original, N, dim)[rank]`; on dim 0, fewer or no rows
+on the last ranks padded     the shard filled up with zero rows, so that it has as many on every
+rank flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back
+to back: the autograd leaf, the
            graph input, the input of the all-gather; the gradient has the same layout
-gathered   the flat buffers of all ranks, in rank order: [N, flat_numel]; parameter p is columns [offset, offset + shard_numel)
-unsharded  the whole parameter again, in the compute dtype
+gathered   the flat buffers of all ranks, in rank order: [N, flat_numel]; parameter p is columns
+[offset, offset + shard_numel) unsharded  the whole parameter again, in the compute dtype
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One parameter's place in the flat buffer; sizes in elements. `rows` are counted on `dim`, the one that is cut."""
+    """One parameter's place in the flat buffer; sizes in elements. `rows` are counted on `dim`, the
+    one that is cut.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -65,8 +68,12 @@ class FlatLayout:
     numel: int
 
 
-def flat_layout(shapes: Sequence[torch.Size], num_shards: int, dims: Sequence[int] | None = None) -> FlatLayout:
-    """Put padded shards of these shapes back to back, in order; each cut on its dim, 0 by default."""
+def flat_layout(
+    shapes: Sequence[torch.Size], num_shards: int, dims: Sequence[int] | None = None
+) -> FlatLayout:
+    """Put padded shards of these shapes back to back, in order; each cut on its dim, 0 by
+    default.
+    """
     shards: list[ShardLayout] = []
     offset = 0
     for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SpmdMesh:
-    """`dp_mesh_dims`: parameters are DTensors on `mesh` already, and of its dims these are data parallel."""
+    """`dp_mesh_dims`: parameters are DTensors on `mesh` already, and of its dims these are data
+    parallel.
+    """
 
     mesh: DeviceMesh
     shard: tuple[str, ...]
@@ -60,7 +62,9 @@ class MeshInfo:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The group that gathers parameters and scatters gradients; if nothing is cut, the ranks that replicate."""
+        """The group that gathers parameters and scatters gradients; if nothing is cut, the ranks
+        that replicate.
+        """
         return self.mesh.get_group(self.shard_axis)
 
     @property
@@ -105,7 +109,9 @@ class MeshInfo:
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
     def post_forward_mesh(self, size: int) -> DeviceMesh:
-        """The [-1, size] mesh that int `reshard_after_forward` keeps slices on; collective: makes process groups."""
+        """The [-1, size] mesh that int `reshard_after_forward` keeps slices on; collective: makes
+        process groups.
+        """
         return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
 
 
@@ -113,7 +119,9 @@ _twins: dict[str, dist.ProcessGroup] = {}
 
 
 def twin_group(group: dist.ProcessGroup) -> str:
-    """The name of a second group with the same ranks; made once for each group, by all its ranks together."""
+    """The name of a second group with the same ranks; made once for each group, by all its ranks
+    together.
+    """
     if group.group_name not in _twins:
         ranks = dist.get_process_group_ranks(group)
         _twins[group.group_name] = new_group(ranks, dist.get_backend(group))
@@ -121,7 +129,9 @@ def twin_group(group: dist.ProcessGroup) -> str:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshInfo:
-    """Check a user's mesh, or make the default one over all ranks (initialising the process group, as stock does)."""
+    """Check a user's mesh, or make the default one over all ranks (initialising the process group,
+    as stock does).
+    """
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
@@ -132,7 +142,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
         return _resolve_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard: mesh has {mesh.ndim} dimensions ({mesh}); expects a 1D mesh (shard) or a 2D mesh "
+            f"fully_shard: mesh has {mesh.ndim} dimensions ({mesh}); expects a 1D mesh (shard) or "
+            "a 2D mesh "
             "(replicate, shard). Pass a sub-mesh, for example mesh['dp']"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -144,32 +155,46 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
 
 
 def _resolve_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
-    """The data-parallel part of a full mesh; several dims of a kind become one (collective: makes a process group)."""
+    """The data-parallel part of a full mesh; several dims of a kind become one (collective: makes a
+    process group).
+    """
     shard, replicate = dims.shard_names, dims.replicate_names
     if mesh.mesh_dim_names is None:
         raise ValueError(
-            f"fully_shard: dp_mesh_dims={dims} names dims of the mesh, and {mesh} has no mesh_dim_names. Pass them to "
+            f"fully_shard: dp_mesh_dims={dims} names dims of the mesh, and {mesh} has no "
+            "mesh_dim_names. Pass them to "
             "init_device_mesh"
         )
     absent = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
     if absent or not (replicate or shard):
         raise ValueError(
-            f"fully_shard: dp_mesh_dims={dims} should name one or more of the mesh's dims {mesh.mesh_dim_names}"
-            + (f"; {absent[0]!r} is not found there" if absent else "")
+            f"fully_shard: dp_mesh_dims={dims} should name one or more of the mesh's dims "
+            f"{mesh.mesh_dim_names}" + (f"; {absent[0]!r} is not found there" if absent else "")
         )
-    parts = [mesh[names[0]] if len(names) == 1 else flatten(mesh, names) for names in (replicate, shard) if names]
-    return MeshInfo(concatenate(parts) if len(parts) > 1 else parts[0], SpmdMesh(mesh, shard, replicate))
+    parts = [
+        mesh[names[0]] if len(names) == 1 else flatten(mesh, names)
+        for names in (replicate, shard)
+        if names
+    ]
+    return MeshInfo(
+        concatenate(parts) if len(parts) > 1 else parts[0], SpmdMesh(mesh, shard, replicate)
+    )
 
 
-def resolve_placement(result: object, name: str, param: torch.Tensor, default: MeshInfo) -> tuple[int, MeshInfo]:
-    """The dimension and the mesh that a parameter is cut over, from what `shard_placement_fn` returned for it.
+def resolve_placement(
+    result: object, name: str, param: torch.Tensor, default: MeshInfo
+) -> tuple[int, MeshInfo]:
+    """The dimension and the mesh that a parameter is cut over, from what `shard_placement_fn`
+    returned for it.
 
-    `result` is None (dim 0), a `Shard`, or torch's `ShardPlacementResult` (known by its two fields) with a mesh of its own.
+    `result` is None (dim 0), a `Shard`, or torch's `ShardPlacementResult` (known by its two fields)
+    with a mesh of its own.
     """
     placement, info = result, default
     if not default.is_sharding:
         raise ValueError(
-            f"fully_shard: shard_placement_fn needs a mesh that shards, and dp_mesh_dims names only {default.spmd} to "
+            "fully_shard: shard_placement_fn needs a mesh that shards, and dp_mesh_dims names "
+            f"only {default.spmd} to "
             "replicate over. Leave it out, or name dims to shard over"
         )
     if hasattr(result, "mesh_info") and hasattr(result, "placement"):
@@ -178,32 +203,41 @@ def resolve_placement(result: object, name: str, param: torch.Tensor, default: M
         return 0, info
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"fully_shard: shard_placement_fn returned {result!r} for {name}, an invalid result; should be None, a Shard, or a "
+            f"fully_shard: shard_placement_fn returned {result!r} for {name}, an invalid result; "
+            "should be None, a Shard, or a "
             "ShardPlacementResult"
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
         raise AssertionError(
-            f"fully_shard: shard_placement_fn returned {placement} for {name} of shape {tuple(param.shape)}, which has no dim "
+            f"fully_shard: shard_placement_fn returned {placement} for {name} of shape "
+            f"{tuple(param.shape)}, which has no dim "
             f"{placement.dim}"
         )
     if dim and param.shape[dim] % info.shard_size:
         raise NotImplementedError(
-            f"fully_shard: FSDP does not support uneven sharding on dim {dim}: {name} has size {param.shape[dim]} there, and the "
+            f"fully_shard: FSDP does not support uneven sharding on dim {dim}: {name} has size "
+            f"{param.shape[dim]} there, and the "
             f"shard mesh has {info.shard_size} ranks. Return Shard(0), or pad the parameter"
         )
     return dim, info
 
 
 def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
-    """Check `reshard_after_forward`; an int equal to the shard size means True, and 1 means False."""
+    """Check `reshard_after_forward`; an int equal to the shard size means True, and 1 means
+    False.
+    """
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
-        raise ValueError(f"fully_shard: reshard_after_forward={value!r}; should be a bool, an int group size, or None")
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={value!r}; should be a bool, an int group size, "
+            "or None"
+        )
     if value < 1 or value > shard_size or shard_size % value:
         raise ValueError(
-            f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard mesh size "
+            f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard "
+            "mesh size "
             f"{shard_size}, so that slices can be kept on groups of that size"
         )
     if value == 1:
@@ -215,13 +249,16 @@ def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
 def _warn_of_one() -> None:
     """Once, on the logger and in the sense of stock."""
     logging.getLogger("torch.distributed.fsdp.fully_shard").warning(
-        "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of reshard_after_forward=True (bool). "
+        "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
+        "reshard_after_forward=True (bool). "
         "It is treated as False: parameters stay unsharded after forward"
     )
 
 
 def power_of_two_factor(total: float) -> float:
-    """The pre-division that keeps low-precision sums in range: stock FSDP's rule, near the square root of `total`."""
+    """The pre-division that keeps low-precision sums in range: stock FSDP's rule, near the square
+    root of `total`.
+    """
     factor = 1
     while total % factor == 0 and total / factor > factor:
         factor *= 2
@@ -233,12 +270,17 @@ def averages(dtype: torch.dtype, factor: float | None, *, is_sum: bool) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and factor is None and not is_sum
 
 
-def reduction(info: MeshInfo, dtype: torch.dtype, factor: float | None, *, is_sum: bool) -> Reduction:
-    """The mean over all data-parallel ranks, as the backend does it best; `factor` divides instead of their number.
+def reduction(
+    info: MeshInfo, dtype: torch.dtype, factor: float | None, *, is_sum: bool
+) -> Reduction:
+    """The mean over all data-parallel ranks, as the backend does it best; `factor` divides instead
+    of their number.
 
-    NCCL averages fp32 and bf16 itself, unless `factor` or `is_sum` (`set_force_sum_reduction_for_comms`) ask for a sum. Elsewhere
-    it is a sum and an explicit division: gloo's AVG has been wrong in some releases, and it rejects PREMUL_SUM, which stock
-    uses for a factor. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's factors.
+    NCCL averages fp32 and bf16 itself, unless `factor` or `is_sum`
+    (`set_force_sum_reduction_for_comms`) ask for a sum. Elsewhere it is a sum and an explicit
+    division: gloo's AVG has been wrong in some releases, and it rejects PREMUL_SUM, which stock
+    uses for a factor. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's
+    factors.
     """
     world = info.shard_size * info.replicate_size
     total = float(world) if factor is None else factor

@@ -1,4 +1,6 @@
-"""A parameter before it is cut, and after: where it is held, its sharded form, and its full one in eager mode."""
+"""A parameter before it is cut, and after: where it is held, its sharded form, and its full one in
+eager mode.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A parameter before it is cut: everything that holds it, its name below one of the call's modules, how it is cut.
+    """A parameter before it is cut: everything that holds it, its name below one of the call's
+    modules, how it is cut.
 
     place: mesh and placements of the DTensor that it becomes.
     compute: the dtype that the policy gives to this parameter alone; None: as to all.
@@ -49,7 +52,9 @@ class Original:
 
     @property
     def is_apart(self) -> bool:
-        """Whether its class brings an all-gather of its own; methods that only this object has are lost when it is cut."""
+        """Whether its class brings an all-gather of its own; methods that only this object has are
+        lost when it is cut.
+        """
         return has_extension(type(self.local), self.path)
 
 
@@ -61,7 +66,8 @@ class ShardedParam:
     root, path: a module that the call was given, and the name below it.
     fqn: name relative to the outermost `fully_shard` module known so far.
     sharded: the DTensor parameter; the same object for ever, unless the user replaces it.
-    full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain parameter.
+    full: how the gathered local tensor becomes the DTensor that computation reads; None for a plain
+        parameter.
     compute: the dtype that the policy gives to this parameter alone; None: as to all.
     unsharded: the eager runtime's full parameter; None before the first eager use.
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
@@ -85,12 +91,15 @@ class ShardedParam:
     held: tuple[tuple[int, int], int] | None = None
 
     def was_data_assigned(self) -> bool:
-        """Whether somebody has written `p.data = x` since this was last asked: DTensor takes nothing of `x` but what it says of
-        itself, so that the values are those of before.
+        """Whether somebody has written `p.data = x` since this was last asked: DTensor takes
+        nothing of `x` but what it says of itself, so that the values are those of before.
         """
         if not isinstance(self.sharded, DTensor):
             return False
-        before, self.held = self.held, ((id(self.sharded), id(self.local)), self.sharded.untyped_storage()._cdata)
+        before, self.held = (
+            self.held,
+            ((id(self.sharded), id(self.local)), self.sharded.untyped_storage()._cdata),
+        )
         return before is not None and before[0] == self.held[0] and before[1] != self.held[1]
 
     @property
@@ -142,7 +151,9 @@ class ShardedParam:
             module.__dict__.setdefault("_fsdp_full", {})[name] = full
 
     def assigned(self) -> Any:
-        """What the owning modules hold that neither unit nor runtime has put there; None if there is nothing like it."""
+        """What the owning modules hold that neither unit nor runtime has put there; None if there
+        is nothing like it.
+        """
         for module, name in self.owners:
             held = module._parameters.get(name)
             if held is not None and held is not self.sharded and held is not self.unsharded:

@@ -1,9 +1,11 @@
 """The dtypes of a parameter: what it is computed in, and what its gradients are reduced in.
 
-`MixedPrecisionPolicy` is torch's own. Before torch 2.15 it has no `param_dtype_override_fn`; there it is a subclass that has one.
-Without a `reduce_dtype`, gradients are reduced as the installed torch does it: up to 2.14 in the compute dtype, from 2.15 on in the
-parameter's own (its `grad_dtype`, which is the same unless somebody sets it). A policy with `param_dtype_override_fn` comes from
-2.15, and brings this with it on every torch: the parameters of a unit are computed in two dtypes, and reduced in one.
+`MixedPrecisionPolicy` is torch's own. Before torch 2.15 it has no `param_dtype_override_fn`; there
+it is a subclass that has one. Without a `reduce_dtype`, gradients are reduced as the installed
+torch does it: up to 2.14 in the compute dtype, from 2.15 on in the parameter's own (its
+`grad_dtype`, which is the same unless somebody sets it). A policy with `param_dtype_override_fn`
+comes from 2.15, and brings this with it on every torch: the parameters of a unit are computed in
+two dtypes, and reduced in one.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ else:
     class MixedPrecisionPolicy(StockPolicy):
         """Torch's own, with what torch 2.15 adds.
 
-        param_dtype_override_fn: is asked for each parameter; the parameter's own dtype leaves it as it is, None or `param_dtype`
-            treats it as the others.
+        param_dtype_override_fn: is asked for each parameter; the parameter's own dtype leaves it as
+            it is, None or `param_dtype` treats it as the others.
         """
 
-        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+            default=None, kw_only=True
+        )
 
 
 def override_of(policy: StockPolicy) -> Any:
@@ -51,10 +55,13 @@ def ask_override(policy: StockPolicy, parameter: nn.Parameter, name: str) -> tor
     """
     override = override_of(policy)
     dtype = override(parameter) if override is not None else None
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in (policy.param_dtype, parameter.dtype)):
+    if dtype is None or (
+        isinstance(dtype, torch.dtype) and dtype in (policy.param_dtype, parameter.dtype)
+    ):
         return dtype
     raise ValueError(
-        f"fully_shard: mp_policy.param_dtype_override_fn returned {named(dtype)} for parameter {name}, whose own dtype is "
+        f"fully_shard: mp_policy.param_dtype_override_fn returned {named(dtype)} for parameter "
+        f"{name}, whose own dtype is "
         f"{parameter.dtype}; should return None, that dtype, or param_dtype={policy.param_dtype}"
     )
 
@@ -69,7 +76,9 @@ def policy_of(policy: StockPolicy, dtype: torch.dtype | None) -> StockPolicy:
 
 
 def reduce_dtype(policy: StockPolicy, original: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """In which dtype gradients of a parameter travel and are added up, over ranks and over backwards."""
+    """In which dtype gradients of a parameter travel and are added up, over ranks and over
+    backwards.
+    """
     follows = reduces_in_grad_dtype() or override_of(policy) is not None
     return policy.reduce_dtype or (original if follows else compute)
 
@@ -83,7 +92,9 @@ def check_grad_dtype(parameter: nn.Parameter, name: str) -> None:
     wanted = getattr(parameter, "grad_dtype", parameter.dtype)
     if wanted != parameter.dtype:
         raise NotImplementedError(
-            f"fully_shard: parameter {name} of {parameter.dtype} has grad_dtype={wanted}, which is not supported: its gradient is "
-            f"a part of a flat one of {parameter.dtype}. Leave grad_dtype as it is; mp_policy.reduce_dtype says what gradients are "
+            f"fully_shard: parameter {name} of {parameter.dtype} has grad_dtype={wanted}, which is "
+            "not supported: its gradient is "
+            f"a part of a flat one of {parameter.dtype}. Leave grad_dtype as it is; "
+            "mp_policy.reduce_dtype says what gradients are "
             "reduced in"
         )

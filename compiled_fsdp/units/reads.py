@@ -1,4 +1,6 @@
-"""What a read of a sharded parameter is in a trace, and which units' forwards are being traced; see `registered.py`."""
+"""What a read of a sharded parameter is in a trace, and which units' forwards are being traced; see
+`registered.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 
 class Resident(torch.autograd.Function):
-    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient goes to the buffer."""
+    """A full parameter that is there already, as an `unshard` of its flat buffer: the same gradient
+    goes to the buffer.
+    """
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, flat: Tensor, key: str) -> Tensor:
-        """An alias of what is there. Not a view: autograd lets none that is made here be written to."""
+        """An alias of what is there. Not a view: autograd lets none that is made here be written
+        to.
+        """
         ctx.save_for_backward(flat)
         ctx.key = key
         return full.detach()
@@ -37,7 +43,8 @@ class Resident(torch.autograd.Function):
 
 
 def traced(module: Any, name: str) -> Any:
-    """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this function.
+    """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this
+    function.
 
     Not while an eager forward has it registered.
     """
@@ -55,10 +62,13 @@ def traced(module: Any, name: str) -> Any:
     return as_dtensor(full, handle.full) if handle.full else full
 
 
-# Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace that Dynamo gave up, or
-# began again, leaves nothing behind. Plain Python while tracing: a graph need not guard on what follows from its own order.
+# Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace
+# that Dynamo gave up, or began again, leaves nothing behind. Plain Python while tracing: a graph
+# need not guard on what follows from its own order.
 _in_forward: list[str] = []
-_seen: dict[str, tuple[str, str]] = {}  # by the key of a handle: the first place where parameters() came to it
+_seen: dict[
+    str, tuple[str, str]
+] = {}  # by the key of a handle: the first place where parameters() came to it
 _trace: list[object] = []
 
 

@@ -1,13 +1,18 @@
-"""`module._parameters` of a module that owns sharded parameters: what Python reads there, also while a graph is traced.
+"""`module._parameters` of a module that owns sharded parameters: what Python reads there, also
+while a graph is traced.
 
 [Note: what a read yields]
-A module's parameter is what is registered under its name. A unit registers the sharded parameter at rest and the full one while
-it is gathered; a user may put something else in its place: `torch.func.functional_call`, `m.head.weight = m.embed.weight`, `del`.
-In eager mode the dict says all of that. In a trace nothing is gathered when a name is read, so the dict holds sharded parameters
-where an eager forward would find full ones. Hence `Registered`: it knows which names hold what their unit registered, and
-    - a read by name yields an `fsdp::unshard` for those, and what is registered for the others (`reads.traced`);
-    - `items()`, and so `parameters()` and `named_parameters()`, yields the same for units whose forward is being traced or that
-      are gathered already (`unshard()`), and the sharded parameters of all others: what an eager forward finds.
+A module's parameter is what is registered under its name. A unit registers the sharded parameter at
+rest and the full one while it is gathered; a user may put something else in its place:
+`torch.func.functional_call`, `m.head.weight = m.embed.weight`, `del`. In eager mode the dict says
+all of that. In a trace nothing is gathered when a name is read, so the dict holds sharded
+parameters where an eager forward would find full ones. Hence `Registered`: it knows which names
+hold what their unit registered, and
+    - a read by name yields an `fsdp::unshard` for those, and what is registered for the others
+      (`reads.traced`);
+    - `items()`, and so `parameters()` and `named_parameters()`, yields the same for units whose
+      forward is being traced or that are gathered already (`unshard()`), and the sharded parameters
+      of all others: what an eager forward finds.
 `[]` yields what is registered: `functional_call` takes it from there and puts it back.
 """
 
@@ -32,15 +37,16 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-# All there are: to find whose parameter it is that a user assigns. Not by weak references to parameters: torch swaps tensors
-# (`to`, `to_empty`) only if there are none.
+# All there are: to find whose parameter it is that a user assigns. Not by weak references to
+# parameters: torch swaps tensors (`to`, `to_empty`) only if there are none.
 UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 _numbers = itertools.count()
 
 TIED = (
-    "parameters() of a module that fully_shard was not given comes to one tied parameter under two names, and would yield it "
+    "parameters() of a module that fully_shard was not given comes to one tied parameter under two "
+    "names, and would yield it "
     "twice. Iterate over the parameters of the sharded module around it"
 )
 
@@ -52,7 +58,8 @@ class Registered(dict[str, Any]):
     number: tells it apart from others.
     shown: what units have registered, by name.
     owners: the unit and the sharded parameter behind each of these names.
-    replaced: names under which a user has put something else, or nothing; a traced read guards on it.
+    replaced: names under which a user has put something else, or nothing; a traced read guards on
+        it.
     gathered: names whose full parameter is registered; a traced iteration guards on it.
     """
 
@@ -70,7 +77,9 @@ class Registered(dict[str, Any]):
         self.owners[name] = unit, param
 
     def show(self, name: str, param: nn.Parameter) -> None:
-        """Register what a unit has for `name`, unless a user has put something else in its place."""
+        """Register what a unit has for `name`, unless a user has put something else in its
+        place.
+        """
         self.shown[name] = param
         if param is self.owners[name][1].sharded:
             self.gathered.pop(name, None)
@@ -97,9 +106,13 @@ class Registered(dict[str, Any]):
 
     @untraced
     def _assign(self, name: str, value: Any) -> None:
-        """A user assigns: what is the unit's own again, another sharded parameter (tied from now on), or something else."""
+        """A user assigns: what is the unit's own again, another sharded parameter (tied from now
+        on), or something else.
+        """
         unit, param = self.owners[name]
-        if value is None or not (value is self.shown[name] or value is param.sharded or value is param.unsharded):
+        if value is None or not (
+            value is self.shown[name] or value is param.sharded or value is param.unsharded
+        ):
             other = sharded_behind(value)
             if other is None:
                 self.replaced[name] = unit.was_assigned = True
@@ -133,15 +146,25 @@ class Registered(dict[str, Any]):
         return super().values()
 
     def seen(self, *, tells_apart: bool = False) -> Any:
-        """In a trace: name, parameter, and what tells parameters apart, since two reads of one are two tensors there.
+        """In a trace: name, parameter, and what tells parameters apart, since two reads of one are
+        two tensors there.
 
-        tells_apart: whether the caller looks at the last; others could count a tied parameter twice.
+        tells_apart: whether the caller looks at the last; others could count a tied parameter
+            twice.
         """
         module: Any = self.module
         found = []
         for name in dict.keys(self):
-            handle = module._fsdp_handles[name] if name in self.shown and name not in self.replaced else None
-            if handle is None or not handle.key or not (name in self.gathered or is_in_forward(*handle.units)):
+            handle = (
+                module._fsdp_handles[name]
+                if name in self.shown and name not in self.replaced
+                else None
+            )
+            if (
+                handle is None
+                or not handle.key
+                or not (name in self.gathered or is_in_forward(*handle.units))
+            ):
                 value = dict.__getitem__(self, name)
                 found.append((name, value, value))
                 continue
@@ -155,14 +178,16 @@ class Registered(dict[str, Any]):
         return dict, (dict(self),)
 
 
-# After a graph break Dynamo meets these as frames of their own: one code object for all modules, and what they answer in a trace
-# is for the trace of a forward.
+# After a graph break Dynamo meets these as frames of their own: one code object for all modules,
+# and what they answer in a trace is for the trace of a forward.
 for _method in (method for method in vars(Registered).values() if isinstance(method, FunctionType)):
     never_traced_alone(getattr(_method, "__wrapped__", _method))
 
 
 def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:
-    """The unit and the sharded parameter of which this is the sharded or the full form; None for anything else."""
+    """The unit and the sharded parameter of which this is the sharded or the full form; None for
+    anything else.
+    """
     if not isinstance(value, nn.Parameter):
         return None
     for unit in list(UNITS):
@@ -172,9 +197,17 @@ def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:
     return None
 
 
-def named_in_trace(module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-    """`named_parameters` of a sharded module in a trace: a parameter that several modules hold comes once."""
-    members = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, module)]
+def named_in_trace(
+    module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
+) -> Iterator[tuple[str, Any]]:
+    """`named_parameters` of a sharded module in a trace: a parameter that several modules hold
+    comes once.
+    """
+    members = (
+        module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        if recurse
+        else [(prefix, module)]
+    )
     known = set()
     for path, member in members:
         table: Any = member._parameters

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 class Settings:
     """What the setters of `FSDPModule` change; field by field as torch's setters say.
 
-    is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was used, so that backwards must
-        look for what earlier ones have left.
-    max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a graph.
+    is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was
+        used, so that backwards must look for what earlier ones have left.
+    max_reductions_in_flight: 0 if the user did not say: one in eager mode, what the plan says in a
+        graph.
     forward_prefetch: start the gather of the next unit when this one's forward begins.
-    backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when it ends ("post"), or not ("").
-    forward_ahead, backward_ahead: how many units ahead a gather may start in a graph; negative: as the plan says.
-    is_scheduled: a pipeline schedule says when the backwards of a step are over: graphs keep gradients until then.
-    fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results mean nothing then.
+    backward_prefetch: start that of the unit before when this one's backward begins ("pre"), when
+        it ends ("post"), or not ("").
+    forward_ahead, backward_ahead: how many units ahead a gather may start in a graph; negative: as
+        the plan says.
+    is_scheduled: a pipeline schedule says when the backwards of a step are over: graphs keep
+        gradients until then.
+    fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results
+        mean nothing then.
     """
 
     requires_gradient_sync: bool = True
@@ -43,7 +48,9 @@ class Settings:
 
     @property
     def stays_full(self) -> bool:
-        """Whether full parameters are to outlive a backward; those of a schedule do, from the first forward of a step on."""
+        """Whether full parameters are to outlive a backward; those of a schedule do, from the first
+        forward of a step on.
+        """
         return self.is_scheduled or not self.reshard_after_backward
 
     @property

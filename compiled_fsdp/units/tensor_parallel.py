@@ -1,10 +1,12 @@
-"""Parameters that are DTensors before they are cut: tensor parallel, or on the full mesh that `dp_mesh_dims` names.
+"""Parameters that are DTensors before they are cut: tensor parallel, or on the full mesh that
+`dp_mesh_dims` names.
 
 [Note: parameters that are DTensors]
-What is cut, gathered and reduced is the local tensor, by the same ops as a plain parameter: the IR and the passes see nothing of
-tensor parallelism. Around that stand two things. The cut parameter is a DTensor on a mesh with both kinds of axes (`place`). And
-computation reads a DTensor again (`Full`): the gathered local tensor, placed as the user had placed it. The gradient that comes
-back is brought to the same placements before it is reduced, by collectives of DTensor's own.
+What is cut, gathered and reduced is the local tensor, by the same ops as a plain parameter: the IR
+and the passes see nothing of tensor parallelism. Around that stand two things. The cut parameter is
+a DTensor on a mesh with both kinds of axes (`place`). And computation reads a DTensor again
+(`Full`): the gathered local tensor, placed as the user had placed it. The gradient that comes back
+is brought to the same placements before it is reduced, by collectives of DTensor's own.
 
 Private torch used here (tried on 2.13): `torch.distributed.tensor._dtensor_spec`, for annotations.
 """
@@ -19,7 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from compiled_fsdp.ir.keys import Keys
-from compiled_fsdp.torch_private.dtensors import concatenate, cut_inside, cuts, local_tensor, spec_of, with_spec
+from compiled_fsdp.torch_private.dtensors import (
+    concatenate,
+    cut_inside,
+    cuts,
+    local_tensor,
+    spec_of,
+    with_spec,
+)
 from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 
 if TYPE_CHECKING:
@@ -38,7 +47,8 @@ class Full:
     """How a gathered local tensor becomes the DTensor that computation reads.
 
     spec: mesh, placements and global shape, as the user had them.
-    dp_axes: axes of that mesh which reducing the gradient sees to; whatever its placements there are, they are left.
+    dp_axes: axes of that mesh which reducing the gradient sees to; whatever its placements there
+        are, they are left.
     """
 
     spec: DTensorSpec
@@ -56,14 +66,20 @@ class Full:
         """
         if not isinstance(grad, DTensor):
             raise AssertionError(
-                f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} is a {type(grad).__name__}; "
-                "should be a DTensor. An autograd function in the model returned it so: let it return DTensor.from_local(...)"
+                f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} "
+                f"is a {type(grad).__name__}; "
+                "should be a DTensor. An autograd function in the model returned it so: let it "
+                "return DTensor.from_local(...)"
             )
         wanted = tuple(
             given if axis in self.dp_axes else own
-            for axis, (given, own) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
+            for axis, (given, own) in enumerate(
+                zip(grad.placements, self.spec.placements, strict=True)
+            )
         )
-        return local_tensor(grad if wanted == grad.placements else grad.redistribute(placements=wanted))
+        return local_tensor(
+            grad if wanted == grad.placements else grad.redistribute(placements=wanted)
+        )
 
 
 def full_of(original: Tensor, info: MeshInfo) -> Full | None:
@@ -84,14 +100,18 @@ def key_of(full: Full | None) -> str:
 
 @traced_as_it_is
 def as_dtensor(local: Tensor, key: str) -> Tensor:
-    """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is, AOTAutograd traces through it."""
+    """A gathered local tensor as a DTensor, inside a graph: Dynamo takes the call as it is,
+    AOTAutograd traces through it.
+    """
     function: Any = _AsDTensor
     result: Tensor = function.apply(local, _fulls[key])
     return result
 
 
 class _AsDTensor(torch.autograd.Function):
-    """`DTensor.from_local`, except that a gradient is left as it is on the axes that its reduction sees to."""
+    """`DTensor.from_local`, except that a gradient is left as it is on the axes that its reduction
+    sees to.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, full: Full) -> Tensor:
@@ -103,7 +123,9 @@ class _AsDTensor(torch.autograd.Function):
         return ctx.full.local_grad(grad), None
 
 
-def place(original: Tensor, name: str, dim: int, info: MeshInfo) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def place(
+    original: Tensor, name: str, dim: int, info: MeshInfo
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements of a parameter once it is cut on `dim`."""
     if info.spmd is not None:
         return _on_full_mesh(original, name, dim, info, info.spmd)
@@ -112,24 +134,31 @@ def place(original: Tensor, name: str, dim: int, info: MeshInfo) -> tuple[Device
     return info.mesh, info.placements(dim)
 
 
-def _on_both_meshes(original: DTensor, name: str, dim: int, info: MeshInfo) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def _on_both_meshes(
+    original: DTensor, name: str, dim: int, info: MeshInfo
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     inner, placements = original.device_mesh, original.placements
     if len(placements) > 2:
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh axes, {placements}; FSDP only supports one or "
+            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh axes, "
+            f"{placements}; FSDP only supports one or "
             "two axes (TP, EP, or both) besides its own"
         )
     if info.mesh.mesh_dim_names is None or inner.mesh_dim_names is None:
         raise TypeError(
-            f"fully_shard: parameter {name} is a DTensor, so that its mesh {inner} and the data-parallel {info.mesh} are joined; "
-            "both need mesh_dim_names. Take both from one mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp']"
+            f"fully_shard: parameter {name} is a DTensor, so that its mesh {inner} and the "
+            f"data-parallel {info.mesh} are joined; "
+            "both need mesh_dim_names. Take both from one mesh: init_device_mesh(..., "
+            "mesh_dim_names=('dp', 'tp')), then mesh['dp']"
         )
     try:
         mesh = concatenate([info.mesh, inner])
     except RuntimeError as error:
         raise RuntimeError(
-            f"fully_shard: parameter {name} is a DTensor on {inner}, which cannot be joined with the data-parallel mesh "
-            f"{info.mesh}: {error}. Take both from one mesh, as different dims: mesh['dp'] and mesh['tp']"
+            f"fully_shard: parameter {name} is a DTensor on {inner}, which cannot be joined with "
+            "the data-parallel mesh "
+            f"{info.mesh}: {error}. Take both from one mesh, as different dims: mesh['dp'] and "
+            "mesh['tp']"
         ) from error
     cut = cut_inside(dim, _pieces(dim, zip(placements, inner.shape, strict=True)))
     return mesh, (*info.placements(dim)[:-1], cut, *placements)
@@ -140,12 +169,14 @@ def _on_full_mesh(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     if not isinstance(original, DTensor):
         raise ValueError(
-            f"fully_shard: with dp_mesh_dims, all parameters must be DTensors on the full mesh; {name} is a plain tensor. "
+            "fully_shard: with dp_mesh_dims, all parameters must be DTensors on the full mesh; "
+            f"{name} is a plain tensor. "
             "Use distribute_module or distribute_tensor first"
         )
     if original.device_mesh != spmd.mesh:
         raise ValueError(
-            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with dp_mesh_dims it should be on the mesh "
+            f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with "
+            "dp_mesh_dims it should be on the mesh "
             f"that is passed, {spmd.mesh}. Pass the full mesh, or leave dp_mesh_dims out"
         )
     placements = list(original.placements)
@@ -153,7 +184,8 @@ def _on_full_mesh(
         if not isinstance(placements[axis], Replicate):
             names = spmd.mesh.mesh_dim_names or ()
             raise ValueError(
-                f"fully_shard: parameter {name} is placed as {placements[axis]} on the data-parallel dim {names[axis]!r} (index "
+                f"fully_shard: parameter {name} is placed as {placements[axis]} on the "
+                f"data-parallel dim {names[axis]!r} (index "
                 f"{axis}); expected Replicate() there"
             )
     for axis in spmd.axes(spmd.shard):
@@ -167,7 +199,9 @@ def _on_full_mesh(
 def _with_one_shard_axis(
     placements: list[Placement], info: MeshInfo, spmd: SpmdMesh
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Several dims that shard appear as one, where the first of them stood, after the one that replicates."""
+    """Several dims that shard appear as one, where the first of them stood, after the one that
+    replicates.
+    """
     meshes: list[DeviceMesh] = []
     merged: list[Placement] = []
     for name, placement in zip(spmd.mesh.mesh_dim_names or (), placements, strict=True):

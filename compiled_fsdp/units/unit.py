@@ -1,7 +1,8 @@
 """A unit: the parameters of one `fully_shard` call, their flat buffers, and their gradients.
 
-The sharded parameters (DTensors, what the optimizer sees) are views into the flat buffers; a gradient arrives as one flat
-buffer too, from a compiled graph or from the eager runtime, and its views become the parameters' `.grad`.
+The sharded parameters (DTensors, what the optimizer sees) are views into the flat buffers; a
+gradient arrives as one flat buffer too, from a compiled graph or from the eager runtime, and its
+views become the parameters' `.grad`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 _unit_numbers = itertools.count()
 
-# Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still holds the original.
+# Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still
+# holds the original.
 taken: Any = WeakTensorKeyDictionary()
 
 
@@ -66,7 +68,8 @@ class Unit:
         self.mesh_info = mesh_info
         self.mp_policy = mp_policy
         self.settings = Settings(
-            fake_all_gather=is_ablated("FSDP_USE_FAKE_ALL_GATHER"), fake_reduce=is_ablated("FSDP_USE_FAKE_REDUCE")
+            fake_all_gather=is_ablated("FSDP_USE_FAKE_ALL_GATHER"),
+            fake_reduce=is_ablated("FSDP_USE_FAKE_REDUCE"),
         )
         self.is_auto_reshard = reshard is None
         self.reshard: bool | int = False if reshard is None else reshard
@@ -77,11 +80,13 @@ class Unit:
         # Why it ran outside a graph inside a compiled model, if Dynamo said so.
         self.why_eager: dict[str, None] = {}
         self.num_eager_forwards = 0
-        # Called before a compiled backward writes `.grad`: an eager forward may have left full parameters registered.
+        # Called before a compiled backward writes `.grad`: an eager forward may have left full
+        # parameters registered.
         self.on_gradients: Callable[[], None] = _nothing
         # Called when a backward leaves gradients unreduced, so that its end looks after them.
         self.on_retained: Callable[[], None] = _nothing
-        # Called with gradients that a backward has reduced, before anybody sees them: whether they were used up.
+        # Called with gradients that a backward has reduced, before anybody sees them: whether they
+        # were used up.
         self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called when a backward keeps gradients of a buffer for a later one.
         self.on_kept: Callable[[FlatParam], None] = _nothing_of
@@ -115,7 +120,9 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """What the unit is called in a graph: its name for people, and its number, since names need not differ."""
+        """What the unit is called in a graph: its name for people, and its number, since names need
+        not differ.
+        """
         return f"{self.name}#{self.number}"
 
     @property
@@ -125,28 +132,46 @@ class Unit:
 
     def own_modules(self) -> Iterable[nn.Module]:
         """The modules of the call and those that hold its parameters."""
-        return dict.fromkeys((*self.modules, *(module for param in self.params for module, _ in param.owners)))
+        return dict.fromkeys(
+            (*self.modules, *(module for param in self.params for module, _ in param.owners))
+        )
 
     def _make_flat(self, group: list[Original]) -> FlatParam:
         info = group[0].mesh_info
         first = group[0].parameter
-        layout = flat_layout([o.local.shape for o in group], info.shard_size, [o.dim for o in group])
+        layout = flat_layout(
+            [o.local.shape for o in group], info.shard_size, [o.dim for o in group]
+        )
         is_apart = group[0].is_apart
-        buffer = torch.zeros(0 if is_apart else layout.numel, dtype=first.dtype, device=first.device)
+        buffer = torch.zeros(
+            0 if is_apart else layout.numel, dtype=first.dtype, device=first.device
+        )
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
             with torch.no_grad():
                 cut = place.cut(entry.local, info.shard_rank)
                 if is_apart:
-                    view = entry.local.new_zeros(place.padded_shape).narrow(place.dim, 0, cut.shape[place.dim])
+                    view = entry.local.new_zeros(place.padded_shape).narrow(
+                        place.dim, 0, cut.shape[place.dim]
+                    )
                 else:
                     view = place.view(buffer, info.shard_rank)
                 view.copy_(cut)
             dtensor = make_dtensor(view, original, *entry.place)
             sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
             full = full_of(original, info)
-            params.append(ShardedParam(entry.owners, entry.root, entry.path, sharded, place, full, compute=entry.compute))
+            params.append(
+                ShardedParam(
+                    entry.owners,
+                    entry.root,
+                    entry.path,
+                    sharded,
+                    place,
+                    full,
+                    compute=entry.compute,
+                )
+            )
             for module, name in entry.owners:
                 registered(module).own(name, self, params[-1])
             params[-1].register(sharded)
@@ -157,7 +182,8 @@ class Unit:
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.
 
-        A unit inside another drops its parameters after forward unless told otherwise; the outermost keeps them.
+        A unit inside another drops its parameters after forward unless told otherwise; the
+        outermost keeps them.
         """
         own = [path for module in self.modules if (path := paths.get(module))]
         self.name = ", ".join(own) or self.kind
@@ -170,42 +196,59 @@ class Unit:
         self.publish()
 
     def adopt_replaced(self) -> None:
-        """Take over parameters that were assigned to the modules, as `load_state_dict(assign=True)` does.
+        """Take over parameters that were assigned to the modules, as `load_state_dict(assign=True)`
+        does.
 
         Raises:
-            TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the old one.
+            TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the
+                old one.
         """
         assigned = self._assigned()
         for param, new in assigned:
             if not _fits(param, new):
                 old: Any = param.sharded
                 raise TypeError(
-                    f"load_state_dict: parameter {param.fqn} was assigned a {type(new.data).__name__} of shape "
-                    f"{tuple(new.shape)}; its unit needs a DTensor placed as {old.placements}, shape {tuple(old.shape)}. "
-                    "Use distribute_tensor, or torch.distributed.checkpoint.state_dict.set_model_state_dict"
+                    f"load_state_dict: parameter {param.fqn} was assigned a "
+                    f"{type(new.data).__name__} of shape "
+                    f"{tuple(new.shape)}; its unit needs a DTensor placed as {old.placements}, "
+                    f"shape {tuple(old.shape)}. "
+                    "Use distribute_tensor, or "
+                    "torch.distributed.checkpoint.state_dict.set_model_state_dict"
                 )
         self._adopt(assigned)
 
     def adopt_assigned(self) -> None:
-        """Take over what users assigned since the last call and fits; what does not fit is read as it is.
+        """Take over what users assigned since the last call and fits; what does not fit is read as
+        it is.
 
         Raises:
-            RuntimeError: one of several names of a tied parameter was assigned a sharded parameter of its own.
+            RuntimeError: one of several names of a tied parameter was assigned a sharded parameter
+                of its own.
         """
         assigned = self._assigned()
         fitting = [(param, new) for param, new in assigned if _fits(param, new)]
         for param, new in fitting:
-            kept = [name for module, name in param.owners if module._parameters.get(name) is not new]
+            kept = [
+                name for module, name in param.owners if module._parameters.get(name) is not new
+            ]
             if kept:
                 raise RuntimeError(
-                    f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it were assigned another "
-                    f"sharded parameter ({kept} were not). Untie weights before fully_shard, or assign to all of them"
+                    f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it "
+                    "were assigned another "
+                    f"sharded parameter ({kept} were not). Untie weights before fully_shard, or "
+                    "assign to all of them"
                 )
-        plain = [p.fqn for p, new in assigned if isinstance(new, nn.Parameter) and not isinstance(new, DTensor)]
+        plain = [
+            p.fqn
+            for p, new in assigned
+            if isinstance(new, nn.Parameter) and not isinstance(new, DTensor)
+        ]
         if plain:
             warn_once(
-                f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a plain nn.Parameter: it is read "
-                "as it is, neither gathered nor reduced over the ranks, and what was sharded is not trained meanwhile. To "
+                f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a "
+                "plain nn.Parameter: it is read "
+                "as it is, neither gathered nor reduced over the ranks, and what was sharded is "
+                "not trained meanwhile. To "
                 "change its values, copy into the sharded parameter, or load a state dict"
             )
         self._adopt(fitting)
@@ -234,8 +277,12 @@ class Unit:
         table.show(name, registered(first_module).shown[first_name])
         param.show_handle(param.handle)
 
-    def tie(self, module: nn.Module, name: str, old: ShardedParam, unit: Unit, new: ShardedParam) -> None:
-        """A user has put a sharded parameter of `unit` in the place of this unit's `old`: `m.head.weight = m.embed.weight`."""
+    def tie(
+        self, module: nn.Module, name: str, old: ShardedParam, unit: Unit, new: ShardedParam
+    ) -> None:
+        """A user has put a sharded parameter of `unit` in the place of this unit's `old`:
+        `m.head.weight = m.embed.weight`.
+        """
         old.owners.remove((module, name))
         unit.own(new, module, name)
         unit.on_shared(module)
@@ -261,9 +308,11 @@ class Unit:
         self.publish()
 
     def note_schedule(self) -> None:
-        """A pipeline schedule has ended a step, as it will end those to come: graphs made from now on leave reducing to it.
+        """A pipeline schedule has ended a step, as it will end those to come: graphs made from now
+        on leave reducing to it.
 
-        A backward outside any schedule, which ends with gradients to be reduced, reduces what its graph has kept.
+        A backward outside any schedule, which ends with gradients to be reduced, reduces what its
+        graph has kept.
         """
         if not self.settings.is_scheduled:
             self.settings.is_scheduled = self.settings.is_accumulating = True
@@ -278,7 +327,9 @@ class Unit:
         wire = reduce_dtype(policy, original, dtype)
         how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
         is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
-        if is_mean and settings.reduce_scatter:  # users' communications are asked for what stock asks them for
+        if (
+            is_mean and settings.reduce_scatter
+        ):  # users' communications are asked for what stock asks them for
             how = replace(how, op="avg", post_divide=1.0)
         gather_group, reduce_group = self._groups(info)
         if settings.fake_reduce and how.replicate_size > 1:
@@ -304,7 +355,9 @@ class Unit:
             post_divide=how.post_divide,
             replicate_size=how.replicate_size,
             replicate_group=how.replicate_group,
-            sync="reduce" if settings.sync == "scatter" and info.replicate_size == 1 else settings.sync,
+            sync="reduce"
+            if settings.sync == "scatter" and info.replicate_size == 1
+            else settings.sync,
             is_accumulating=settings.is_accumulating,
             hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
             overlap=settings.overlap,
@@ -318,7 +371,9 @@ class Unit:
         )
 
     def _traced(self, spec: ParamSpec) -> ParamSpec:
-        """What a graph does: it is made in forward, where nobody knows yet which backward of a schedule is the last."""
+        """What a graph does: it is made in forward, where nobody knows yet which backward of a
+        schedule is the last.
+        """
         is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
         return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
 
@@ -326,7 +381,9 @@ class Unit:
         """The names of the groups that gather and that reduce over the shard axis."""
         own = info.shard_group.group_name
         gathers = fake_group(own) if self.settings.fake_all_gather else own
-        return gathers, fake_group(own) if self.settings.fake_reduce else self.reduce_groups.get(info, own)
+        return gathers, fake_group(own) if self.settings.fake_reduce else self.reduce_groups.get(
+            info, own
+        )
 
     @property
     def mode(self) -> object:
@@ -334,14 +391,25 @@ class Unit:
         return None
 
     def publish(self) -> None:
-        """Give the owning modules the constants that a traced read turns into an op; compiled code guards on them.
+        """Give the owning modules the constants that a traced read turns into an op; compiled code
+        guards on them.
 
-        Handles are kept: coming back to settings that were used before finds the code that was compiled for them.
+        Handles are kept: coming back to settings that were used before finds the code that was
+        compiled for them.
         """
         lists = self._after("forward"), self._after("backward")
         groups = tuple(self.reduce_groups.values())
         lent_to = tuple(self.lent_to)
-        state = (astuple(self.settings), self.reshard, self.name, groups, lists, self.is_resident, self.mode, lent_to)
+        state = (
+            astuple(self.settings),
+            self.reshard,
+            self.name,
+            groups,
+            lists,
+            self.is_resident,
+            self.mode,
+            lent_to,
+        )
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
@@ -350,7 +418,14 @@ class Unit:
                     param.spec, param.handle = self._spec(flat, param), APART
                     param.show_handle(APART)
                     continue
-                key = (state, id(flat.data), param.layout.offset, param.fqn, param.sharded.dtype, is_frozen)
+                key = (
+                    state,
+                    id(flat.data),
+                    param.layout.offset,
+                    param.fqn,
+                    param.sharded.dtype,
+                    is_frozen,
+                )
                 if key not in self._handles:
                     spec = self._spec(flat, param)
                     self._handles[key] = (
@@ -375,12 +450,15 @@ class Unit:
     def _check_extension(self, flat: FlatParam, param: ShardedParam) -> None:
         if flat.mesh_info in self.post_meshes:
             raise NotImplementedError(
-                f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an all-gather extension, which is not "
+                f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an "
+                "all-gather extension, which is not "
                 "supported with an int reshard_after_forward. Pass True or False"
             )
 
     def _after(self, direction: str) -> tuple[str, ...]:
-        return tuple("" if unit.is_outermost else unit.key for unit in self.prefetched_by[direction])
+        return tuple(
+            "" if unit.is_outermost else unit.key for unit in self.prefetched_by[direction]
+        )
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""
@@ -394,7 +472,9 @@ class Unit:
     def separate_reduce_groups(self, enable: bool) -> None:
         """Reduce over groups of their own, or over those that gather; collective."""
         self.reduce_groups = (
-            {flat.mesh_info: twin_group(flat.mesh_info.shard_group) for flat in self.flats} if enable else {}
+            {flat.mesh_info: twin_group(flat.mesh_info.shard_group) for flat in self.flats}
+            if enable
+            else {}
         )
         self.publish()
 
@@ -426,11 +506,15 @@ def original_class(module: nn.Module) -> type:
 
 
 def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
-    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the other."""
+    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the
+    other.
+    """
     if any(module._parameters.get(name) is not new for module, name in param.owners):
         warn_once(
-            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave each of its names a parameter of "
-            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the values given to one name. "
+            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave "
+            "each of its names a parameter of "
+            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the "
+            "values given to one name. "
             "Untie weights before fully_shard, or load without assign=True"
         )
 
@@ -440,7 +524,11 @@ def _fits(param: ShardedParam, new: Any) -> bool:
     old: Any = param.sharded
     if not isinstance(new, nn.Parameter) or not isinstance(new, DTensor):
         return False
-    return (new._spec.mesh, new.placements, new.shape) == (old.device_mesh, old.placements, old.shape)
+    return (new._spec.mesh, new.placements, new.shape) == (
+        old.device_mesh,
+        old.placements,
+        old.shape,
+    )
 
 
 def _nothing() -> None:
@@ -457,9 +545,16 @@ def _nothing_of(gather_or_buffer: object) -> None:
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:
-    """Split by mesh, dtype, requires_grad and whether they are views at all, in order of first appearance."""
+    """Split by mesh, dtype, requires_grad and whether they are views at all, in order of first
+    appearance.
+    """
     groups: dict[object, list[Original]] = {}
     for entry in originals:
-        key = (entry.mesh_info, entry.parameter.dtype, entry.parameter.requires_grad, entry.is_apart)
+        key = (
+            entry.mesh_info,
+            entry.parameter.dtype,
+            entry.parameter.requires_grad,
+            entry.is_apart,
+        )
         groups.setdefault(key, []).append(entry)
     return list(groups.values())

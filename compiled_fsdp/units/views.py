@@ -1,13 +1,15 @@
 """Parameters as views of one unsharded flat parameter: FSDP1's split rule.
 
 [Note: two split rules]
-`fully_shard` cuts each parameter by rows; its padded shards lie back to back in the flat buffer. FSDP1 puts the whole parameters
-of a unit back to back, pads, and cuts that one 1-D tensor evenly: a shard may begin in the middle of a row. To the ops this is a
-unit of one parameter of shape [numel], cut on dim 0, so that everything that holds of a parameter holds of it. What is gathered is
-the flat parameter itself, and the parameters that a model reads are views of it: no copy.
+`fully_shard` cuts each parameter by rows; its padded shards lie back to back in the flat buffer.
+FSDP1 puts the whole parameters of a unit back to back, pads, and cuts that one 1-D tensor evenly: a
+shard may begin in the middle of a row. To the ops this is a unit of one parameter of shape [numel],
+cut on dim 0, so that everything that holds of a parameter holds of it. What is gathered is the flat
+parameter itself, and the parameters that a model reads are views of it: no copy.
 
-In a graph each read is a view with a gradient of its own, `flatten_grad`, which puts it at its place in a flat gradient of zeros.
-The pass `join_grads` makes one flat gradient of all, which is reduced.
+In a graph each read is a view with a gradient of its own, `flatten_grad`, which puts it at its
+place in a flat gradient of zeros. The pass `join_grads` makes one flat gradient of all, which is
+reduced.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class View:
         return piece.permute([self.order.index(dim) for dim in range(len(self.shape))])
 
 
-def memory_order(shape: tuple[int, ...], stride: tuple[int, ...], *, is_contiguous: bool) -> tuple[int, ...]:
+def memory_order(
+    shape: tuple[int, ...], stride: tuple[int, ...], *, is_contiguous: bool
+) -> tuple[int, ...]:
     """The dims of a dense tensor as they lie in memory, slowest first."""
     dims = range(len(shape))
     return tuple(dims if is_contiguous else sorted(dims, key=lambda dim: -stride[dim]))
@@ -67,7 +71,9 @@ def key_of_view(view: View) -> str:
 
 @traced_as_it_is
 def view_of_flat(flat: Tensor, key: str) -> Tensor:
-    """A parameter out of a gathered flat parameter, inside a graph: Dynamo takes the call as it is, AOTAutograd traces it."""
+    """A parameter out of a gathered flat parameter, inside a graph: Dynamo takes the call as it is,
+    AOTAutograd traces it.
+    """
     function: Any = _ViewOfFlat
     result: Tensor = function.apply(flat, _views[key])
     return result

@@ -1,12 +1,14 @@
-"""What a half graph computes and communicates, whatever its order: captured before the passes, compared after them.
+"""What a half graph computes and communicates, whatever its order: captured before the passes,
+compared after them.
 
-Every value gets an expression: the op and the expressions of what it reads; equal expressions are one object. A captured
-`unshard` stands for itself. A lowered gather must have the expression that `collectives.py` makes of the same parameters: then
-it stands for the same `unshard`. Likewise a sum of `reduce_grad`s is the set of its terms, and a lowered reduction stands for
-the terms that it carries. One that is left in flight has the place of the gradient and of its mark, if what the unit does with
-it later completes the same expression. So both graphs return the same expressions and have the same effects (collectives of the
-user's, marks, retained gradients, writes to buffers), or a pass changed the program: a wrong buffer, group, dtype, column or
-divisor.
+Every value gets an expression: the op and the expressions of what it reads; equal expressions are
+one object. A captured `unshard` stands for itself. A lowered gather must have the expression that
+`collectives.py` makes of the same parameters: then it stands for the same `unshard`. Likewise a sum
+of `reduce_grad`s is the set of its terms, and a lowered reduction stands for the terms that it
+carries. One that is left in flight has the place of the gradient and of its mark, if what the unit
+does with it later completes the same expression. So both graphs return the same expressions and
+have the same effects (collectives of the user's, marks, retained gradients, writes to buffers), or
+a pass changed the program: a wrong buffer, group, dtype, column or divisor.
 
 What this does not see is order, the business of the other invariants in `passes/verify.py`.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby, islice, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -47,7 +49,9 @@ MAX_READINGS = 16  # of a bucket in which one parameter has several gradients
 
 
 class Expr:
-    """An expression; compared by identity, since `Expressions` makes each once. `terms`: of a sum of reductions."""
+    """An expression; compared by identity, since `Expressions` makes each once. `terms`: of a sum
+    of reductions.
+    """
 
     __slots__ = ("terms", "text")
 
@@ -60,7 +64,9 @@ class Expr:
 
 
 class Expressions:
-    """Makes each expression once; called like `launch.call`, it is the fourth executor of that file."""
+    """Makes each expression once; called like `launch.call`, it is the fourth executor of that
+    file.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, Expr] = {}
@@ -80,7 +86,9 @@ class Expressions:
         return self._known[key]
 
     def sum_of(self, terms: Iterable[Any]) -> Expr:
-        """The sum of reductions: their order does not count, since each fills a place of its own."""
+        """The sum of reductions: their order does not count, since each fills a place of its
+        own.
+        """
         ordered = tuple(sorted(terms, key=repr))
         made = self.make("sum of reductions", ordered)
         made.terms = ordered
@@ -88,17 +96,29 @@ class Expressions:
 
 
 class Ahead:
-    """Makes the expressions of a gather that may have started ahead, of a flat buffer from `offset` on."""
+    """Makes the expressions of a gather that may have started ahead, of a flat buffer from `offset`
+    on.
+    """
 
     def __init__(self, run: Expressions, flat: Expr, offset: int, numel: int) -> None:
         self.run, self.flat, self.offset, self.numel = run, flat, offset, numel
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
-        """The expression `op(*args, **kwargs)`, of the start as the pass `gather_ahead` writes it."""
+        """The expression `op(*args, **kwargs)`, of the start as the pass `gather_ahead` writes
+        it.
+        """
         if op not in comm.GATHERS:
             return self.run(op, *args, **kwargs)
         shard, *sizes, group_size, group = args
-        return self.run(GATHER_AHEAD, shard, self.flat, self.offset, *(sizes or [[self.numel]]), group_size, group)
+        return self.run(
+            GATHER_AHEAD,
+            shard,
+            self.flat,
+            self.offset,
+            *(sizes or [[self.numel]]),
+            group_size,
+            group,
+        )
 
 
 class Lowered:
@@ -107,7 +127,8 @@ class Lowered:
     stands_for: what results of communications stand for.
     effects: that the communications have.
     left: sums that the unit completes, so that the graph neither returns nor marks them.
-    parts: for each flat buffer, its reductions: parameters, what was captured of them, and the result before it is placed.
+    parts: for each flat buffer, its reductions: parameters, what was captured of them, and the
+        result before it is placed.
     """
 
     def __init__(self) -> None:
@@ -123,8 +144,8 @@ class Lowered:
     def of(self, expr: Expr, node: Node) -> Expr:
         """What the expression of a node stands for.
 
-        Two units whose gradients are equal, as the biases of parallel branches, are reduced by the same expression: each
-        communication is its own unit's then.
+        Two units whose gradients are equal, as the biases of parallel branches, are reduced by the
+        same expression: each communication is its own unit's then.
         """
         found = self.stands_for.get(expr, [])
         tag = get_tag(node) if len(found) > 1 else None
@@ -159,7 +180,9 @@ class Part(NamedTuple):
 
 
 class Captured:
-    """A half graph before the passes: its expressions, and the fsdp ops that they have to turn into communication."""
+    """A half graph before the passes: its expressions, and the fsdp ops that they have to turn into
+    communication.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.run = Expressions()
@@ -187,29 +210,39 @@ class Captured:
             return result
         if node.target is REDUCE_GRAD:
             spec = ParamSpec.of(node.args[2:])
-            grad, flat_node = node.args[:2]
-            place = value(flat_node)  # type: ignore[arg-type]
-            grad_expr, flat_expr = exprs[grad], exprs[flat_node]  # type: ignore[index]
+            grad, flat_node = cast("tuple[Node, Node]", node.args[:2])
+            place = value(flat_node)
+            grad_expr, flat_expr = exprs[grad], exprs[flat_node]
             result = run.sum_of([("reduce_grad", grad_expr, flat_expr, spec)])
-            entry = Reduce(grad_expr, value(grad).dtype, flat_expr, place.numel(), place.dtype, result)  # type: ignore[arg-type]
+            entry = Reduce(
+                grad_expr, value(grad).dtype, flat_expr, place.numel(), place.dtype, result
+            )
             self.reduces.setdefault(spec, []).append(entry)
             return result
         return None
 
-    def _expected_marks(self, graph: Graph, exprs: dict[Node, Expr]) -> dict[Expr, tuple[Expr, list[int]]]:
-        """Of each flat gradient that is fully reduced: its flat buffer, and the offsets of its parameters."""
+    def _expected_marks(
+        self, graph: Graph, exprs: dict[Node, Expr]
+    ) -> dict[Expr, tuple[Expr, list[int]]]:
+        """Of each flat gradient that is fully reduced: its flat buffer, and the offsets of its
+        parameters.
+        """
         found: dict[Node, tuple[Expr, list[int]]] = {}
         for node in graph.nodes:
             if node.target is REDUCE_GRAD:
                 spec = ParamSpec.of(node.args[2:])
                 if spec.sync == "reduce":
-                    found.setdefault(sum_root(node), (exprs[node.args[1]], []))[1].append(spec.offset)
+                    found.setdefault(sum_root(node), (exprs[node.args[1]], []))[1].append(
+                        spec.offset
+                    )
         return {exprs[r]: (flat, sorted(offsets)) for r, (flat, offsets) in found.items()}
 
     # -- comparing
 
     def differences(self, graph: Graph) -> Iterator[tuple[Node, str]]:
-        """Where the graph after `lower`, or after any later pass, is another program than the captured one."""
+        """Where the graph after `lower`, or after any later pass, is another program than the
+        captured one.
+        """
         lowered = self._lowered(graph)
         carried = Counter(self._is_reduced(region) for region in find_regions(graph, "reduce"))
         if carried[False]:
@@ -231,9 +264,16 @@ class Captured:
         missing, surplus = expected - Counter(effects), Counter(effects) - expected
         for expr in surplus:
             node = next(n for n in reversed(graph.nodes) if exprs.get(n) is expr)
-            yield node, f"%{node.name} communicates or writes what was not captured, or once too often"
+            yield (
+                node,
+                f"%{node.name} communicates or writes what was not captured, or once too often",
+            )
         if missing:
-            yield end, f"what was captured does not happen: {sorted({e.text.split(' (')[0] for e in missing})}"
+            yield (
+                end,
+                "what was captured does not happen: "
+                f"{sorted({e.text.split(' (')[0] for e in missing})}",
+            )
 
     def _is_reduced(self, region: Region) -> bool:
         return all(spec in self.reduces for spec in region.tag.specs)
@@ -242,7 +282,9 @@ class Captured:
         lowered = Lowered()
         for kind in ("gather", "reduce"):
             for region in find_regions(graph, kind):
-                known: dict[ParamSpec, list[Any]] = self.gathers if kind == "gather" else self.reduces
+                known: dict[ParamSpec, list[Any]] = (
+                    self.gathers if kind == "gather" else self.reduces
+                )
                 readings = product(*(known.get(spec, ()) for spec in region.tag.specs))
                 for i, reading in enumerate(islice(readings, MAX_READINGS)):
                     self.run.effects = []
@@ -262,8 +304,12 @@ class Captured:
         parts = sorted(parts, key=lambda part: part.specs[0].offset)
         specs = tuple(spec for part in parts for spec in part.specs)
         members = [member for part in parts for member in part.members]
-        placed = comm.place_bucket(self.run, self.run(CAT, [part.reduced for part in parts]), specs, members[0].numel)
-        lowered.add(placed, (), self.run.sum_of(term for member in members for term in member.result.terms))
+        placed = comm.place_bucket(
+            self.run, self.run(CAT, [part.reduced for part in parts]), specs, members[0].numel
+        )
+        lowered.add(
+            placed, (), self.run.sum_of(term for member in members for term in member.result.terms)
+        )
 
     def _gather(self, region: Region, members: tuple[Gather, ...], lowered: Lowered) -> None:
         specs, first = region.tag.specs, members[0].source
@@ -274,7 +320,9 @@ class Captured:
             full = comm.unshard(run, first.flat, first.numel, first.dtype, specs[0])
             lowered.add(full, specs, members[0].result)
             return
-        gathered = comm.gather_bucket(run, [(m.source, s) for m, s in zip(members, specs, strict=True)])
+        gathered = comm.gather_bucket(
+            run, [(m.source, s) for m, s in zip(members, specs, strict=True)]
+        )
         for place, member in enumerate(members):
             for is_copied in (True, False):
                 copied = comm.copy_out(run, gathered, specs, place, is_copied=is_copied)
@@ -292,8 +340,12 @@ class Captured:
         lowered.parts.setdefault(first.flat, []).append(Part(specs, members, reduced))
         result = run.sum_of(term for member in members for term in member.result.terms)
         if any(node.target is REDUCE_LATER for node in region.nodes):
-            started = run.effects[-1]  # the last collective; a hook, which could follow it, is never left to the unit
-            run(REDUCE_LATER, started, first.flat, sorted(s.offset for s in specs), *specs[0].args())
+            started = run.effects[
+                -1
+            ]  # the last collective; a hook, which could follow it, is never left to the unit
+            run(
+                REDUCE_LATER, started, first.flat, sorted(s.offset for s in specs), *specs[0].args()
+            )
             if comm.finish_bucket(run, started, specs[0], first.dtype) is reduced:
                 lowered.left.add(result)
             return
@@ -304,7 +356,9 @@ class Captured:
         for expr in (placed, run(torch.ops.aten.clone.default, result)):
             lowered.add(expr, specs, result)
 
-    def _parts(self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered) -> None:
+    def _parts(
+        self, region: Region, members: tuple[Reduce, ...], reduced: Expr, lowered: Lowered
+    ) -> None:
         """Flat gradients of several units, out of one reduction."""
         start = 0
         pairs = list(zip(members, region.tag.specs, strict=True))
@@ -330,7 +384,11 @@ def _type(val: Any) -> str:
 
 def has_effect(op: Any) -> bool:
     """Whether a call counts even if nobody reads the result."""
-    return op in OURS or op in comm.STARTS or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
+    return (
+        op in OURS
+        or op in comm.STARTS
+        or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
+    )
 
 
 def _walk(
@@ -368,7 +426,9 @@ def _returned(graph: Graph, exprs: dict[Node, Expr]) -> list[Any]:
 
 
 def _is_kept(expr: Any) -> bool:
-    """A flat gradient whose terms the unit keeps for a later backward: the graph returns None for it."""
+    """A flat gradient whose terms the unit keeps for a later backward: the graph returns None for
+    it.
+    """
     return isinstance(expr, Expr) and bool(expr.terms) and expr.terms[0][3].sync != "reduce"
 
 

@@ -1,7 +1,9 @@
-"""A step without its communication, to see what the rest takes: FSDP1's switches, for both front ends.
+"""A step without its communication, to see what the rest takes: FSDP1's switches, for both front
+ends.
 
-`FSDP_USE_FAKE_ALL_GATHER=1` and `FSDP_USE_FAKE_REDUCE=1`, set while a model is sharded, send what would be gathered or reduced to a
-process group of torch's "fake" backend: the same graph, the same kernels, and nothing on the wire. Losses mean nothing then.
+`FSDP_USE_FAKE_ALL_GATHER=1` and `FSDP_USE_FAKE_REDUCE=1`, set while a model is sharded, send what
+would be gathered or reduced to a process group of torch's "fake" backend: the same graph, the same
+kernels, and nothing on the wire. Losses mean nothing then.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ def is_ablated(name: str) -> bool:
     if os.environ.get(name) != "1":
         return False
     what = "gathered" if "GATHER" in name else "reduced"
-    warn_once(f"compiled_fsdp: {name}=1: nothing is {what}, so training is wrong; the time of a step is without it")
+    warn_once(
+        f"compiled_fsdp: {name}=1: nothing is {what}, so training is wrong; the time of a step is "
+        "without it"
+    )
     return True
 
 

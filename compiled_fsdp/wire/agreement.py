@@ -1,19 +1,23 @@
-"""Ranks that share a group agree, before they communicate: through the store, never through the group itself.
+"""Ranks that share a group agree, before they communicate: through the store, never through the
+group itself.
 
-Every graph begins with `fsdp::agree`, which carries the graph's collectives as text, structure and no symbol names; it is part of
-the compiled code, so that a warm cache brings it along. The first run of a text in a process, and the first after another one
-than before, compares it with the other ranks of each group; later runs look it up and count, and touch no store. An eager unit
-does the same before its first gather, and before each if graphs read it too: Dynamo may have given it up on one rank alone. So
-does the list of parameters before the first step.
+Every graph begins with `fsdp::agree`, which carries the graph's collectives as text, structure and
+no symbol names; it is part of the compiled code, so that a warm cache brings it along. The first
+run of a text in a process, and the first after another one than before, compares it with the other
+ranks of each group; later runs look it up and count, and touch no store. An eager unit does the
+same before its first gather, and before each if graphs read it too: Dynamo may have given it up on
+one rank alone. So does the list of parameters before the first step.
 
 [Note: run numbers]
-Ranks in step run the same sequence of graphs over a group, so the n-th run is the same graph everywhere. A rank whose n-th run is
-new to it publishes its text under n and asks. A rank that has published under n too answers by that; one that ran something
-known as its n-th run is told by its watcher thread, which polls once a second, to publish what that was. So a rank that
-compiles for minutes is waited for (its watcher shows that it lives), and one that took another branch is found at once.
+Ranks in step run the same sequence of graphs over a group, so the n-th run is the same graph
+everywhere. A rank whose n-th run is new to it publishes its text under n and asks. A rank that has
+published under n too answers by that; one that ran something known as its n-th run is told by its
+watcher thread, which polls once a second, to publish what that was. So a rank that compiles for
+minutes is waited for (its watcher shows that it lives), and one that took another branch is found
+at once.
 
-A rank that finds out while it already waits inside a collective is freed by its watcher, which breaks the group's connections:
-nothing that was under way can be right any more.
+A rank that finds out while it already waits inside a collective is freed by its watcher, which
+breaks the group's connections: nothing that was under way can be right any more.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class DivergenceError(RuntimeError):
 class CommunicationError(RuntimeError):
     """A collective failed because another rank died, raised or stalls.
 
-    said, peer: the backend's words, and the rank in the group that was waited for, if that is known.
+    said, peer: the backend's words, and the rank in the group that was waited for, if that is
+    known.
     """
 
     def __init__(self, text: str, said: str, peer: int | None) -> None:
@@ -63,7 +68,9 @@ class CommunicationError(RuntimeError):
 
 
 def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> RuntimeError:
-    """The error for a collective that failed with `error`: what was communicated, and whom it waited for."""
+    """The error for a collective that failed with `error`: what was communicated, and whom it
+    waited for.
+    """
     process_group = group_named(name)
     found = failure(name)
     if found:
@@ -71,11 +78,20 @@ def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> 
     ranks = dist.get_process_group_ranks(process_group)
     if isinstance(error, CommunicationError):
         peer = error.peer
-    whom = f"rank {ranks[peer]}" if peer is not None else f"ranks {[r for r in ranks if r != dist.get_rank()]}"
-    said = error.said if isinstance(error, CommunicationError) else str(error).splitlines()[0].split("] ", 1)[-1]
+    whom = (
+        f"rank {ranks[peer]}"
+        if peer is not None
+        else f"ranks {[r for r in ranks if r != dist.get_rank()]}"
+    )
+    said = (
+        error.said
+        if isinstance(error, CommunicationError)
+        else str(error).splitlines()[0].split("] ", 1)[-1]
+    )
     return CommunicationError(
         f"compiled_fsdp: {what} over process group {name!r} failed, waiting for {whom}: {said}\n"
-        f"That rank died, raised an error, or stalls for longer than {group_timeout(process_group).total_seconds():.0f} s, the "
+        "That rank died, raised an error, or stalls for longer than "
+        f"{group_timeout(process_group).total_seconds():.0f} s, the "
         "timeout of init_process_group: look at its output first",
         said,
         peer,
@@ -121,7 +137,8 @@ _known: dict[str, str] = {}  # digests by text
 
 
 def before_run(text: str, groups: Iterable[str]) -> None:
-    """Called by every graph as it starts: count it, and the first time compare it with the other ranks.
+    """Called by every graph as it starts: count it, and the first time compare it with the other
+    ranks.
 
     Raises:
         DivergenceError: some rank runs other collectives; the text holds the difference.
@@ -145,7 +162,9 @@ def _run(group: _Group, text: str) -> None:
 
 
 def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
-    """None if all ranks of the group have this text as their next; else the texts by rank, "" for those that are silent."""
+    """None if all ranks of the group have this text as their next; else the texts by rank, "" for
+    those that are silent.
+    """
     group = _group(process_group.group_name)
     if group is None:
         return None
@@ -197,7 +216,9 @@ def _digests(group: _Group, key: str) -> list[str]:
     start, pause = time.monotonic(), 0.001
     beats: dict[int, tuple[str, float]] = {}
     while True:
-        group.store.set("asked", key)  # again and again: a rank that is ahead of this one may ask for another
+        group.store.set(
+            "asked", key
+        )  # again and again: a rank that is ahead of this one may ask for another
         for rank in range(group.size):
             if not found[rank] and group.store.check([f"{key}/{rank}"]):
                 found[rank] = group.store.get(f"{key}/{rank}").decode()
@@ -207,7 +228,9 @@ def _digests(group: _Group, key: str) -> list[str]:
         silent = [rank for rank in missing if _is_silent(group, rank, beats)]
         waited = time.monotonic() - start
         if silent or waited > timeout:
-            after = f"{waited:.0f} s" + (f", and show no sign of life for {SILENCE_S:.0f} s" if silent else "")
+            after = f"{waited:.0f} s" + (
+                f", and show no sign of life for {SILENCE_S:.0f} s" if silent else ""
+            )
             raise DivergenceError(_not_there(silent or missing, group.name, f"run {key}", after))
         _watcher.pause(pause)
         pause = min(pause * 1.5, 0.25)
@@ -215,14 +238,18 @@ def _digests(group: _Group, key: str) -> list[str]:
 
 def _not_there(ranks: list[int], name: str, run: str, after: str) -> str:
     return (
-        f"compiled_fsdp: ranks {ranks} of process group {name!r} have not reached {run} of that group after {after}. They died, "
-        "stall before it, or took another way. If they only need longer, raise the timeout of init_process_group, or call "
+        f"compiled_fsdp: ranks {ranks} of process group {name!r} have not reached {run} of that "
+        f"group after {after}. They died, "
+        "stall before it, or took another way. If they only need longer, raise the timeout of "
+        "init_process_group, or call "
         "compiled_fsdp.warmup first"
     )
 
 
 def _is_silent(group: _Group, rank: int, beats: dict[int, tuple[str, float]]) -> bool:
-    """Whether a rank whose watcher was seen alive has stopped to be. One that was never seen may not have begun yet."""
+    """Whether a rank whose watcher was seen alive has stopped to be. One that was never seen may
+    not have begun yet.
+    """
     now = time.monotonic()
     beat = group.store.get(f"alive/{rank}").decode() if group.store.check([f"alive/{rank}"]) else ""
     if rank not in beats or beats[rank][0] != beat:
@@ -236,20 +263,30 @@ def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
     kinds: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         kinds.setdefault(text, []).append(rank)
-    names = [f"  ranks {who}: {text.splitlines()[0] if text else 'silent'}" for text, who in kinds.items()]
+    names = [
+        f"  ranks {who}: {text.splitlines()[0] if text else 'silent'}"
+        for text, who in kinds.items()
+    ]
     shown = [(text, who) for text, who in kinds.items() if text]
     lines: list[str] = []
     if len(shown) > 1:
         (one, first), (two, second) = shown[:2]
         names_of_two = f"rank {first[0]}", f"rank {second[0]}"
-        lines = list(difflib.unified_diff(one.splitlines(), two.splitlines(), *names_of_two, lineterm="", n=2))[:60]
+        lines = list(
+            difflib.unified_diff(
+                one.splitlines(), two.splitlines(), *names_of_two, lineterm="", n=2
+            )
+        )[:60]
     return "\n".join(
         [
-            f"compiled_fsdp: the ranks of process group {process_group.group_name!r} are about to communicate differently:",
+            f"compiled_fsdp: the ranks of process group {process_group.group_name!r} are about to "
+            "communicate differently:",
             *names,
             *lines,
-            "Ranks that share a group must run the same collectives in the same order. Look for different models, a branch that "
-            "depends on data or on the rank, or a rank that does not compile; nothing was communicated",
+            "Ranks that share a group must run the same collectives in the same order. Look for "
+            "different models, a branch that "
+            "depends on data or on the rank, or a rank that does not compile; nothing was "
+            "communicated",
         ]
     )
 
@@ -264,7 +301,9 @@ def failure(name: str) -> str:
 
 
 def _watch(beat: int) -> None:
-    """Answer those who ask for runs that are over here, show that this rank lives, and free a main thread that waits in vain."""
+    """Answer those who ask for runs that are over here, show that this rank lives, and free a main
+    thread that waits in vain.
+    """
     for group in [g for g in list(_groups.values()) if not g.is_gone]:
         _watcher.pause(0)
         try:
@@ -301,7 +340,9 @@ def _answer(group: _Group, beat: int) -> None:
 
 
 def break_connections(process_group: dist.ProcessGroup) -> None:
-    """Make everything that waits on the group raise: for gloo, a receive that times out closes all connections of the group."""
+    """Make everything that waits on the group raise: for gloo, a receive that times out closes all
+    connections of the group.
+    """
     if dist.get_backend(process_group) != "gloo":
         process_group.abort()
         return
@@ -332,7 +373,9 @@ def _group(name: str) -> _Group | None:
     if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
         return None
     store = group_store(process_group, f"compiled_fsdp/{_meet(name, process_group)}")
-    group = _Group(name, process_group, process_group.rank(), process_group.size(), store, store.clone())
+    group = _Group(
+        name, process_group, process_group.rank(), process_group.size(), store, store.clone()
+    )
     _groups[name] = group
     _watcher.start()
     return group
@@ -344,4 +387,6 @@ def _meet(name: str, process_group: dist.ProcessGroup) -> str:
     try:
         return meet(store, process_group.rank(), process_group.size(), timeout)
     except TimeoutError as error:
-        raise DivergenceError(_not_there(list(error.args), name, "the first run", f"{timeout:.0f} s")) from None
+        raise DivergenceError(
+            _not_there(list(error.args), name, "the first run", f"{timeout:.0f} s")
+        ) from None

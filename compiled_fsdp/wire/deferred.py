@@ -1,4 +1,5 @@
-"""The third executor of `collectives.py`: record the ops, run them up to the next wait, and the rest later.
+"""The third executor of `collectives.py`: record the ops, run them up to the next wait, and the
+rest later.
 
 So the eager runtime communicates in the background with the very arithmetic that graphs get.
 """
@@ -36,7 +37,8 @@ def _add_retained(grads: Any, flat: Any, *args: Any) -> None:
     owner_of(flat, "add_retained_").add_retained(grads, *args)
 
 
-# As ops these ask whether the backward reaches the flat buffer; an eager one has reached the full parameters, or had no gradients.
+# As ops these ask whether the backward reaches the flat buffer; an eager one has reached the full
+# parameters, or had no gradients.
 KEPT: dict[Any, Callable[..., None]] = {RETAIN: _retain, ADD_RETAINED: _add_retained}
 
 
@@ -109,6 +111,8 @@ def _real(values: Any) -> Any:
     """Tensors instead of recorded results, also inside lists."""
     if isinstance(values, Value):
         return values.tensor
-    if isinstance(values, list | tuple) and any(isinstance(v, Value | list | tuple) for v in values):
+    if isinstance(values, list | tuple) and any(
+        isinstance(v, Value | list | tuple) for v in values
+    ):
         return type(values)(_real(v) for v in values)
     return values

@@ -1,9 +1,11 @@
-"""All-gather and all-to-all over gloo by sends and receives, straight between the buffers: nothing is packed or unpacked.
+"""All-gather and all-to-all over gloo by sends and receives, straight between the buffers: nothing
+is packed or unpacked.
 
-Gloo's own all-gather runs on a worker thread, gathers into a buffer of its own and copies that out, through views that it makes
-and drops there. On torch 2.13 that thread's heap ends up corrupted: `malloc(): unaligned tcache chunk detected`, always in its
-`allgather_coalesced`, about once in ten thousand gathers of a loaded machine. Sends and receives need neither thread nor copy,
-and each piece of a bucket travels from where it is to where it belongs.
+Gloo's own all-gather runs on a worker thread, gathers into a buffer of its own and copies that out,
+through views that it makes and drops there. On torch 2.13 that thread's heap ends up corrupted:
+`malloc(): unaligned tcache chunk detected`, always in its `allgather_coalesced`, about once in ten
+thousand gathers of a loaded machine. Sends and receives need neither thread nor copy, and each
+piece of a bucket travels from where it is to where it belongs.
 
 Private torch used here (tried on 2.13): `ProcessGroup.send`, `recv`, `_get_backend`.
 """
@@ -35,7 +37,8 @@ _pending: set[Exchange] = set()
 
 
 class Exchange(dist._Work):  # type: ignore[name-defined,misc]
-    """The sends and receives of a collective as one `Work`; keeps what they read and write (`buffers[0]`) until they are done.
+    """The sends and receives of a collective as one `Work`; keeps what they read and write
+    (`buffers[0]`) until they are done.
 
     works: each with the rank that it needs.
     what: what is communicated, for errors.
@@ -46,7 +49,12 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
     phase = ""
 
     def __init__(
-        self, collective: str, works: list[tuple[int, Any]], buffers: tuple[Tensor, ...], what: str, group: dist.ProcessGroup
+        self,
+        collective: str,
+        works: list[tuple[int, Any]],
+        buffers: tuple[Tensor, ...],
+        what: str,
+        group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
         self.collective = collective
@@ -69,7 +77,9 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    words = self.collective.replace("_", "-") + (f" of {self.what}" if self.what else "")
+                    words = self.collective.replace("_", "-") + (
+                        f" of {self.what}" if self.what else ""
+                    )
                     raise lost(words, self.group.group_name, error, peer) from error
         self.buffers = ()
         return True
@@ -78,21 +88,28 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
 def start(
     shard: Tensor, sizes: Sequence[int], group_size: int, name: str, what: str = "", phase: str = ""
 ) -> tuple[Tensor, Exchange]:
-    """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where each comes out.
+    """Start to gather the pieces of `shard` [sum of sizes] from every rank; see `ops.py` for where
+    each comes out.
 
     As with every collective, all ranks of the group must start theirs in the same order.
     """
     shard = shard.contiguous()  # tensor parallelism gathers activations too
     out = shard.new_empty(gathered_shape(shard, group_size))
-    received = [piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])]
+    received = [
+        piece.view(group_size, -1) for piece in out.view(-1).split([group_size * n for n in sizes])
+    ]
     sent = [[piece] * group_size for piece in shard.view(-1).split(list(sizes))]
     work = _exchange("all_gather", out, sent, received, what, name)
     work.phase = phase
     return out, work
 
 
-def all_to_all(rows: Sequence[Tensor], group_size: int, name: str, what: str = "", phase: str = "") -> Tensor:
-    """Start to send row r of every piece [group_size, n_i] to rank r; see `start`, and `ops.py` for the result."""
+def all_to_all(
+    rows: Sequence[Tensor], group_size: int, name: str, what: str = "", phase: str = ""
+) -> Tensor:
+    """Start to send row r of every piece [group_size, n_i] to rank r; see `start`, and `ops.py` for
+    the result.
+    """
     pieces = [piece.contiguous() for piece in rows]
     sizes = [piece.shape[1] for piece in pieces]
     out = pieces[0].new_empty(group_size, sum(sizes))
@@ -112,7 +129,9 @@ def _exchange(
     what: str,
     name: str,
 ) -> Exchange:
-    """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from it."""
+    """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from
+    it.
+    """
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]

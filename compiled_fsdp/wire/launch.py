@@ -1,4 +1,6 @@
-"""The first executor of `collectives.py`: ops on real tensors, at once; all-gathers over gloo are ours (`gloo.py`)."""
+"""The first executor of `collectives.py`: ops on real tensors, at once; all-gathers over gloo are
+ours (`gloo.py`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: object) -> Any:
 def start_gather(
     shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str, phase: str = ""
 ) -> tuple[Tensor, Any]:
-    """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes second."""
+    """Start to gather the pieces of a real tensor (see `ops.py`), awaited by the `Work` that comes
+    second.
+    """
     if gloo.is_gloo(group, shard.device):
         return gloo.start(shard, sizes, group_size, group, what, phase)
     out = shard.new_empty(gloo.gathered_shape(shard, group_size))

@@ -1,6 +1,8 @@
-"""Before a graph's backward runs: which of its outputs have got a gradient, and which parameters are left out therefore.
+"""Before a graph's backward runs: which of its outputs have got a gradient, and which parameters
+are left out therefore.
 
-`heads.py` says why. Outputs count as used if they are on any rank: one reduction serves all, so all must do the same with it.
+`heads.py` says why. Outputs count as used if they are on any rank: one reduction serves all, so all
+must do the same with it.
 """
 
 from __future__ import annotations
@@ -38,24 +40,32 @@ class Buffer(Protocol):
 
 
 def watch(buffers: Sequence[Buffer], num_outputs: int, text: str) -> None:
-    """From inside a graph's forward: look at the gradients of its outputs before its backward runs."""
+    """From inside a graph's forward: look at the gradients of its outputs before its backward
+    runs.
+    """
     node = running_compiled_function()
     if node is None:  # nothing is recorded
         return
     outputs = outputs_of_tangents(node)
     if len(outputs) != num_outputs:
         warn_once(
-            "compiled_fsdp: a graph returns tensors of a class that wraps others, and some parameters lead to some of its outputs "
-            "only. Where the loss leaves an output out, their gradients are zeros instead of None. Return plain tensors, or "
+            "compiled_fsdp: a graph returns tensors of a class that wraps others, and some "
+            "parameters lead to some of its outputs "
+            "only. Where the loss leaves an output out, their gradients are zeros instead of None. "
+            "Return plain tensors, or "
             "compute the loss inside the compiled function"
         )
         return
     references = [weakref.ref(buffer) for buffer in buffers]
-    node.register_prehook(partial(_before_backward, run_of(node), outputs, references, json.loads(text)))
+    node.register_prehook(
+        partial(_before_backward, run_of(node), outputs, references, json.loads(text))
+    )
 
 
 def announce() -> None:
-    """From inside the forward of a graph that our passes have not seen: say so if an output is left out."""
+    """From inside the forward of a graph that our passes have not seen: say so if an output is left
+    out.
+    """
     node = running_compiled_function()
     if node is None or getattr(node, "_fsdp_announces", False):
         return
@@ -70,18 +80,23 @@ def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> Non
 
 
 def announce_zeros(grad: Tensor, fqn: str) -> None:
-    """The same from inside its backward, where its forward has no op of ours: full parameters are its inputs (`resident.py`)."""
+    """The same from inside its backward, where its forward has no op of ours: full parameters are
+    its inputs (`resident.py`).
+    """
     node = running_node()
     if node is not None and not getattr(node, "_fsdp_announces", False) and not grad.any():
         _say(
-            f"gives parameter {fqn} a gradient of zeros. Parameters to which only outputs lead that the loss does not use get zeros"
+            f"gives parameter {fqn} a gradient of zeros. Parameters to which only outputs lead "
+            "that the loss does not use get zeros"
         )
 
 
 def _say(what: str) -> None:
     warn_once(
-        f"compiled_fsdp: a graph that reached its backend without our passes {what} for gradients instead of None, and an "
-        "optimizer with weight decay or momentum moves them. Use torch.compile's default backend or 'compiled_fsdp_eager', or "
+        f"compiled_fsdp: a graph that reached its backend without our passes {what} for gradients "
+        "instead of None, and an "
+        "optimizer with weight decay or momentum moves them. Use torch.compile's default backend "
+        "or 'compiled_fsdp_eager', or "
         "return only what the loss uses",
         about="zeros from a graph without our passes",
     )
@@ -89,10 +104,16 @@ def _say(what: str) -> None:
 
 @untraced
 def _before_backward(
-    run: int, outputs: list[int], references: list[weakref.ref[Any]], heads: list[Heads], grads: tuple[Tensor | None, ...]
+    run: int,
+    outputs: list[int],
+    references: list[weakref.ref[Any]],
+    heads: list[Heads],
+    grads: tuple[Tensor | None, ...],
 ) -> None:
     buffers = [reference() for reference in references]
-    groups = dict.fromkeys(group for buffer in buffers if buffer is not None for group in buffer.groups())
+    groups = dict.fromkeys(
+        group for buffer in buffers if buffer is not None for group in buffer.groups()
+    )
     used = _used_anywhere([grads[output] is not None for output in outputs], list(groups))
     for buffer, of_buffer in zip(buffers, heads, strict=True):
         if buffer is not None:
@@ -104,7 +125,11 @@ def _used_anywhere(is_used: list[bool], groups: list[dist.ProcessGroup]) -> set[
     """The outputs that have a gradient on any rank."""
     shared = [group for group in groups if dist.get_world_size(group) > 1]
     if shared:
-        device = torch.device("cpu") if dist.get_backend(shared[0]) == "gloo" else torch.accelerator.current_accelerator()
+        device = (
+            torch.device("cpu")
+            if dist.get_backend(shared[0]) == "gloo"
+            else torch.accelerator.current_accelerator()
+        )
         counts = torch.tensor(is_used, dtype=torch.int32, device=device)
         for group in shared:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)

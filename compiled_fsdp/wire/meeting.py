@@ -1,9 +1,10 @@
 """The ranks of a group meet in its store, before they use it to tell each other anything.
 
-A store can outlive the processes that wrote to it: torchrun keeps its own over restarts, so that a restarted rank would read
-what a dead one left. Therefore each process publishes a word of its own; rank 0 lists the words; every rank confirms a list
-that has its word; and rank 0 declares the list that all ranks have confirmed. No rank of before can have confirmed a list with
-the word of a process of now. The list gives the part of the store in which these very processes talk.
+A store can outlive the processes that wrote to it: torchrun keeps its own over restarts, so that a
+restarted rank would read what a dead one left. Therefore each process publishes a word of its own;
+rank 0 lists the words; every rank confirms a list that has its word; and rank 0 declares the list
+that all ranks have confirmed. No rank of before can have confirmed a list with the word of a
+process of now. The list gives the part of the store in which these very processes talk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ PAUSE_S = 0.05  # at most, between two looks
 
 
 def meet(store: Any, rank: int, size: int, timeout_s: float) -> str:
-    """What to prefix keys with in this store; the same on all ranks, and on no process that is gone.
+    """What to prefix keys with in this store; the same on all ranks, and on no process that is
+    gone.
 
     Raises:
         TimeoutError: `args` are the ranks that did not come.

@@ -1,4 +1,6 @@
-"""What the `fsdp::` ops of `schema.py` do when they run: fake kernels, real ones, autograd, and how they reach a unit."""
+"""What the `fsdp::` ops of `schema.py` do when they run: fake kernels, real ones, autograd, and how
+they reach a unit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group, in messages of these sizes."""
+    """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group, in
+    messages of these sizes.
+    """
 
     start: int
     sizes: tuple[int, ...]
@@ -44,25 +48,35 @@ class Piece:
 
 
 class Owner(left_out.Buffer, Protocol):
-    """What a flat buffer's unit does for the ops that reach it at run time; offsets name its parameters."""
+    """What a flat buffer's unit does for the ops that reach it at run time; offsets name its
+    parameters.
+    """
 
     def is_reached(self) -> bool:
-        """Whether the running backward adds to the gradient of the flat buffer; if not, the ops below change nothing."""
+        """Whether the running backward adds to the gradient of the flat buffer; if not, the ops
+        below change nothing.
+        """
 
     def mark(self, offsets: Sequence[int]) -> None:
         """Gradients of these are in the flat gradient that this backward delivers."""
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """Keep gradients: `where` is "rows" (unreduced, [group_size, n]) or "partial" (over the shard axis only, [n])."""
+        """Keep gradients: `where` is "rows" (unreduced, [group_size, n]) or "partial" (over the
+        shard axis only, [n]).
+        """
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """Add what was kept of these to `grads`, in place, and forget it."""
 
     def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
-        """A reduction of these under way, with `spec.reduction`: its result is needed when somebody reads the gradients."""
+        """A reduction of these under way, with `spec.reduction`: its result is needed when somebody
+        reads the gradients.
+        """
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
-        """Reduced gradients of these, in a buffer of the flat buffer's layout: to be used up now, or kept for the optimizer."""
+        """Reduced gradients of these, in a buffer of the flat buffer's layout: to be used up now,
+        or kept for the optimizer.
+        """
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
@@ -72,7 +86,9 @@ _settle_first: list[Callable[[GraphModule], None]] = []
 
 
 def before_traced_reads(fn: Callable[[GraphModule], None]) -> None:
-    """Let `fn` see every graph of Dynamo's that reads a parameter, once it is whole and before its backend gets it."""
+    """Let `fn` see every graph of Dynamo's that reads a parameter, once it is whole and before its
+    backend gets it.
+    """
     _settle_first.append(fn)
 
 
@@ -90,7 +106,8 @@ def owner_of(flat: Tensor, op: str) -> Owner:
     owner: Owner | None = getattr(flat, "_fsdp_owner", lambda: None)()
     if owner is None:
         raise RuntimeError(
-            f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph must be given the "
+            f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph "
+            "must be given the "
             "flat buffer itself, not a copy or a view of it"
         )
     return owner
@@ -111,7 +128,9 @@ def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"fsdp::{name}", lib=library)
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
+        f"fsdp::{name}", lib=library
+    )
     return decorate
 
 
@@ -132,9 +151,12 @@ def _own(result: Tensor, source: Tensor) -> Tensor:
 def _unshard(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     warn_once(
-        "compiled_fsdp: a graph reached its backend without our passes, so every parameter is gathered by a collective of its "
-        f"own, none overlapped ({spec.fqn} was the first). The results are right. Use torch.compile's default backend or "
-        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass",
+        "compiled_fsdp: a graph reached its backend without our passes, so every parameter is "
+        "gathered by a collective of its "
+        f"own, none overlapped ({spec.fqn} was the first). The results are right. Use "
+        "torch.compile's default backend or "
+        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and "
+        "post_grad_custom_post_pass",
         about="a graph without our passes",
     )
     left_out.announce()
@@ -158,7 +180,9 @@ def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     left_out.announce_zeros(grad, spec.fqn)
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
-        result = comm.reduce_grad(launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec)
+        result = comm.reduce_grad(
+            launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec
+        )
     if result is None:
         return flat.new_zeros(flat.shape)
     _mark_grads(result, flat, (spec.offset,))
@@ -181,15 +205,21 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if is_dynamo_faking(grad):
         spec = ParamSpec.of(ctx.spec)
         raise NotImplementedError(
-            f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by loss.backward() or "
-            "torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True). Gradients of sharded parameters arrive only in "
-            "a backward that autograd runs: nothing would be trained. Return the loss from the compiled function and call "
-            "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the graph there"
+            f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by "
+            "loss.backward() or "
+            "torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True). Gradients of "
+            "sharded parameters arrive only in "
+            "a backward that autograd runs: nothing would be trained. Return the loss from the "
+            "compiled function and call "
+            "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the "
+            "graph there"
         )
     return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
 
 
-torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd(
+    "fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=library
+)
 
 
 @_real("keep_slice")
@@ -252,12 +282,18 @@ def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
 
 
 @_real("gather_ahead")
-def _gather_ahead(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
-    return owner_of(flat, "gather_ahead").gather(shard, Piece(start, tuple(sizes), shard.dtype, group_size, group))
+def _gather_ahead(
+    shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
+) -> Tensor:
+    return owner_of(flat, "gather_ahead").gather(
+        shard, Piece(start, tuple(sizes), shard.dtype, group_size, group)
+    )
 
 
 @_fake("gather_ahead")
-def _gather_ahead_fake(shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str) -> Tensor:
+def _gather_ahead_fake(
+    shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
+) -> Tensor:
     return shard.new_empty(group_size * shard.numel())
 
 
@@ -282,7 +318,9 @@ def _custom_all_gather(shard: Tensor, group_size: int, group: str, algorithm: st
     """Stock's contract: one `allocate`; the input is this rank's slice of the output."""
     communicate, process_group = _custom(algorithm), group_named(group)
     numel = shard.numel()
-    out: Tensor = communicate.allocate((group_size * numel,), dtype=shard.dtype, device=shard.device)
+    out: Tensor = communicate.allocate(
+        (group_size * numel,), dtype=shard.dtype, device=shard.device
+    )
     mine = out.narrow(0, process_group.rank() * numel, numel)
     mine.copy_(shard)
     work = communicate(output_tensor=out, input_tensor=mine, group=process_group, async_op=True)
@@ -297,20 +335,28 @@ def _custom_all_gather_fake(shard: Tensor, group_size: int, group: str, algorith
 
 
 @_real("custom_reduce_scatter")
-def _custom_reduce_scatter(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+def _custom_reduce_scatter(
+    rows: Tensor, op: str, group_size: int, group: str, algorithm: str
+) -> Tensor:
     """Stock's contract: `allocate` for the input and for the output; no `async_op`."""
     communicate = _custom(algorithm)
     source: Tensor = communicate.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
     source.copy_(rows)
-    out: Tensor = communicate.allocate((rows.numel() // group_size,), dtype=rows.dtype, device=rows.device)
-    work = communicate(output_tensor=out, input_tensor=source, group=group_named(group), op=reduce_op(op))
+    out: Tensor = communicate.allocate(
+        (rows.numel() // group_size,), dtype=rows.dtype, device=rows.device
+    )
+    work = communicate(
+        output_tensor=out, input_tensor=source, group=group_named(group), op=reduce_op(op)
+    )
     if work is not None:
         register_work(out, work)
     return out
 
 
 @_fake("custom_reduce_scatter")
-def _custom_reduce_scatter_fake(rows: Tensor, op: str, group_size: int, group: str, algorithm: str) -> Tensor:
+def _custom_reduce_scatter_fake(
+    rows: Tensor, op: str, group_size: int, group: str, algorithm: str
+) -> Tensor:
     return rows.new_empty(rows.numel() // group_size)
 
 
@@ -337,8 +383,16 @@ def _copy_columns_fake(columns: Tensor) -> Tensor:
 
 
 @_real("all_gather")
-def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
-    """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in rank order.
+def _all_gather(
+    shard: Tensor,
+    sizes: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+    phase: str = "",
+) -> Tensor:
+    """The piece of n elements at `start` comes out at `group_size * start`: n from each rank, in
+    rank order.
 
     So a parameter needs no copy out of its bucket: what the ranks hold of it lies back to back.
     """
@@ -350,14 +404,23 @@ def _all_gather(shard: Tensor, sizes: Sequence[int], group_size: int, group: str
 
 @_fake("all_gather")
 def _all_gather_fake(
-    shard: Tensor, sizes: Sequence[int], group_size: int, group: str, what: str = "", phase: str = ""
+    shard: Tensor,
+    sizes: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+    phase: str = "",
 ) -> Tensor:
     return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
 @_real("all_to_all")
-def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
-    """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every piece of rank r."""
+def _all_to_all(
+    rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = ""
+) -> Tensor:
+    """From pieces [group_size, n_i]: [group_size, sum of n_i], row r being this rank's row of every
+    piece of rank r.
+    """
     with ranges.around("all_to_all", phase, what):
         if gloo.is_gloo(group, rows[0].device):
             return gloo.all_to_all(rows, group_size, group, what, phase)
@@ -368,7 +431,9 @@ def _all_to_all(rows: Sequence[Tensor], group_size: int, group: str, what: str =
 
 
 @_fake("all_to_all")
-def _all_to_all_fake(rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = "") -> Tensor:
+def _all_to_all_fake(
+    rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = ""
+) -> Tensor:
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
 
 
@@ -386,7 +451,9 @@ def _all_reduce_fake(rows: Tensor, op: str, group: str, what: str = "", phase: s
 
 @_real("agree")
 def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
-    """The token is there for compilers: an op that writes to something is neither dropped nor moved past its like."""
+    """The token is there for compilers: an op that writes to something is neither dropped nor moved
+    past its like.
+    """
     agreement.before_run(text, groups)
     note_run(record)
 
@@ -398,12 +465,23 @@ def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text:
 
 @_real("free")
 def _free(buffer: Tensor) -> None:
-    """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no view outlives it."""
+    """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no
+    view outlives it.
+    """
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """What an op without a result does to fake tensors."""
 
 
-for _name in ("mark_grads_", "retain_", "add_retained_", "reduce_later_", "step_", "agree", "watch_heads", "free"):
+for _name in (
+    "mark_grads_",
+    "retain_",
+    "add_retained_",
+    "reduce_later_",
+    "step_",
+    "agree",
+    "watch_heads",
+    "free",
+):
     _fake(_name)(_nothing)

@@ -1,9 +1,11 @@
-"""Ranges in profiles: `compiled_fsdp::all_gather forward layers.0 (q.weight, k.weight, ...)`, at no cost while no profiler is on.
+"""Ranges in profiles: `compiled_fsdp::all_gather forward layers.0 (q.weight, k.weight, ...)`, at no
+cost while no profiler is on.
 
-Our own ops open theirs when they run, under every executor, since what they carry is among their arguments; so does the wait for
-messages over gloo. The eager runtime opens one around each collective and each wait. The backend without Inductor also names
-torch's collectives, by an interpreter that takes over while a profiler is on. Under Inductor torch's collectives (all of them, on
-NCCL) have the names that torch gives them: one more op at each would cost something always.
+Our own ops open theirs when they run, under every executor, since what they carry is among their
+arguments; so does the wait for messages over gloo. The eager runtime opens one around each
+collective and each wait. The backend without Inductor also names torch's collectives, by an
+interpreter that takes over while a profiler is on. Under Inductor torch's collectives (all of them,
+on NCCL) have the names that torch gives them: one more op at each would cost something always.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ def stock(name: str) -> AbstractContextManager[object]:
 
 
 def around(op: str, phase: str, what: str) -> AbstractContextManager[object]:
-    """A range for a collective, or a wait for it: `what` is the unit and its parameters, "layers.0 (layers.0.w, layers.0.b)"."""
-    return torch.profiler.record_function(title(op, phase, what)) if what and is_profiling() else OFF
+    """A range for a collective, or a wait for it: `what` is the unit and its parameters, "layers.0
+    (layers.0.w, layers.0.b)".
+    """
+    return (
+        torch.profiler.record_function(title(op, phase, what)) if what and is_profiling() else OFF
+    )
 
 
 def title(op: str, phase: str, what: str) -> str:

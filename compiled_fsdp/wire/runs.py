@@ -1,4 +1,6 @@
-"""Which graphs have run in this process: each begins with an op that brings its record along, warm cache or cold."""
+"""Which graphs have run in this process: each begins with an op that brings its record along, warm
+cache or cold.
+"""
 
 from __future__ import annotations
 

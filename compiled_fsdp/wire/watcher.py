@@ -1,8 +1,9 @@
 """A thread that looks at something every so often, and has ended before the interpreter does.
 
-A daemon thread that is inside a call of torch when the interpreter ends comes back to an interpreter that is gone, and takes the
-process with it: "terminate called without an active exception", exit code -6 of a job that was done. So it is told to end, and
-awaited, at exit; on whichever way the main thread leaves, since all but `os._exit` come by `atexit`.
+A daemon thread that is inside a call of torch when the interpreter ends comes back to an
+interpreter that is gone, and takes the process with it: "terminate called without an active
+exception", exit code -6 of a job that was done. So it is told to end, and awaited, at exit; on
+whichever way the main thread leaves, since all but `os._exit` come by `atexit`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class Watcher:
         self._is_over.set()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
-            log.warning("compiled_fsdp: the process ends while its thread %s still waits in a call", self.name)
+            log.warning(
+                "compiled_fsdp: the process ends while its thread %s still waits in a call",
+                self.name,
+            )
 
     def pause(self, seconds: float) -> None:
         """Sleep, in whichever thread.

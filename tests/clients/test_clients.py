@@ -1,4 +1,5 @@
-"""Real users of `fully_shard`, unmodified but for the import: Hugging Face models, PEFT, Accelerate, Lightning Fabric, timm.
+"""Real users of `fully_shard`, unmodified but for the import: Hugging Face models, PEFT,
+Accelerate, Lightning Fabric, timm.
 
 `make test-clients` installs them and runs this; otherwise these tests are skipped and say so.
 """
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 def needs(*names: str) -> pytest.MarkDecorator:
     missing = [name for name in names if find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: run `make test-clients`")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"needs {', '.join(missing)}: run `make test-clients`"
+    )
 
 
 SMALL: dict[str, Any] = {
@@ -57,7 +60,9 @@ def llama_tied() -> tuple[nn.Module, str]:
 def mixtral() -> tuple[nn.Module, str]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)), "model.layers"
+    return MixtralForCausalLM(
+        MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
+    ), "model.layers"
 
 
 def bert() -> tuple[nn.Module, str]:
@@ -67,11 +72,15 @@ def bert() -> tuple[nn.Module, str]:
     return BertForMaskedLM(config), "bert.encoder.layer"
 
 
-MODELS: dict[str, Callable[[], tuple[Any, str]]] = {f.__name__: f for f in (llama, llama_tied, mixtral, bert)}
+MODELS: dict[str, Callable[[], tuple[Any, str]]] = {
+    f.__name__: f for f in (llama, llama_tied, mixtral, bert)
+}
 
 
 def tokens(step: int = 0) -> Tensor:
-    return torch.randint(0, 60, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return torch.randint(
+        0, 60, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+    )
 
 
 def loss_of(call: Any, step: int) -> Tensor:
@@ -85,7 +94,9 @@ def check_grads(model: nn.Module, reference: nn.Module) -> None:
         if q.grad is not None:
             mean = q.grad.clone()
             dist.all_reduce(mean)
-            assert torch.allclose(p.grad.full_tensor(), mean / dist.get_world_size(), atol=1e-5), name
+            assert torch.allclose(p.grad.full_tensor(), mean / dist.get_world_size(), atol=1e-5), (
+                name
+            )
 
 
 @contextmanager
@@ -118,7 +129,9 @@ def unsharded_graphs(model: Any, run: Callable[[Any], Any]) -> tuple[int, int]:
 
 
 def check_graphs(before: tuple[int, int], halves: list[Any], seen: dict[str, int]) -> None:
-    """No more graphs or breaks than unsharded, and what is communicated in a step is inside the graphs."""
+    """No more graphs or breaks than unsharded, and what is communicated in a step is inside the
+    graphs.
+    """
     after = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     assert after <= before, f"(graphs, breaks): {after} sharded, {before} unsharded"
     inside = sum(sum(half.values()) for half in halves)
@@ -135,14 +148,21 @@ def shard_layers(model: Any, path: str, **options: Any) -> Any:
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face(two: Pool, name: str, backend: str | None) -> None:
-    """Compiled as one whole graph; the gathers are counted, since Dynamo can skip a frame without reporting a break."""
+    """Compiled as one whole graph; the gathers are counted, since Dynamo can skip a frame without
+    reporting a break.
+    """
     breaks = two.run(hugging_face, name, backend)[0]
     if breaks:
-        pytest.skip(f"{name} of the installed transformers breaks its graph {breaks} times unsharded, on this torch")
+        pytest.skip(
+            f"{name} of the installed transformers breaks its graph {breaks} times unsharded, on "
+            "this torch"
+        )
 
 
 def hugging_face(name: str, backend: str | None) -> int:
-    """How often the model breaks its graph unsharded; then nothing else was tried with a backend."""
+    """How often the model breaks its graph unsharded; then nothing else was tried with a
+    backend.
+    """
     torch.manual_seed(0)
     model, path = MODELS[name]()
     reference = copy.deepcopy(model)
@@ -154,7 +174,8 @@ def hugging_face(name: str, backend: str | None) -> int:
     with captured() as halves:
         seen = train_two_steps(model, call, reference)
     assert seen["gather"] in (5, 6), (
-        "three units in forward, the two blocks (in a graph also what backward reads of the root) again"
+        "three units in forward, the two blocks (in a graph also what backward reads of the root) "
+        "again"
     )
     assert seen["reduce"] == 3
     if backend:
@@ -187,7 +208,9 @@ def generate(name: str) -> None:
     reference = copy.deepcopy(model)
     shard_layers(model, path)
     prompt = torch.arange(4)[None]
-    ours, theirs = (m.eval().generate(prompt, max_new_tokens=5, do_sample=False) for m in (model, reference))
+    ours, theirs = (
+        m.eval().generate(prompt, max_new_tokens=5, do_sample=False) for m in (model, reference)
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -222,12 +245,16 @@ def peft_lora(backend: str | None) -> None:
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_accelerate(two: Pool, name: str, checkpoints: bool, backend: str | None) -> None:
-    """Its own preparation; on CPU its `Accelerator` takes DDP instead, so what that calls for FSDP2 is called here."""
+    """Its own preparation; on CPU its `Accelerator` takes DDP instead, so what that calls for FSDP2
+    is called here.
+    """
     two.run(accelerated, name, checkpoints, backend)
 
 
 def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
-    """Layers in checkpoint wrappers, then `torch.compile`, then `fully_shard`: of layers, the embedding, lists, and the root."""
+    """Layers in checkpoint wrappers, then `torch.compile`, then `fully_shard`: of layers, the
+    embedding, lists, and the root.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
     torch.manual_seed(0)
@@ -246,14 +273,18 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
     )
     plugin.set_auto_wrap_policy(model)
     if checkpoints:
-        model.config.use_cache = False  # as Trainer does: the recomputation would append to the cache a second time
+        model.config.use_cache = (
+            False  # as Trainer does: the recomputation would append to the cache a second time
+        )
         model = fsdp_utils.fsdp2_apply_ac(accelerator, model)
     before = unsharded_graphs(model, lambda call: loss_of(call, 0).backward())
     prepared: Any = torch.compile(model, backend=backend) if backend else model
     with replace_stock(), captured() as halves:
         prepared = fsdp_utils.fsdp2_prepare_model(accelerator, prepared)
         seen = train_two_steps(model, prepared, reference)
-    assert seen["reduce"] == (3 if name == "llama_tied" else 4), "two layers, the embedding, the norm with the head"
+    assert seen["reduce"] == (3 if name == "llama_tied" else 4), (
+        "two layers, the embedding, the norm with the head"
+    )
     if backend:
         check_graphs(before, halves, seen)
     names = fsdp_utils.fsdp2_canonicalize_names(dict(prepared.named_parameters()))
@@ -278,7 +309,13 @@ def vision(name: str, backend: str | None) -> None:
     torch.manual_seed(0)
     if name == "vit":
         model = timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5
+            "vit_tiny_patch16_224",
+            img_size=32,
+            patch_size=8,
+            embed_dim=32,
+            depth=2,
+            num_heads=4,
+            num_classes=5,
         )
         blocks: Any = model.blocks
     else:
@@ -309,7 +346,9 @@ def test_lightning_fabric(two: Pool) -> None:
 
 
 def lightning_fabric() -> None:
-    """Fabric's model-parallel strategy shards by a function of the user's, with a mesh of Fabric's."""
+    """Fabric's model-parallel strategy shards by a function of the user's, with a mesh of
+    Fabric's.
+    """
     import os
 
     import lightning
@@ -354,7 +393,9 @@ def lightning_fabric() -> None:
 @needs("transformers")
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 def test_tied_after_sharding(two: Pool, backend: str | None) -> None:
-    """A tied model that is sharded before its weights are tied, as transformers does when it loads one sharded."""
+    """A tied model that is sharded before its weights are tied, as transformers does when it loads
+    one sharded.
+    """
     two.run(tied_after_sharding, backend)
 
 
@@ -363,7 +404,9 @@ def tied_after_sharding(backend: str | None) -> None:
 
     def build() -> Any:
         torch.manual_seed(0)
-        return Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
+        return Qwen3ForCausalLM(
+            Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+        )
 
     reference, model = build(), build()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())

@@ -4,13 +4,13 @@
     def test_reshard_after_forward(two):
         two.run(same, reshard_after_forward)
 
-    def reshard_after_forward(api):          # called with stock's `Api`, then ours eager, then ours compiled
-        model = api.fully_shard(net())
-        out = api.compile(model)(batch())
-        return out, api.is_sharded(model)    # compared bit for bit
+    def reshard_after_forward(api):          # called with stock's `Api`, then ours eager, then ours
+        compiled model = api.fully_shard(net()) out = api.compile(model)(batch()) return out,
+        api.is_sharded(model)    # compared bit for bit
 
-`rows` names the rows of the specification (`fsdp2_rows.tsv`) that the test pins; the table in `docs/fsdp2.md` is made from these
-marks. What a test knows to differ is not returned but asserted for each kind, under the status "improved".
+`rows` names the rows of the specification (`fsdp2_rows.tsv`) that the test pins; the table in
+`docs/fsdp2.md` is made from these marks. What a test knows to differ is not returned but asserted
+for each kind, under the status "improved".
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ STATUSES = ("both", "eager", "compiled", "improved")
 
 
 def rows(*ids: str, status: str = "both") -> Callable[[Any], Any]:
-    """Mark a test with the rows that it pins. status: where they hold, or "improved" where ours differs on purpose."""
+    """Mark a test with the rows that it pins. status: where they hold, or "improved" where ours
+    differs on purpose.
+    """
     assert status in STATUSES, status
 
     def mark(test: Any) -> Any:
@@ -61,7 +63,8 @@ def rows(*ids: str, status: str = "both") -> Callable[[Any], Any]:
 class AnyApi:
     """Stock FSDP or ours, and how to run a model with it.
 
-    kind: "stock", or of ours "eager", "compiled" (without Inductor: exact, and compiles in a second), "inductor".
+    kind: "stock", or of ours "eager", "compiled" (without Inductor: exact, and compiles in a
+        second), "inductor".
     """
 
     def __init__(self, kind: str) -> None:
@@ -114,7 +117,9 @@ def eager_same(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
 
 
 def ours_alike(observe: Callable[..., Any], *args: Any) -> None:
-    """Worker function: for what the installed stock lacks; ours compiled observes what ours eager does."""
+    """Worker function: for what the installed stock lacks; ours compiled observes what ours eager
+    does.
+    """
     found = []
     for kind in KINDS:
         torch._dynamo.reset()
@@ -139,21 +144,29 @@ def lacking(*methods: str) -> list[str]:
 
 
 def skip_without(*methods: str) -> None:
-    """End a test where its comparison with stock begins, if the installed stock lacks one of these methods."""
+    """End a test where its comparison with stock begins, if the installed stock lacks one of these
+    methods.
+    """
     missing = lacking(*methods)
     if missing:
         pytest.skip(f"stock of this torch has no {', '.join(missing)}; ours have run without it")
 
 
-def against_stock(pool: Pool, worker: Callable[..., None], observe: Callable[..., Any], *needs: str) -> None:
-    """Run `same` or `eager_same`; where stock lacks what the observation needs, ours among themselves, and skip the rest."""
+def against_stock(
+    pool: Pool, worker: Callable[..., None], observe: Callable[..., Any], *needs: str
+) -> None:
+    """Run `same` or `eager_same`; where stock lacks what the observation needs, ours among
+    themselves, and skip the rest.
+    """
     alone = {same: ours_alike, eager_same: ours_eager}[worker]
     pool.run(worker if stock_has(*needs) else alone, observe)
     skip_without(*needs)
 
 
 def same_or_reason(observe: Callable[..., Any], expected: str, *args: Any) -> str | None:
-    """Worker function: `same`; if the installed stock raises what is expected of it, ours among themselves, and what it said."""
+    """Worker function: `same`; if the installed stock raises what is expected of it, ours among
+    themselves, and what it said.
+    """
     try:
         torch.manual_seed(0)
         observe(Api("stock"), *args)
@@ -167,18 +180,26 @@ def same_or_reason(observe: Callable[..., Any], expected: str, *args: Any) -> st
 
 
 def unless_stock_raises(pool: Pool, observe: Callable[..., Any], expected: str, *args: Any) -> None:
-    """Run `same`; where the installed stock raises this, ours among themselves, and skip the rest."""
+    """Run `same`; where the installed stock raises this, ours among themselves, and skip the
+    rest.
+    """
     reasons = pool.run(same_or_reason, observe, expected, *args)
     if reasons[0] is not None:
-        pytest.skip(f"stock of this torch raises here: {reasons[0]}; ours have run, and were compared")
+        pytest.skip(
+            f"stock of this torch raises here: {reasons[0]}; ours have run, and were compared"
+        )
 
 
 def close(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in different orders."""
+    """Worker function: on four ranks, where gloo's reduce-scatter and our all-to-all add in
+    different orders.
+    """
     same(observe, *args, rtol=1e-5, atol=1e-7, **options)
 
 
-def each(observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, of: type[AnyApi] = Api) -> None:
+def each(
+    observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, of: type[AnyApi] = Api
+) -> None:
     """Worker function: the observation asserts by itself, for each kind of ours."""
     for kind in kinds:
         torch._dynamo.reset()
@@ -194,10 +215,16 @@ def check_equal(found: Any, expected: Any, what: str, rtol: float = 0.0, atol: f
 
 
 def plain(value: Any) -> Any:
-    """Copies that no later step changes; a DTensor as its local tensor, placements and global shape."""
+    """Copies that no later step changes; a DTensor as its local tensor, placements and global
+    shape.
+    """
     if isinstance(value, DTensor):
         placements = tuple(str(p) for p in value.placements)
-        return {"local": value.to_local().detach().clone(), "placements": placements, "shape": tuple(value.shape)}
+        return {
+            "local": value.to_local().detach().clone(),
+            "placements": placements,
+            "shape": tuple(value.shape),
+        }
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -232,8 +259,8 @@ def _differences(a: Any, b: Any, path: str, rtol: float, atol: float) -> Any:  #
 
 @cache
 def traces_alpha() -> bool:
-    """Whether Dynamo takes `add_(x, alpha=a)` into its graphs as it is. In torch 2.11 it takes `add_(x * a)`, which is rounded
-    twice: with whichever backend, of whichever parameters.
+    """Whether Dynamo takes `add_(x, alpha=a)` into its graphs as it is. In torch 2.11 it takes
+    `add_(x * a)`, which is rounded twice: with whichever backend, of whichever parameters.
     """
     found = []
 
@@ -241,7 +268,9 @@ def traces_alpha() -> bool:
         found.extend(node.kwargs for node in gm.graph.nodes)
         return gm.forward
 
-    torch.compile(lambda a, b: a.add_(b, alpha=0.1), backend=look, fullgraph=True)(torch.ones(1), torch.ones(1))
+    torch.compile(lambda a, b: a.add_(b, alpha=0.1), backend=look, fullgraph=True)(
+        torch.ones(1), torch.ones(1)
+    )
     return any("alpha" in kwargs for kwargs in found)
 
 
@@ -275,7 +304,12 @@ def params(model: nn.Module) -> dict[str, Any]:
 
 def is_sharded(module: nn.Module) -> list[bool]:
     """Which registered parameters are DTensors now."""
-    return [isinstance(p, DTensor) for m in module.modules() for p in m._parameters.values() if p is not None]
+    return [
+        isinstance(p, DTensor)
+        for m in module.modules()
+        for p in m._parameters.values()
+        if p is not None
+    ]
 
 
 # What the process group is asked for, under any of its names.
@@ -294,12 +328,16 @@ def communications(run: Callable[[], Any]) -> dict[str, int]:
         run()
     found: Counter[str] = Counter()
     for event in profiler.events():
-        named = [c for c in event.cpu_children if c.name.startswith("compiled_fsdp::")]  # the range that our op opens
+        named = [
+            c for c in event.cpu_children if c.name.startswith("compiled_fsdp::")
+        ]  # the range that our op opens
         inside = [*event.cpu_children, *(c for entry in named for c in entry.cpu_children)]
         is_run = not event.name.startswith("fsdp::") or any(
             c.name == "aten::copy_" for c in inside
         )  # of the rank's own piece
-        if event.name in _COMMUNICATIONS and is_run:  # else a fake one, or one that a dispatch mode passes on
+        if (
+            event.name in _COMMUNICATIONS and is_run
+        ):  # else a fake one, or one that a dispatch mode passes on
             found[_COMMUNICATIONS[event.name]] += 1
     return {kind: found[kind] for kind in ("gather", "reduce", "all_reduce")}
 

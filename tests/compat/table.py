@@ -1,9 +1,12 @@
-"""`docs/fsdp2.md` and `docs/fsdp1.md`: every row of the specifications and what pins it, from the marks in the tests.
+"""`docs/fsdp2.md` and `docs/fsdp1.md`: every row of the specifications and what pins it, from the
+marks in the tests.
 
-    python tests/compat/table.py        # writes the files; `test_table.py` fails if one is out of date
+    python tests/compat/table.py        # writes the files; `test_table.py` fails if one is out of
+    date
 
-A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved; "differs" where such a test is
-expected to fail. Rows without a test are "not on this hardware" (tag C), or stand with a reason in `*_absent.tsv`.
+A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved;
+"differs" where such a test is expected to fail. Rows without a test are "not on this hardware" (tag
+C), or stand with a reason in `*_absent.tsv`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Front:
-    """A front end: its tests' folder, the prefix of its lists there, its document's name, and what it is compared with."""
+    """A front end: its tests' folder, the prefix of its lists there, its document's name, and what
+    it is compared with.
+    """
 
     folder: Path
     prefix: str
@@ -57,7 +62,9 @@ def absent(front: Front) -> dict[str, str]:
 
 
 def marks(front: Front) -> dict[str, list[tuple[str, str]]]:
-    """Row -> (status, test) of every mark; where ours is improved, with the test's first line, which says how."""
+    """Row -> (status, test) of every mark; where ours is improved, with the test's first line,
+    which says how.
+    """
     found: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(front.folder.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -66,10 +73,14 @@ def marks(front: Front) -> dict[str, list[tuple[str, str]]]:
             fails = any("xfail" in ast.unparse(d) for d in node.decorator_list)
             for call in node.decorator_list:
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "rows":
-                    status = next((ast.literal_eval(k.value) for k in call.keywords if k.arg == "status"), "both")
+                    status = next(
+                        (ast.literal_eval(k.value) for k in call.keywords if k.arg == "status"),
+                        "both",
+                    )
                     test = f"`{path.stem}::{node.name}`"
                     if status == "improved":
-                        test += f" ({(ast.get_docstring(node) or '').splitlines()[0].rstrip('.')})"
+                        said = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                        test += f" ({' '.join(said.split()).rstrip('.')})"
                     for row in map(ast.literal_eval, call.args):
                         found.setdefault(row, []).append(("differs" if fails else status, test))
     return found
@@ -82,9 +93,17 @@ def statuses(front: Front) -> dict[str, tuple[str, list[str], str]]:
     for row, _, _, tags in specification(front):
         entries = marked.get(row, [])
         given = [status for status, _ in entries]
-        status = next((s for s in ("differs", "improved", "both", "eager", "compiled") if s in given), "")
+        status = next(
+            (s for s in ("differs", "improved", "both", "eager", "compiled") if s in given), ""
+        )
         if not status:
-            status = "not there" if row in reasons else "not on this hardware" if "C" in tags.split() else "untested"
+            status = (
+                "not there"
+                if row in reasons
+                else "not on this hardware"
+                if "C" in tags.split()
+                else "untested"
+            )
         result[row] = status, [test for _, test in entries], reasons.get(row, "")
     return result
 
@@ -96,7 +115,8 @@ def text(front: Front) -> str:
     lines = [
         f"# Compatibility with `{front.stock}`",
         "",
-        "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one observable behaviour of stock "
+        "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one "
+        "observable behaviour of stock "
         f"{front.name.upper()} (torch 2.13, or 2.15 where the row says so). "
         "Its tests run stock and ours side by side and compare what they return bit for bit "
         "(at four ranks within a tolerance, where gloo adds in another order).",
@@ -109,7 +129,13 @@ def text(front: Front) -> str:
     for row, heading, condition, _ in specification(front):
         if heading != chapter:
             chapter = heading
-            lines += ["", f"## {chapter}", "", "| row | condition | status | tests |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {chapter}",
+                "",
+                "| row | condition | status | tests |",
+                "|---|---|---|---|",
+            ]
         status, tests, remark = found[row]
         shown = ", ".join(dict.fromkeys(tests)) or remark
         lines.append(f"| {row} | {condition} | {status} | {shown} |")

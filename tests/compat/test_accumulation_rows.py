@@ -1,4 +1,6 @@
-"""Chapters 10 and 11: gradient accumulation, synchronisation flags, frozen, unused, ignored and tied parameters."""
+"""Chapters 10 and 11: gradient accumulation, synchronisation flags, frozen, unused, ignored and
+tied parameters.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ def repeated_backward(api: Api) -> Any:
     first = [p.grad for p in model.parameters()]
     seen = [plain(first)]
     for step in (1, 2):
-        seen.append([communications(lambda step=step: train_step(call, step))["reduce"], plain(grads(model))])
+        seen.append(
+            [
+                communications(lambda step=step: train_step(call, step))["reduce"],
+                plain(grads(model)),
+            ]
+        )
     return seen, [a is p.grad for a, p in zip(first, model.parameters(), strict=True)]
 
 
@@ -87,7 +94,9 @@ def gradient_sync(api: Api) -> Any:
     model = api.units(net(), "0", "2")
     call = api.compile(model)
     model.set_requires_gradient_sync(False)
-    unsynced = [communications(lambda step=step: train_step(call, step))["reduce"] for step in (0, 1)]
+    unsynced = [
+        communications(lambda step=step: train_step(call, step))["reduce"] for step in (0, 1)
+    ]
     kept = grads(model)
     model.zero_grad()
     model.set_requires_gradient_sync(True)
@@ -186,7 +195,11 @@ def is_last_backward(api: Api) -> Any:
 def test_recurse(two: Pool) -> None:
     two.run(same, recurse_in_values)
     against_stock(
-        two, same, recurse_is_a_keyword, "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers"
+        two,
+        same,
+        recurse_is_a_keyword,
+        "set_reduce_scatter_unused_params",
+        "set_reduce_scatter_max_input_buffers",
     )
 
 
@@ -206,7 +219,9 @@ def recurse_is_a_keyword(api: Api) -> Any:
     model = api.units(net(), "0")
     flags = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward")
     unused = "set_reduce_scatter_unused_params"
-    found = [raised(lambda name=name: getattr(model, name)(True, False)) for name in (*flags, unused)]
+    found = [
+        raised(lambda name=name: getattr(model, name)(True, False)) for name in (*flags, unused)
+    ]
     found += [raised(lambda: model.set_reduce_scatter_max_input_buffers(2, True))]
     return found, model.set_reshard_after_forward(True, False)
 
@@ -258,7 +273,10 @@ def whole_unit_frozen(api: Api) -> Any:
     for step, wanted in enumerate((True, False, True)):
         model[2].requires_grad_(wanted)
         model.zero_grad()
-        seen += [communications(lambda step=step: train_step(call, step))["reduce"], plain(grads(model))]
+        seen += [
+            communications(lambda step=step: train_step(call, step))["reduce"],
+            plain(grads(model)),
+        ]
     return seen
 
 
@@ -281,7 +299,9 @@ def unfrozen_after_lazy_init(api: Api, dtype: torch.dtype) -> Any:
 
 @rows("11.3", status="improved")
 def test_unfrozen_with_mixed_precision(two: Pool) -> None:
-    """Before torch 2.15 stock has no dtype to cast the gradient to, and fails; ours casts as for any other parameter."""
+    """Before torch 2.15 stock has no dtype to cast the gradient to, and fails; ours casts as for
+    any other parameter.
+    """
     two.run(unfrozen_with_mixed_precision)
 
 
@@ -294,7 +314,9 @@ def unfrozen_with_mixed_precision() -> None:
 
 
 def unfrozen_has_the_original_dtype(api: Api) -> None:
-    assert {g.dtype for g in unfrozen_after_lazy_init(api, torch.bfloat16).values()} == {torch.float32}
+    assert {g.dtype for g in unfrozen_after_lazy_init(api, torch.bfloat16).values()} == {
+        torch.float32
+    }
 
 
 @rows("11.4")
@@ -308,7 +330,9 @@ def unused(api: Api) -> Any:
     seen = []
     for step, use_right in enumerate((False, True, False)):
         model.zero_grad()
-        counts = communications(lambda step=step, use_right=use_right: branch_step(call, step, use_right))
+        counts = communications(
+            lambda step=step, use_right=use_right: branch_step(call, step, use_right)
+        )
         seen += [counts["reduce"], is_sharded(model), plain(grads(model))]
     return seen
 
@@ -353,7 +377,9 @@ def zeros_for_unused_breaks_the_graph() -> None:
 
 @rows("11.6", status="eager")
 def test_ranks_use_different_parameters(two: Pool) -> None:
-    against_stock(two, eager_same, ranks_use_different_parameters, "set_reduce_scatter_unused_params")
+    against_stock(
+        two, eager_same, ranks_use_different_parameters, "set_reduce_scatter_unused_params"
+    )
 
 
 def ranks_use_different_parameters(api: Api) -> Any:
@@ -365,7 +391,9 @@ def ranks_use_different_parameters(api: Api) -> Any:
 
 @rows("11.6", status="eager")
 def test_zeros_only_for_what_was_gathered(two: Pool) -> None:
-    against_stock(two, eager_same, zeros_only_for_what_was_gathered, "set_reduce_scatter_unused_params")
+    against_stock(
+        two, eager_same, zeros_only_for_what_was_gathered, "set_reduce_scatter_unused_params"
+    )
 
 
 def zeros_only_for_what_was_gathered(api: Api) -> Any:
@@ -388,4 +416,11 @@ def ignored(api: Api) -> Any:
     api.units(model, "0", ignored_params=ignored_params)
     losses = [train_step(api.compile(model), step) for step in (0, 1)]
     managed = [getattr(m, "_is_fsdp_managed_module", False) for m in model.modules()]
-    return losses, model[2].weight is weight, is_sharded(model), grads(model), model.state_dict(), managed
+    return (
+        losses,
+        model[2].weight is weight,
+        is_sharded(model),
+        grads(model),
+        model.state_dict(),
+        managed,
+    )

@@ -1,4 +1,6 @@
-"""Chapters 1 and 2 of the specification: arguments of `fully_shard`, and what it makes of the module."""
+"""Chapters 1 and 2 of the specification: arguments of `fully_shard`, and what it makes of the
+module.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Chain(nn.ModuleList):
 
 
 class Odd(nn.Module):
-    """A parameter and a buffer of its own before its children, and methods that FSDPModule has too."""
+    """A parameter and a buffer of its own before its children, and methods that FSDPModule has
+    too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +76,9 @@ class Odd(nn.Module):
 
 
 def counted_step(call: Any) -> dict[str, int]:
-    """The gathers and reductions of one step; its input requires a gradient, so that backward needs every weight."""
+    """The gathers and reductions of one step; its input requires a gradient, so that backward needs
+    every weight.
+    """
 
     def step() -> None:
         call(batch(step=1, requires_grad=True)).square().mean().backward()
@@ -82,7 +88,10 @@ def counted_step(call: Any) -> dict[str, int]:
         step()
     names = [e.name for e in profiler.events()]
     gathers = names.count("fsdp::all_gather") + names.count("c10d::_allgather_base_")
-    return {"gather": gathers, "reduce": names.count("c10d::_reduce_scatter_base_") + names.count("fsdp::all_to_all")}
+    return {
+        "gather": gathers,
+        "reduce": names.count("c10d::_reduce_scatter_base_") + names.count("fsdp::all_to_all"),
+    }
 
 
 # -- chapter 1
@@ -94,11 +103,23 @@ def test_signature_and_result(two: Pool) -> None:
 
 
 def signature_and_result(api: Api) -> Any:
-    of_stock = inspect.signature(Api("stock").fully_shard).parameters  # torch 2.11 has no `dp_mesh_dims`
-    found = [p for name, p in inspect.signature(api.fully_shard).parameters.items() if name in of_stock]
+    of_stock = inspect.signature(
+        Api("stock").fully_shard
+    ).parameters  # torch 2.11 has no `dp_mesh_dims`
+    found = [
+        p for name, p in inspect.signature(api.fully_shard).parameters.items() if name in of_stock
+    ]
     model, pair, tuple_ = net(), [net(), net()], (net(), net())
-    same_object = [api.fully_shard(model) is model, api.fully_shard(pair) is pair, api.fully_shard(tuple_) is tuple_]
-    return [(p.name, str(p.kind), repr(p.default)) for p in found], same_object, raised(lambda: api.fully_shard(net(), None))
+    same_object = [
+        api.fully_shard(model) is model,
+        api.fully_shard(pair) is pair,
+        api.fully_shard(tuple_) is tuple_,
+    ]
+    return (
+        [(p.name, str(p.kind), repr(p.default)) for p in found],
+        same_object,
+        raised(lambda: api.fully_shard(net(), None)),
+    )
 
 
 @rows("1.2", "1.4", "1.5")
@@ -138,7 +159,13 @@ def list_of_modules(api: Api) -> Any:
     is_shared = [a is b for a in states for b in states]
     api.fully_shard(model)
     counts = counted_step(model)
-    return [type(m).__name__ for m in model.modules()], is_shared, is_sharded(model), counts, grads(model)
+    return (
+        [type(m).__name__ for m in model.modules()],
+        is_shared,
+        is_sharded(model),
+        counts,
+        grads(model),
+    )
 
 
 @rows("1.7", status="improved")
@@ -150,7 +177,9 @@ def test_second_try(two: Pool) -> None:
 def second_try(api: Api) -> None:
     ours, theirs = net(), net()
     assert raised(lambda: api.fully_shard(ours, reshard_after_forward="x")) == "ValueError"
-    assert raised(lambda: Api("stock").fully_shard(theirs, reshard_after_forward="x")) == "ValueError"
+    assert (
+        raised(lambda: Api("stock").fully_shard(theirs, reshard_after_forward="x")) == "ValueError"
+    )
     assert raised(lambda: Api("stock").fully_shard(theirs)) == "AssertionError"
     assert not any(is_sharded(ours))
     assert all(is_sharded(api.fully_shard(ours)))
@@ -175,7 +204,9 @@ def default_mesh(api: Api) -> Any:
             stack.enter_context(mock.patch.object(module, "init_process_group", init))
         second = api.fully_shard(net())
     meshes = [model[0].weight.device_mesh for model in (first, second)]
-    return calls, [(m.device_type, m.mesh, m.mesh_dim_names, len(m.get_group().group_name) > 0) for m in meshes]
+    return calls, [
+        (m.device_type, m.mesh, m.mesh_dim_names, len(m.get_group().group_name) > 0) for m in meshes
+    ]
 
 
 @rows("1.10", "1.11", "1.13", "1.14")
@@ -190,7 +221,12 @@ def meshes_and_sizes(api: Api) -> Any:
     sizes = ["x", 0.5, 2.0, [2], 0, -1, 3, 5, 8, 1, 2, 4, True, False, None]
     named = mesh_of(1, 4, names=("r", "s"))
     return (
-        [tried(mesh_of(1, 1, 4)), tried(mesh_of(1, 2, 2, names=("a", "b", "c"))), tried(mesh_of(1, 4)), tried(named)],
+        [
+            tried(mesh_of(1, 1, 4)),
+            tried(mesh_of(1, 2, 2, names=("a", "b", "c"))),
+            tried(mesh_of(1, 4)),
+            tried(named),
+        ],
         [tried(mesh_of(4), size) for size in sizes],
         [tried(named, size) for size in sizes],
     )
@@ -271,14 +307,20 @@ def test_placement_result_that_is_refused(two: Pool) -> None:
 
 def placement_results(api: Api) -> Any:
     results = ("x", 0, Replicate(), (Shard(0),), None, Shard(0))
-    found = [raised(lambda r=r: api.fully_shard(net(), shard_placement_fn=lambda p: r)) for r in results]
+    found = [
+        raised(lambda r=r: api.fully_shard(net(), shard_placement_fn=lambda p: r)) for r in results
+    ]
     assert api.is_stock or set(found) == {None, "ValueError"}
-    return [error is None for error in found]  # stock of torch 2.11 finds no attribute of what it was given
+    return [
+        error is None for error in found
+    ]  # stock of torch 2.11 finds no attribute of what it was given
 
 
 @rows("1.21", status="improved")
 def test_placement_fn_calls(two: Pool) -> None:
-    """Called once for each parameter; stock calls it twice since torch 2.13, so that it must be deterministic."""
+    """Called once for each parameter; stock calls it twice since torch 2.13, so that it must be
+    deterministic.
+    """
     two.run(each, placement_fn_calls)
 
 
@@ -299,14 +341,20 @@ def test_policies(two: Pool) -> None:
 
 def policies(api: Api) -> Any:
     policy = api.MixedPrecisionPolicy()
-    torchs = torch.distributed.fsdp.MixedPrecisionPolicy()  # ours has what torch 2.15 adds, on older torch too
+    torchs = (
+        torch.distributed.fsdp.MixedPrecisionPolicy()
+    )  # ours has what torch 2.15 adds, on older torch too
     pinless, base = api.CPUOffloadPolicy(pin_memory=False), api.OffloadPolicy()
     models = [api.fully_shard(net(), offload_policy=p) for p in (pinless, base, None)]
     return (
         {name: getattr(policy, name) for name in vars(torchs)},
         raised(lambda: setattr(policy, "param_dtype", torch.float16)),
         raised(lambda: api.MixedPrecisionPolicy(param_dtype="x")),
-        raised(lambda: api.fully_shard(net(), mp_policy=api.MixedPrecisionPolicy(torch.int32, torch.bool))),
+        raised(
+            lambda: api.fully_shard(
+                net(), mp_policy=api.MixedPrecisionPolicy(torch.int32, torch.bool)
+            )
+        ),
         [train_step(api.compile(m)) for m in models],
         [grads(m) for m in models],
     )
@@ -414,7 +462,13 @@ def failure_order(api: Api) -> Any:
     found = []
     for faults in ORDER:
         model, kwargs = _bad(*faults)
-        found.append((faults, raised(lambda m=model, k=kwargs: api.fully_shard(m, **k)), type(model).__name__))
+        found.append(
+            (
+                faults,
+                raised(lambda m=model, k=kwargs: api.fully_shard(m, **k)),
+                type(model).__name__,
+            )
+        )
     return found
 
 
@@ -441,9 +495,17 @@ def test_class_and_names(two: Pool) -> None:
 
 def class_and_names(api: Api) -> Any:
     model, linear = Odd(), api.fully_shard(nn.Linear(2, 2))
-    names = (list(dict(model.named_parameters())), list(dict(model.named_buffers())), list(dict(model.named_modules())))
+    names = (
+        list(dict(model.named_parameters())),
+        list(dict(model.named_buffers())),
+        list(dict(model.named_modules())),
+    )
     api.units(model, "inner.0", "inner")
-    kept = (list(dict(model.named_parameters())), list(dict(model.named_buffers())), list(dict(model.named_modules())))
+    kept = (
+        list(dict(model.named_parameters())),
+        list(dict(model.named_buffers())),
+        list(dict(model.named_modules())),
+    )
     assert kept == names
     order = type(model).__mro__
     return (
@@ -452,14 +514,20 @@ def class_and_names(api: Api) -> Any:
         [type(m).__name__ for m in model.modules()],
         [isinstance(m, api.FSDPModule) for m in model.modules()],
         [type(linear).__name__, isinstance(linear, api.FSDPModule), isinstance(linear, nn.Linear)],
-        [order[1] is api.FSDPModule, order.index(api.FSDPModule) < order.index(Odd), order[-1] is object],
+        [
+            order[1] is api.FSDPModule,
+            order.index(api.FSDPModule) < order.index(Odd),
+            order[-1] is object,
+        ],
         [model.unshard(), is_sharded(model), model.reshard(), is_sharded(model)],
     )
 
 
 @rows("2.1", status="improved")
 def test_owners_get_a_subclass(two: Pool) -> None:
-    """Modules that own sharded parameters get a subclass of the same name: that is why the whole model traces to one graph."""
+    """Modules that own sharded parameters get a subclass of the same name: that is why the whole
+    model traces to one graph.
+    """
     two.run(each, owners_get_a_subclass)
 
 
@@ -483,7 +551,9 @@ def test_one_class_for_all(two: Pool) -> None:
 
 def one_class_for_all(api: Api) -> Any:
     models = [api.fully_shard(nn.Linear(n, 2)) for n in (2, 3)] + [api.units(net(), "0", "2")[0]]
-    return [type(m) is type(models[0]) for m in models], type(api.fully_shard(net())) is type(api.units(net(), "0"))
+    return [type(m) is type(models[0]) for m in models], type(api.fully_shard(net())) is type(
+        api.units(net(), "0")
+    )
 
 
 @rows("2.3")
@@ -506,7 +576,12 @@ def slices_and_copies(api: Api) -> Any:
     part, built = model[:2], type(api.fully_shard(nn.Linear(2, 2)))(3, 4, bias=False)
     found = [(type(m).__name__, isinstance(m, api.FSDPModule)) for m in (part, built)]
     copies = (model, nn.Sequential(model), [model])
-    return found, part[0] is model[0], tuple(built.weight.shape), [raised(lambda m=m: copy.deepcopy(m)) for m in copies]
+    return (
+        found,
+        part[0] is model[0],
+        tuple(built.weight.shape),
+        [raised(lambda m=m: copy.deepcopy(m)) for m in copies],
+    )
 
 
 @rows("2.10")
@@ -523,7 +598,9 @@ def marks(api: Api) -> Any:
 
 
 def _marks(module: Any) -> Any:
-    return [getattr(module, name, None) for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")]
+    return [
+        getattr(module, name, None) for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    ]
 
 
 @rows("2.10")
@@ -558,7 +635,10 @@ def parameter_objects(api: Api) -> Any:
         optimizer.zero_grad()
     return (
         [p is old[name] or hasattr(p, "note") for name, p in model.named_parameters()],
-        [type(p) is nn.Parameter or (isinstance(p, nn.Parameter) and isinstance(p, DTensor)) for p in new],
+        [
+            type(p) is nn.Parameter or (isinstance(p, nn.Parameter) and isinstance(p, DTensor))
+            for p in new
+        ],
         [p.requires_grad for p in new],
         [a is b for a, b in zip(new, model.parameters(), strict=True)],
         counts,
@@ -589,7 +669,12 @@ def model_is_freed(api: Api, steps: int) -> Any:
     call = api.compile(model)
     for _ in range(steps):
         train_step(call)
-    gone = weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight), weakref.ref(model._get_fsdp_state())
+    gone = (
+        weakref.ref(model),
+        weakref.ref(model[0]),
+        weakref.ref(model[0].weight),
+        weakref.ref(model._get_fsdp_state()),
+    )
     del model, call
     torch._dynamo.reset()
     gc.collect()

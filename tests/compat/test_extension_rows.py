@@ -1,4 +1,6 @@
-"""Chapter 4c of the specification: parameters whose local tensor brings an all-gather of its own."""
+"""Chapter 4c of the specification: parameters whose local tensor brings an all-gather of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class Wrapped(torch.Tensor):
     @staticmethod
     def __new__(cls, data: Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), dtype=data.dtype, requires_grad=data.requires_grad
+            cls,
+            data.size(),
+            strides=data.stride(),
+            dtype=data.dtype,
+            requires_grad=data.requires_grad,
         )
 
     def __init__(self, data: Tensor) -> None:
@@ -41,7 +47,9 @@ class Wrapped(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain_args, plain_kwargs = tree_map_only(Wrapped, lambda t: t.data_inside, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            Wrapped, lambda t: t.data_inside, (args, kwargs or {})
+        )
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             return args[0]
@@ -56,13 +64,28 @@ class Wrapped(torch.Tensor):
 
 
 class Quantised(Wrapped):
-    """Gathered as bytes and one scale for each rank: two inputs of different dtypes; the full parameter is a plain tensor."""
+    """Gathered as bytes and one scale for each rank: two inputs of different dtypes; the full
+    parameter is a plain tensor.
+    """
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
+        self,
+        mesh: Any,
+        outer_size: Any,
+        outer_stride: Any,
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
     ) -> Any:
         log.append(
-            ("pre", mesh.ndim, mesh.size(), outer_size, outer_stride, type(module).__name__.removeprefix("FSDP"), mp_policy)
+            (
+                "pre",
+                mesh.ndim,
+                mesh.size(),
+                outer_size,
+                outer_stride,
+                type(module).__name__.removeprefix("FSDP"),
+                mp_policy,
+            )
         )
         data = self.data_inside
         rows = -(-outer_size[0] // mesh.size())
@@ -74,12 +97,17 @@ class Quantised(Wrapped):
     def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         return data, scale
 
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
         data, scales = outputs
         log.append(("post", data.dtype, data.shape, scales.shape, metadata, dtype, out is None))
         ranks = scales.shape[0]
         full = (
-            (data.view(ranks, -1).to(scales.dtype) * scales.view(ranks, 1)).view_as(data)[:metadata].to(dtype).contiguous()
+            (data.view(ranks, -1).to(scales.dtype) * scales.view(ranks, 1))
+            .view_as(data)[:metadata]
+            .to(dtype)
+            .contiguous()
         )
         if out is None:
             return full, (full,)
@@ -94,7 +122,9 @@ class Cast(Quantised):
     def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         return ((data * scale).to(torch.bfloat16),)
 
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
         ones = torch.ones(outputs[0].shape[0], *[1] * (outputs[0].dim() - 1))
         return super().fsdp_post_all_gather((*outputs, ones), metadata, dtype, out=out)
 
@@ -106,7 +136,9 @@ class Short(Wrapped):
         log.append(("pre", mesh.ndim, mesh.size()))
         return (self.data_inside.contiguous(),), "short"
 
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
         (data,) = outputs
         log.append(("post", data.shape, metadata, dtype, out is None))
         if out is None:
@@ -146,7 +178,9 @@ def learn(model: nn.Module, call: Any, steps: int = 3) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     found = []
     for step in range(steps):
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + torch.distributed.get_rank()))
+        x = torch.randn(
+            5, 6, generator=torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
+        )
         loss = call(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -179,15 +213,23 @@ def test_extensions(two: Pool, four: Pool, kind: str) -> None:
 
 
 def extensions(api: Api, kind: str, shape: tuple[int, ...], param_dtype: torch.dtype | None) -> Any:
-    """What the methods are told, in order, and what comes of it; the old signature does not hear of a dtype and keeps its own."""
+    """What the methods are told, in order, and what comes of it; the old signature does not hear of
+    a dtype and keeps its own.
+    """
     cls = {"quantised": Quantised, "short": Short}[kind]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype if cls is Quantised else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype if cls is Quantised else None, reduce_dtype=torch.float32
+    )
     model = two_layers(cls)
-    api.units(model, "0", mesh=mesh_of(*shape, names=("r", "s") if shape else None), mp_policy=policy)
+    api.units(
+        model, "0", mesh=mesh_of(*shape, names=("r", "s") if shape else None), mp_policy=policy
+    )
     kinds = [type(p.to_local()).__name__ for p in model.parameters()]
     model[0].unshard()
     model[0].unshard()
-    full = [(type(p.data).__name__, p.dtype, p.shape, p.detach().clone()) for p in model[0].parameters()]
+    full = [
+        (type(p.data).__name__, p.dtype, p.shape, p.detach().clone()) for p in model[0].parameters()
+    ]
     model[0].reshard()
     sizes = [p.untyped_storage().size() for p in model[0].parameters() if type(p) is nn.Parameter]
     return kinds, full, sizes, learn(model, model)
@@ -206,7 +248,9 @@ def uneven(api: Api) -> Any:
 
 @rows("4c.6", status="eager")
 def test_uneven_and_not_padded(two: Pool) -> None:
-    """Only the rank that is short notices; the other gathers less than it should, so look at that rank alone."""
+    """Only the rank that is short notices; the other gathers less than it should, so look at that
+    rank alone.
+    """
     two.run(each_eager, not_padded)
 
 
@@ -215,7 +259,10 @@ def not_padded(api: Api) -> None:
     unit = compiled_fsdp.fully_shard.state(model).runtime
     unit.is_agreed = True  # the other rank does not come along
     if torch.distributed.get_rank() == 1:
-        with pytest.raises(AssertionError, match=r"0.weight of shape \(7, 6\).*should return the padded size \(4, 6\)"):
+        with pytest.raises(
+            AssertionError,
+            match=r"0.weight of shape \(7, 6\).*should return the padded size \(4, 6\)",
+        ):
             unit.start_unshard()
 
 
@@ -225,13 +272,17 @@ def test_methods_that_come_late(two: Pool) -> None:
 
 
 def methods_that_come_late(api: Api) -> Any:
-    """Plain tensors, patched after sharding and before the first forward; those of the parameters before it are lost."""
+    """Plain tensors, patched after sharding and before the first forward; those of the parameters
+    before it are lost.
+    """
 
     def pre(self: Tensor, mesh: Any) -> Any:
         log.append(("pre", mesh.size()))
         return (self.detach().clone(), torch.full((1,), 2.0)), None
 
-    def post(self: Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    def post(
+        self: Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
         log.append(("post", dtype, out is None))
         data = outputs[0] * outputs[1][0]
         if out is None:
@@ -280,7 +331,10 @@ def int_reshard(api: Api) -> None:
 
     assert raised(step) == "NotImplementedError"
     if not api.is_stock:
-        assert raised(lambda: api.fully_shard(two_layers(Short), reshard_after_forward=2)) == "NotImplementedError"
+        assert (
+            raised(lambda: api.fully_shard(two_layers(Short), reshard_after_forward=2))
+            == "NotImplementedError"
+        )
 
 
 @rows("4c.12", status="improved")
@@ -305,7 +359,9 @@ def test_compiled_model_runs_the_unit_eagerly(two: Pool) -> None:
 
 
 def runs_eagerly() -> None:
-    """The unit with the extension says once why it stays outside; the other units are in graphs, and the numbers are stock's."""
+    """The unit with the extension says once why it stays outside; the other units are in graphs,
+    and the numbers are stock's.
+    """
     api, ours = Api("stock"), Api("eager")
     expected = learn(*[api.units(three(), "0", "1")] * 2)
     torch._dynamo.reset()
@@ -318,7 +374,9 @@ def runs_eagerly() -> None:
     said = [str(w.message) for w in caught if "all-gather extension" in str(w.message)]
     assert len(said) == len(set(said)) == 2, said
     assert all("of unit 1)" in text for text in said), said
-    assert "unit '1' runs eagerly" in said[1], "the first is about the outermost unit, whose graph this breaks"
+    assert "unit '1' runs eagerly" in said[1], (
+        "the first is about the outermost unit, whose graph this breaks"
+    )
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="all-gather extension"):
         torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(5, 6))
@@ -340,12 +398,16 @@ def beside_tensor_parallelism(api: Api) -> Any:
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     torch.manual_seed(3)
     model = nn.Linear(6, 8, bias=False)
-    whole = distribute_tensor(model.weight.detach(), mesh["tp"], [torch.distributed.tensor.Replicate()])
+    whole = distribute_tensor(
+        model.weight.detach(), mesh["tp"], [torch.distributed.tensor.Replicate()]
+    )
     whole._local_tensor = Short(whole._local_tensor)
     model.weight = nn.Parameter(whole)
     api.fully_shard(model, mesh=mesh["dp"])
     x = torch.ones(3, 6) * (1 + mesh.get_local_rank("dp"))
-    x = torch.distributed.tensor.DTensor.from_local(x, mesh["tp"], [torch.distributed.tensor.Replicate()])
+    x = torch.distributed.tensor.DTensor.from_local(
+        x, mesh["tp"], [torch.distributed.tensor.Replicate()]
+    )
     log.clear()
     model(x).to_local().square().sum().backward()
     return inside(grads(model)), list(log)

@@ -1,4 +1,6 @@
-"""Chapters 3, 4 and 5 of the specification: which parameters form a group, how they are cut, where they live."""
+"""Chapters 3, 4 and 5 of the specification: which parameters form a group, how they are cut, where
+they live.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 
 class Own(nn.Module):
-    """A parameter registered before the children, so that `named_parameters` and a group's order differ."""
+    """A parameter registered before the children, so that `named_parameters` and a group's order
+    differ.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +70,9 @@ def tied() -> nn.Sequential:
 
 
 def warm_counts(call: Any) -> dict[str, int]:
-    """The communications of a step that is compiled already; its input requires a gradient, so backward needs every weight."""
+    """The communications of a step that is compiled already; its input requires a gradient, so
+    backward needs every weight.
+    """
 
     def step() -> None:
         call(batch(requires_grad=True)).square().mean().backward()
@@ -103,8 +109,19 @@ def test_parent_with_nothing_left(two: Pool) -> None:
 def parent_with_nothing_left(api: Api) -> Any:
     model = api.units(net(), "0", "2", "4")
     handle = model.unshard(async_op=True)
-    result = [model.unshard(), handle.wait(), handle.wait(), isinstance(handle, api.UnshardHandle), model.reshard()]
-    return type(model).__name__, api.fully_shard.state(model) is not None, result, train_step(api.compile(model))
+    result = [
+        model.unshard(),
+        handle.wait(),
+        handle.wait(),
+        isinstance(handle, api.UnshardHandle),
+        model.reshard(),
+    ]
+    return (
+        type(model).__name__,
+        api.fully_shard.state(model) is not None,
+        result,
+        train_step(api.compile(model)),
+    )
 
 
 @rows("3.3")
@@ -122,7 +139,9 @@ def order_in_a_group(api: Api) -> Any:
         holder.set_all_reduce_hook(lambda flat: flats.append(flat.clone()))
         train_step(api.compile(model))
         found.append(([name for name, _ in model.named_parameters()], plain(grads(model))))
-    return found, [flat / flat.abs().max() for flat in flats]  # whether a hook sees the sum or the mean is row 12.11
+    return found, [
+        flat / flat.abs().max() for flat in flats
+    ]  # whether a hook sees the sum or the mean is row 12.11
 
 
 @rows("3.5")
@@ -136,7 +155,9 @@ def tied_in_one_call(api: Api) -> Any:
     twice = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 3))
     for model in (api.fully_shard(tied()), api.fully_shard(twice)):
         losses = [train_step(api.compile(model), step) for step in range(2)]
-        found.append((losses, grads(model), list(model.state_dict()), model[0].weight is model[2].weight))
+        found.append(
+            (losses, grads(model), list(model.state_dict()), model[0].weight is model[2].weight)
+        )
     return found
 
 
@@ -168,7 +189,9 @@ def tied_over_two_calls(api: Api) -> None:
     two_calls, one_call = api.units(tied(), "0", "2"), Api("stock").fully_shard(tied())
     error = raised(lambda: Api("stock").units(tied(), "0", "2")(batch()))
     assert error in ("ValueError", None)  # torch 2.11 says nothing
-    assert error is None or "fully_shard([" in message(lambda: Api("stock").units(tied(), "0", "2")(batch()))
+    assert error is None or "fully_shard([" in message(
+        lambda: Api("stock").units(tied(), "0", "2")(batch())
+    )
     losses = [train_step(call) for call in (api.compile(two_calls), one_call)]
     assert torch.equal(*losses)
     for name, p in two_calls.named_parameters():
@@ -194,7 +217,9 @@ def meshes_of_their_own(api: Api) -> Any:
             model = even()
             own = {model[0].weight: Shard(1), model[2].bias: None}
             result = {p: ShardPlacementResult(placement, special) for p, placement in own.items()}
-            api.fully_shard(model, mesh=mesh_of(4), shard_placement_fn=result.get, reshard_after_forward=reshard)
+            api.fully_shard(
+                model, mesh=mesh_of(4), shard_placement_fn=result.get, reshard_after_forward=reshard
+            )
             cut = plain(params(model)), [p.device_mesh.mesh for p in model.parameters()]
             out = api.compile(model)(batch(4))
             out.square().sum().backward()
@@ -228,7 +253,9 @@ def test_size_of_all_of_a_sub_mesh(four: Pool) -> None:
 
 def size_of_all_of_a_sub_mesh(api: Api) -> Any:
     result = ShardPlacementResult(None, _info(mesh_of(2, 2, names=("r", "s"))["s"]))
-    model = api.fully_shard(even(), mesh=mesh_of(4), shard_placement_fn=lambda p: result, reshard_after_forward=2)
+    model = api.fully_shard(
+        even(), mesh=mesh_of(4), shard_placement_fn=lambda p: result, reshard_after_forward=2
+    )
     return api.compile(model)(batch(4))
 
 
@@ -240,7 +267,11 @@ def test_size_must_divide_every_mesh(four: Pool) -> None:
 
 def size_must_divide_every_mesh(api: Api) -> Any:
     result = ShardPlacementResult(None, _info(mesh_of(4, 1, names=("r", "s"))))
-    return raised(lambda: api.fully_shard(even(), shard_placement_fn=lambda p: result, reshard_after_forward=2))
+    return raised(
+        lambda: api.fully_shard(
+            even(), shard_placement_fn=lambda p: result, reshard_after_forward=2
+        )
+    )
 
 
 @needs_meshes_of_their_own
@@ -256,7 +287,10 @@ def equal_meshes_in_two_objects(api: Api) -> None:
     def placement(_: Any) -> Any:
         return ShardPlacementResult(None, _info(mesh))
 
-    assert raised(lambda: Api("stock").fully_shard(net(), mesh=mesh, shard_placement_fn=placement)) == "ValueError"
+    assert (
+        raised(lambda: Api("stock").fully_shard(net(), mesh=mesh, shard_placement_fn=placement))
+        == "ValueError"
+    )
     for kwargs in ({}, {"shard_placement_fn": placement}):
         model = api.fully_shard(net(), mesh=mesh, **kwargs)
         counts.append(warm_counts(api.compile(model)))
@@ -297,7 +331,11 @@ def test_trainable_parameters_of_two_dtypes(two: Pool) -> None:
 
 
 def trainable_of_two_dtypes(api: Api) -> None:
-    stock, alone, model = Api("stock").fully_shard(Mixed(is_frozen=False)), Mixed(is_frozen=False), Mixed(is_frozen=False)
+    stock, alone, model = (
+        Api("stock").fully_shard(Mixed(is_frozen=False)),
+        Mixed(is_frozen=False),
+        Mixed(is_frozen=False),
+    )
     assert raised(lambda: stock(batch())) == "AssertionError"
     loss = train_step(api.compile(api.fully_shard(model)))
     assert torch.equal(loss, train_step(alone))
@@ -332,7 +370,10 @@ def placements(api: Api) -> Any:
     for mesh in (mesh_of(4), mesh_of(2, 2, names=("r", "s"))):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             model = api.fully_shard(nn.Conv2d(3, 6, 2).to(dtype), mesh=mesh)
-            kinds = [(p.stride(), p.dtype, p.is_leaf, p.device_mesh == mesh, p.device.type) for p in model.parameters()]
+            kinds = [
+                (p.stride(), p.dtype, p.is_leaf, p.device_mesh == mesh, p.device.type)
+                for p in model.parameters()
+            ]
             found.append((kinds, plain(params(model))))
     return found
 
@@ -355,7 +396,9 @@ def uneven_cuts(api: Api) -> Any:
 
 @rows("4.5", status="improved")
 def test_padding(four: Pool) -> None:
-    """One storage for all parameters of a unit, with the same zeros behind each; stock has one for each parameter."""
+    """One storage for all parameters of a unit, with the same zeros behind each; stock has one for
+    each parameter.
+    """
     four.run(each, padding)
 
 
@@ -403,7 +446,10 @@ def test_other_dims(four: Pool) -> None:
 
 def other_dims(api: Api) -> Any:
     model = api.fully_shard(even(), shard_placement_fn=last_dim)
-    cut, is_contiguous = plain(params(model)), [p.to_local().is_contiguous() for p in model.parameters()]
+    cut, is_contiguous = (
+        plain(params(model)),
+        [p.to_local().is_contiguous() for p in model.parameters()],
+    )
     model.unshard()
     full = [p.detach().clone() for p in model.parameters()]
     model.reshard()
@@ -421,11 +467,17 @@ def dims_that_are_refused(api: Api) -> Any:
     found: list[Any] = []
     for dim in (-3, -2, -1, 0, 1, 2, 5):
         linear = nn.Linear(4, 7, bias=False)
-        error = raised(lambda m=linear, d=dim: api.fully_shard(m, shard_placement_fn=lambda p: Shard(d)))
+        error = raised(
+            lambda m=linear, d=dim: api.fully_shard(m, shard_placement_fn=lambda p: Shard(d))
+        )
         found.append((dim, error, plain(linear.weight)))
     odd = nn.Linear(37, 4, bias=False)
     text = message(lambda: api.fully_shard(odd, shard_placement_fn=last_dim))
-    return found, ["37" in text, "2" in text, "uneven sharding on dim 1" in text], type(odd).__name__
+    return (
+        found,
+        ["37" in text, "2" in text, "uneven sharding on dim 1" in text],
+        type(odd).__name__,
+    )
 
 
 @rows("4.12")
@@ -435,12 +487,20 @@ def test_unsharded_parameters(two: Pool) -> None:
 
 def unsharded_parameters(api: Api) -> Any:
     found = []
-    for policy in (api.MixedPrecisionPolicy(), api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+    for policy in (
+        api.MixedPrecisionPolicy(),
+        api.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    ):
         model = net()
         model[2].bias.requires_grad_(False)
         api.fully_shard(model, mp_policy=policy)
         model.unshard()
-        found.append([(type(p) is nn.Parameter, p.stride(), p.requires_grad, p.is_leaf, p) for p in model.parameters()])
+        found.append(
+            [
+                (type(p) is nn.Parameter, p.stride(), p.requires_grad, p.is_leaf, p)
+                for p in model.parameters()
+            ]
+        )
         found[-1] = plain(found[-1])
         model.reshard()
     return found
@@ -459,7 +519,11 @@ def storage_of_unsharded_parameters(api: Api) -> Any:
     model.reshard()
     freed = full.untyped_storage().nbytes(), view.untyped_storage().nbytes()
     model.unshard()
-    again = model[0].weight is full, torch.equal(view, before), full.untyped_storage().nbytes() >= view.nbytes
+    again = (
+        model[0].weight is full,
+        torch.equal(view, before),
+        full.untyped_storage().nbytes() >= view.nbytes,
+    )
     model.reshard()
     return freed, again
 
@@ -491,8 +555,16 @@ def gradients_are_placed(api: Api) -> Any:
     train_step(api.compile(model))
     local = [p.grad.to_local() for p in model.parameters()]
     storages = [t.untyped_storage().data_ptr() for t in local]
-    is_alike = [p.grad.device_mesh == p.device_mesh and p.grad.placements == p.placements for p in model.parameters()]
-    return is_alike, [storages.index(s) for s in storages], [t.is_contiguous() for t in local], grads(model)
+    is_alike = [
+        p.grad.device_mesh == p.device_mesh and p.grad.placements == p.placements
+        for p in model.parameters()
+    ]
+    return (
+        is_alike,
+        [storages.index(s) for s in storages],
+        [t.is_contiguous() for t in local],
+        grads(model),
+    )
 
 
 # -- chapter 5
@@ -512,7 +584,9 @@ def devices_and_buffers(api: Api) -> Any:
     api.fully_shard(model, mp_policy=policy, ignored_params={kept})
     same_objects = [b is old[name] for name, b in model.named_buffers()], model.scale is kept
     loss = train_step(api.compile(model))
-    state = {name: value for name, value in model.state_dict().items() if not isinstance(value, DTensor)}
+    state = {
+        name: value for name, value in model.state_dict().items() if not isinstance(value, DTensor)
+    }
     devices = [p.device.type for p in model.parameters()], [b.device.type for b in model.buffers()]
     return same_objects, devices, loss, state, grads(model)
 
@@ -529,8 +603,14 @@ def test_meta_device(two: Pool) -> None:
 
 def meta_device(api: Api) -> Any:
     model = api.units(_meta(), "inner.0")
-    shapes = [(type(p.to_local()), p.to_local().shape, p.to_local().device.type) for p in model.parameters()]
-    kinds = [(isinstance(p, DTensor), p.device.type, p.shape, str(p.placements)) for p in model.parameters()]
+    shapes = [
+        (type(p.to_local()), p.to_local().shape, p.to_local().device.type)
+        for p in model.parameters()
+    ]
+    kinds = [
+        (isinstance(p, DTensor), p.device.type, p.shape, str(p.placements))
+        for p in model.parameters()
+    ]
     return shapes, kinds, [b.device.type for b in model.buffers()]
 
 
@@ -542,7 +622,9 @@ def test_meta_parameters_in_use(two: Pool) -> None:
 def meta_in_use(api: Api) -> Any:
     model = api.units(_meta(), "inner.0")
     text = message(lambda: model(batch()))
-    named = [word in text for word in ("inner.0.weight", "inner.0.bias", "to_empty", "reset_parameters")]
+    named = [
+        word in text for word in ("inner.0.weight", "inner.0.bias", "to_empty", "reset_parameters")
+    ]
     return (
         raised(lambda: api.units(_meta(), "inner.0")(batch())),
         named,
@@ -597,7 +679,12 @@ def test_to_dtype(two: Pool) -> None:
 
 def to_dtype(api: Api) -> Any:
     found = []
-    for change in (lambda m: m.to(torch.float64), lambda m: m.double(), lambda m: m.cpu(), lambda m: m.bfloat16()):
+    for change in (
+        lambda m: m.to(torch.float64),
+        lambda m: m.double(),
+        lambda m: m.cpu(),
+        lambda m: m.bfloat16(),
+    ):
         model = api.units(Own(), "inner.0")
         objects = list(model.parameters())
         change(model)
@@ -674,14 +761,17 @@ def local_tensor_of_another_size_by_name(api: Api) -> None:
     model = api.fully_shard(even(), shard_placement_fn=last_dim)
     model[0].weight._local_tensor = torch.zeros(8, 3)
     assert message(lambda: model._apply(lambda t: t)) == (
-        "Sequential: local tensors were replaced by some of another size: 0.weight: (8, 3) instead of (8, 2). A rank's shard keeps "
+        "Sequential: local tensors were replaced by some of another size: 0.weight: (8, 3) instead "
+        "of (8, 2). A rank's shard keeps "
         "its size; load a state dict to change values"
     )
 
 
 @rows("5.13", status="improved")
 def test_replaced_parameters_where_swapping_is_on(two: Pool) -> None:
-    """Stock takes over replaced parameters, but raises under `set_swap_module_params_on_conversion(True)`; ours takes them over."""
+    """Stock takes over replaced parameters, but raises under
+    `set_swap_module_params_on_conversion(True)`; ours takes them over.
+    """
     two.run(each, replaced_where_swapping_is_on)
 
 

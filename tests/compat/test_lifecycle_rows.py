@@ -59,8 +59,12 @@ class Probe(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            is_parameter = type(self.weight) is nn.Parameter and self.weight is self._parameters["weight"]
-            self.seen.append([is_parameter, tuple(self.weight.shape), x.dtype, x.grad_fn is not None, x.detach()])
+            is_parameter = (
+                type(self.weight) is nn.Parameter and self.weight is self._parameters["weight"]
+            )
+            self.seen.append(
+                [is_parameter, tuple(self.weight.shape), x.dtype, x.grad_fn is not None, x.detach()]
+            )
         return super().forward(x) * self.weight.shape[0]
 
 
@@ -156,7 +160,13 @@ class Boxed(nn.Module):
         self.inner = nn.Linear(6, 5)
 
     def forward(self, box: Any) -> Any:
-        get = box.x if isinstance(box, Pair | Batch) else box["x"][0] if isinstance(box, dict) else box[0]
+        get = (
+            box.x
+            if isinstance(box, Pair | Batch)
+            else box["x"][0]
+            if isinstance(box, dict)
+            else box[0]
+        )
         return {"out": [self.inner(get).tanh()], "n": 1}
 
 
@@ -167,7 +177,13 @@ def test_containers(two: Pool) -> None:
 
 def containers(api: Api) -> Any:
     seen = []
-    for wrap in (lambda x: [x], lambda x: (x, 1), lambda x: {"x": [x]}, lambda x: Pair(x, None), Batch):
+    for wrap in (
+        lambda x: [x],
+        lambda x: (x, 1),
+        lambda x: {"x": [x]},
+        lambda x: Pair(x, None),
+        Batch,
+    ):
         model = api.units(Boxed(), "inner")
         x = batch(requires_grad=True)
         box = wrap(x)
@@ -178,7 +194,9 @@ def containers(api: Api) -> Any:
 
 @rows("6.14", "6.16", status="improved")
 def test_inputs_that_stock_refuses(two: Pool) -> None:
-    """Not copyable, or 128 levels deep: ours reduces at the end of backward where it cannot watch an input."""
+    """Not copyable, or 128 levels deep: ours reduces at the end of backward where it cannot watch
+    an input.
+    """
     two.run(inputs_that_stock_refuses)
 
 
@@ -190,7 +208,10 @@ def inputs_that_stock_refuses() -> None:
             deep = [deep]
         for refused in (sealed, deep):
             model = api.fully_shard(Boxed())
-            is_refused = raised(lambda m=model, r=refused: m([batch(), r])["out"][0].sum().backward()) is not None
+            is_refused = (
+                raised(lambda m=model, r=refused: m([batch(), r])["out"][0].sum().backward())
+                is not None
+            )
             if api.is_stock and not is_refused:
                 continue  # torch 2.11: it looks into no object and to no depth
             assert is_refused == api.is_stock
@@ -221,7 +242,9 @@ class Viewed(nn.Linear):
 
 @rows("6.19", status="improved")
 def test_warning_about_a_view(two: Pool) -> None:
-    """Once, and says in which unit; stock warns at every forward. In a graph there is no such hook to lose."""
+    """Once, and says in which unit; stock warns at every forward. In a graph there is no such hook
+    to lose.
+    """
     two.run(warning_about_a_view)
 
 
@@ -235,11 +258,14 @@ def warning_about_a_view() -> None:
             warnings.simplefilter("always")
             for step in range(2):
                 call(batch(step=step))
-        texts[kind] = [str(w.message) for w in caught if "view" in str(w.message) and w.category is UserWarning]
+        texts[kind] = [
+            str(w.message) for w in caught if "view" in str(w.message) and w.category is UserWarning
+        ]
     assert len(texts["stock"]) in (2, 0)  # in torch 2.11 it does not warn
     assert texts["compiled"] == []
     assert texts["eager"] == [
-        "compiled_fsdp: forward of Viewed returns a view; an in-place op on it may drop the hook that gathers before backward. "
+        "compiled_fsdp: forward of Viewed returns a view; an in-place op on it may drop the hook "
+        "that gathers before backward. "
         "Return a copy, or do not write to it"
     ]
 
@@ -300,7 +326,13 @@ def profiler_ranges(api: Api) -> Any:
     with torch.profiler.profile() as profiler:
         train_step(model)
     found = [e.name for e in profiler.events() if e.name.startswith("FSDP::") and "(" in e.name]
-    return sorted({n for n in found if n.removeprefix("FSDP::").split(" (")[0] in STOCK_RANGES and "Sequential" not in n})
+    return sorted(
+        {
+            n
+            for n in found
+            if n.removeprefix("FSDP::").split(" (")[0] in STOCK_RANGES and "Sequential" not in n
+        }
+    )
 
 
 class Grouped(nn.Module):
@@ -341,7 +373,9 @@ def group(api: Api) -> Any:
 def group_registration(api: Api) -> Any:
     model, seen = grouped(api), []
     for module in (model.body, model.norm, model.head):
-        module.register_forward_hook(lambda *args: seen.append([is_sharded(m) for m in (model.norm, model.head)]))
+        module.register_forward_hook(
+            lambda *args: seen.append([is_sharded(m) for m in (model.norm, model.head)])
+        )
     model(batch())
     return seen, is_sharded(model)
 
@@ -352,7 +386,10 @@ def test_casts_of_a_group(two: Pool) -> None:
 
 
 def casts_of_a_group(api: Api) -> Any:
-    model = grouped(api, mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    model = grouped(
+        api,
+        mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    )
     call = api.compile(model)
     with torch.no_grad():
         outs = [call(batch()), call(batch(), skip_head=True)]
@@ -394,7 +431,10 @@ def reshard_counts(api: Api, value: Any) -> Any:
 def reshard_registration(api: Api, value: Any) -> Any:
     model = api.units(net(), "0", "2", reshard_after_forward=value)
     model[0].unshard()
-    full = [p.untyped_storage().size() > 0 for p in model[0].parameters()], list(model[0].parameters())
+    full = (
+        [p.untyped_storage().size() > 0 for p in model[0].parameters()],
+        list(model[0].parameters()),
+    )
     out = model(batch())
     after = is_sharded(model), [p.untyped_storage().size() > 0 for p in full[1]]
     out.sum().backward()
@@ -415,7 +455,9 @@ def int_reshard(api: Api) -> Any:
 
 @rows("1.18", "7.5", status="improved")
 def test_int_reshard_registers_the_sharded_parameter(four: Pool) -> None:
-    """Not a DTensor on the k-mesh that must not be touched: what the user finds is always his own parameter."""
+    """Not a DTensor on the k-mesh that must not be touched: what the user finds is always his own
+    parameter.
+    """
     four.run(each, int_reshard_registration)
 
 
@@ -505,7 +547,10 @@ def backward_gathers_once(api: Api) -> Any:
     model = api.units(net(depth=4), "0", "2", "4", "6")
     call = api.compile(model)
     input_step(call)
-    return [(communications(lambda step=step: input_step(call, step)), plain(grads(model))) for step in (1, 2)]
+    return [
+        (communications(lambda step=step: input_step(call, step)), plain(grads(model)))
+        for step in (1, 2)
+    ]
 
 
 @rows("8.4", "8.5")
@@ -540,7 +585,11 @@ def order_of_prefetched_gathers(api: Api) -> Any:
     model[4].set_modules_to_backward_prefetch([model[0], model[2]])
     with torch.profiler.profile() as profiler:
         input_step(model, 1)
-    found = sorted((e.time_range.start, e.name) for e in profiler.events() if e.name.startswith("FSDP::all_gather ("))
+    found = sorted(
+        (e.time_range.start, e.name)
+        for e in profiler.events()
+        if e.name.startswith("FSDP::all_gather (")
+    )
     return [name for _, name in found if "Sequential" not in name]
 
 

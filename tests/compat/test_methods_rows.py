@@ -1,4 +1,6 @@
-"""Chapters 12, 12b, 15 and 16: methods, free functions, custom communication, modes, composition, logging."""
+"""Chapters 12, 12b, 15 and 16: methods, free functions, custom communication, modes, composition,
+logging.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,15 @@ class LoggedGather(Log, AllGather):
         out, mine, group = kw["output_tensor"], kw["input_tensor"], kw["group"]
         start = mine.storage_offset() - out.storage_offset()
         is_slice = mine.untyped_storage()._cdata == out.untyped_storage()._cdata
-        self.calls.append(("gather", sorted(kw), mine.numel(), is_slice, start == dist.get_rank(group) * mine.numel()))
+        self.calls.append(
+            (
+                "gather",
+                sorted(kw),
+                mine.numel(),
+                is_slice,
+                start == dist.get_rank(group) * mine.numel(),
+            )
+        )
         work = dist.all_gather_into_tensor(out, mine.clone(), group=group, async_op=True)
         if self.returns_work:
             return work
@@ -94,7 +104,9 @@ class LoggedReduce(Log, ReduceScatter):
         out, rows_, group = kw["output_tensor"], kw["input_tensor"], kw["group"]
         is_own = dist.get_process_group_ranks(group) == list(range(group.size()))
         self.ops.append(str(kw["op"]))
-        self.calls.append(("reduce", sorted(kw), rows_.clone(), out.shape, is_own, group.group_desc))
+        self.calls.append(
+            ("reduce", sorted(kw), rows_.clone(), out.shape, is_own, group.group_desc)
+        )
         work = dist.reduce_scatter_tensor(out, rows_, op=kw["op"], group=group, async_op=True)
         if self.returns_work:
             return work
@@ -109,8 +121,16 @@ def test_unshard(two: Pool) -> None:
 
 def unshard(api: Api) -> Any:
     model = api.units(net(), "0", "2")
-    seen: list[Any] = [communications(model[0].unshard), communications(model[0].unshard), model[0].unshard()]
-    seen += [is_sharded(model), plain(params(model)), [type(p) is nn.Parameter for p in model[0].parameters()]]
+    seen: list[Any] = [
+        communications(model[0].unshard),
+        communications(model[0].unshard),
+        model[0].unshard(),
+    ]
+    seen += [
+        is_sharded(model),
+        plain(params(model)),
+        [type(p) is nn.Parameter for p in model[0].parameters()],
+    ]
     model.unshard()
     model.reshard()
     seen += [is_sharded(model), model[0].reshard(), model[0].reshard(), is_sharded(model)]
@@ -139,8 +159,18 @@ def test_unshard_handle(two: Pool) -> None:
 def unshard_handle(api: Api) -> Any:
     model = api.units(net(), "0", "2")
     handle = model[0].unshard(async_op=True)
-    seen = [isinstance(handle, api.UnshardHandle), is_sharded(model), communications(model[0].unshard)["gather"]]
-    seen += [is_sharded(model), handle.wait(), handle.wait(), is_sharded(model), plain(params(model))]
+    seen = [
+        isinstance(handle, api.UnshardHandle),
+        is_sharded(model),
+        communications(model[0].unshard)["gather"],
+    ]
+    seen += [
+        is_sharded(model),
+        handle.wait(),
+        handle.wait(),
+        is_sharded(model),
+        plain(params(model)),
+    ]
     model[2].unshard(async_op=True)
     empty = api.fully_shard(nn.Tanh()).unshard(async_op=True)
     return seen, is_sharded(model), empty.wait(), train_step(api.compile(model)), grads(model)
@@ -177,7 +207,10 @@ def test_set_reshard_after_forward(two: Pool) -> None:
 def reshard_after_forward(api: Api) -> Any:
     model = api.units(net(), "0", "2")
     call = api.compile(model)
-    errors = [raised(lambda value=value: model.set_reshard_after_forward(value)) for value in (0, 1, 2, None, "x")]
+    errors = [
+        raised(lambda value=value: model.set_reshard_after_forward(value))
+        for value in (0, 1, 2, None, "x")
+    ]
     input_step(call)
     counts = [communications(lambda: input_step(call))]
     for value, recurse in ((True, True), (False, True), (True, False)):
@@ -255,7 +288,11 @@ def several_groups(api: Api) -> Any:
     model = net(depth=1)
     place = {model[0].weight: ShardPlacementResult(Shard(0), other)}
     api.fully_shard(model, shard_placement_fn=place.get)
-    setters = (model.set_custom_all_gather, model.set_custom_reduce_scatter, model.set_all_reduce_hook)
+    setters = (
+        model.set_custom_all_gather,
+        model.set_custom_reduce_scatter,
+        model.set_all_reduce_hook,
+    )
     return [(raised(lambda s=s: s(print)), message(lambda s=s: s(print))) for s in setters]
 
 
@@ -363,7 +400,11 @@ def divide_factor(api: Api) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.set_reduce_scatter_divide_factor(8.0)
-    seen = [[(w.category.__name__, str(w.message)) for w in caught], train_step(call), plain(grads(model))]
+    seen = [
+        [(w.category.__name__, str(w.message)) for w in caught],
+        train_step(call),
+        plain(grads(model)),
+    ]
     model.set_gradient_divide_factor(4.0)
     model.set_force_sum_reduction_for_comms(True)
     model[2].set_force_sum_reduction_for_comms(False)
@@ -400,7 +441,10 @@ def test_max_input_buffers(two: Pool) -> None:
 def max_input_buffers(api: Api) -> Any:
     model = api.units(net(), "0", "2")
     setter = model.set_reduce_scatter_max_input_buffers
-    found = [(raised(lambda k=k: setter(k)), message(lambda k=k: setter(k))) for k in (True, 1.5, "2", None, 0, -1)]
+    found = [
+        (raised(lambda k=k: setter(k)), message(lambda k=k: setter(k)))
+        for k in (True, 1.5, "2", None, 0, -1)
+    ]
     returned = setter(3), model[2].set_reduce_scatter_max_input_buffers(2, recurse=False)
     call = api.compile(model)
     return found, returned, train_step(call), train_step(call, 1), grads(model)
@@ -437,11 +481,15 @@ def test_allocate_from_process_group(two: Pool) -> None:
 
 def allocate_from_process_group(api: Api) -> Any:
     model = api.units(net(), "0", "2")
-    returned = [model.set_allocate_memory_from_process_group_for_comm(flag) for flag in (True, False, True)]
+    returned = [
+        model.set_allocate_memory_from_process_group_for_comm(flag) for flag in (True, False, True)
+    ]
     train_step(api.compile(model))
     model[0].set_custom_all_gather(LoggedGather())
     model[2].set_custom_reduce_scatter(LoggedReduce())
-    setters = [m.set_allocate_memory_from_process_group_for_comm for m in (model, model[0], model[2])]
+    setters = [
+        m.set_allocate_memory_from_process_group_for_comm for m in (model, model[0], model[2])
+    ]
     return returned, [raised(lambda s=s: s(True)) for s in setters], grads(model)
 
 
@@ -486,7 +534,12 @@ def exception_in_backward(api: Api) -> Any:
     out.register_hook(boom)
     found = raised(out.sum().backward)
     model.reset_iter_state()
-    return found, is_sharded(model), grads(model), [(train_step(call, step), plain(grads(model))) for step in (1, 2)]
+    return (
+        found,
+        is_sharded(model),
+        grads(model),
+        [(train_step(call, step), plain(grads(model))) for step in (1, 2)],
+    )
 
 
 def exceptions_inside(api: Api) -> Any:
@@ -505,7 +558,9 @@ def exceptions_inside(api: Api) -> Any:
 
 @rows("12.24", status="improved")
 def test_reset_drops_unreduced_gradients(two: Pool) -> None:
-    """As stock's documentation says; before torch 2.15 stock keeps what is on the unsharded parameters."""
+    """As stock's documentation says; before torch 2.15 stock keeps what is on the unsharded
+    parameters.
+    """
     two.run(each, reset_drops_unreduced_gradients)
     skip_without("reset_iter_state")
     two.run(what_stock_drops)
@@ -585,7 +640,10 @@ def test_forward_method_arguments(two: Pool) -> None:
 
 def forward_method_arguments(api: Api) -> Any:
     plain_module, model = Methods(), api.fully_shard(Methods())
-    untouched = api.register_fsdp_forward_method(plain_module, "encode"), "encode" in vars(plain_module)
+    untouched = (
+        api.register_fsdp_forward_method(plain_module, "encode"),
+        "encode" in vars(plain_module),
+    )
     missing = raised(lambda: api.register_fsdp_forward_method(model, "decode"))
     return untouched, api.register_fsdp_forward_method(plain_module, "decode"), missing
 
@@ -631,7 +689,12 @@ def no_grad_and_eval(api: Api) -> Any:
     call = api.compile(model)
     call(batch())
     with torch.no_grad():
-        seen = [communications(lambda: call(batch())), call(batch()), call(batch()).requires_grad, is_sharded(model)]
+        seen = [
+            communications(lambda: call(batch())),
+            call(batch()),
+            call(batch()).requires_grad,
+            is_sharded(model),
+        ]
     model.eval()
     return seen, train_step(call), grads(model)
 
@@ -676,7 +739,9 @@ def test_several_forwards(two: Pool) -> None:
 
 
 def compiled_close(observe: Any) -> None:
-    same(observe, kinds=("compiled",), rtol=1e-5, atol=1e-7)  # every graph reduces its own gradients; stock sums them before
+    same(
+        observe, kinds=("compiled",), rtol=1e-5, atol=1e-7
+    )  # every graph reduces its own gradients; stock sums them before
 
 
 def several_forwards(api: Api) -> Any:
@@ -736,7 +801,11 @@ def output_unused(api: Api, zero_is_none: bool) -> Any:
         call(batch(step=step))[key].square().mean().backward()
         found = plain(grads(model))
         if zero_is_none:
-            found = {n: g for n, g in found.items() if n.startswith((key, "body")) or (g is not None and g["local"].any())}
+            found = {
+                n: g
+                for n, g in found.items()
+                if n.startswith((key, "body")) or (g is not None and g["local"].any())
+            }
         seen += [is_sharded(model), found]
     return seen
 
@@ -805,12 +874,19 @@ def pickle_wrapped(api: Api) -> Any:
 
 @rows("16.1")
 def test_no_environment_variables() -> None:
-    """But for those that ask for dumps of graphs, records, checks after every pass, and a step without its communication; and
-    the rank, which torchrun sets.
+    """But for those that ask for dumps of graphs, records, checks after every pass, and a step
+    without its communication; and the rank, which torchrun sets.
     """
     sources = Path(compiled_fsdp.__file__).parent.rglob("*.py")
     found = {p.name for p in sources if "os.environ" in p.read_text() or "getenv" in p.read_text()}
-    assert found == {"ablation.py", "full_params.py", "inductor.py", "records.py", "replacement.py", "writer.py"}
+    assert found == {
+        "ablation.py",
+        "full_params.py",
+        "inductor.py",
+        "records.py",
+        "replacement.py",
+        "writer.py",
+    }
 
 
 class Lines(logging.Handler):

@@ -1,4 +1,6 @@
-"""Chapter 4b of the specification: parameters that are DTensors before they are cut, and `dp_mesh_dims`."""
+"""Chapter 4b of the specification: parameters that are DTensors before they are cut, and
+`dp_mesh_dims`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from compat.oracle import Api, each, grads, mesh_of, message, params, plain, raised, rows, same, stock_has
+from compat.oracle import (
+    Api,
+    each,
+    grads,
+    mesh_of,
+    message,
+    params,
+    plain,
+    raised,
+    rows,
+    same,
+    stock_has,
+)
 from torch import Tensor, nn
 from torch.distributed import fsdp as stock
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,12 +43,15 @@ HAS_DIMS = hasattr(stock, "DataParallelMeshDims")
 DataParallelMeshDims: Any = stock.DataParallelMeshDims if HAS_DIMS else dict
 needs_dims = pytest.mark.skipif(not HAS_DIMS, reason="dp_mesh_dims came with torch 2.13")
 
-# AOTAutograd traces DTensor's backward with other placements in between than eager autograd takes, with or without FSDP.
+# AOTAutograd traces DTensor's backward with other placements in between than eager autograd takes,
+# with or without FSDP.
 OTHER_PLACEMENTS = (1e-5, 1e-6)
 
 
 class Block(nn.Module):
-    """Ten hidden columns: over two tensor-parallel ranks five, over two data-parallel ones three and two."""
+    """Ten hidden columns: over two tensor-parallel ranks five, over two data-parallel ones three
+    and two.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +63,9 @@ class Block(nn.Module):
 
 
 def blocks(mesh: DeviceMesh | None = None, *, is_sequence_parallel: bool = False) -> nn.Sequential:
-    """Two blocks and a head; with a mesh, each block computes in parallel, and the norms too if its sequence is cut."""
+    """Two blocks and a head; with a mesh, each block computes in parallel, and the norms too if its
+    sequence is cut.
+    """
     torch.manual_seed(7)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 3))
     if mesh is None:
@@ -58,7 +77,9 @@ def blocks(mesh: DeviceMesh | None = None, *, is_sequence_parallel: bool = False
             "up": ColwiseParallel(input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False)
+        whole = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
+        )
         head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         parallelize_module(model, mesh, {"0": whole, "2": head})
     for block in model[:2]:
@@ -84,12 +105,16 @@ def stock_too(observe: Callable[..., Any]) -> None:
 
 def batch(mesh: DeviceMesh, step: int, *axes: str) -> Tensor:
     """Different along these axes of the mesh, the same along the others."""
-    seed = 100 * step + sum(10 ** (i + 1) * mesh.get_local_rank(axis) for i, axis in enumerate(axes))
+    seed = 100 * step + sum(
+        10 ** (i + 1) * mesh.get_local_rank(axis) for i, axis in enumerate(axes)
+    )
     return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
 
 
 def learn(model: nn.Module, call: Any, inputs: list[Tensor]) -> Any:
-    """Losses, gradients and parameters of some steps; foreach optimizers refuse parameters on several meshes."""
+    """Losses, gradients and parameters of some steps; foreach optimizers refuse parameters on
+    several meshes.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     found = []
     for x in inputs:
@@ -107,7 +132,8 @@ def places(model: nn.Module) -> Any:
     for name, p in model.named_parameters():
         mesh = p.device_mesh if isinstance(p, DTensor) else None
         found[name] = (
-            mesh and (mesh.mesh_dim_names, mesh.shape, str(p.placements), tuple(p.to_local().shape)),
+            mesh
+            and (mesh.mesh_dim_names, mesh.shape, str(p.placements), tuple(p.to_local().shape)),
             tuple(p.shape),
         )
     return found
@@ -121,14 +147,21 @@ def test_tensor_parallel(two: Pool, four: Pool, is_sequence_parallel: bool) -> N
 
 
 def tensor_parallel(api: Api, shape: tuple[int, ...], is_sequence_parallel: bool) -> Any:
-    """With a norm computed on a part of the sequence, its gradient is Partial on the tensor-parallel axis."""
+    """With a norm computed on a part of the sequence, its gradient is Partial on the
+    tensor-parallel axis.
+    """
     mesh = mesh_of(*shape, names=("dp", "tp"))
-    model = api.units(blocks(mesh["tp"], is_sequence_parallel=is_sequence_parallel), "0", "1", mesh=mesh["dp"])
+    model = api.units(
+        blocks(mesh["tp"], is_sequence_parallel=is_sequence_parallel), "0", "1", mesh=mesh["dp"]
+    )
     found = [places(model)]
     model[0].unshard()
     found += [places(model), plain(params(model[0]))]
     model[0].reshard()
-    found += [places(model), learn(model, api.compile(model), [batch(mesh, step, "dp") for step in range(3)])]
+    found += [
+        places(model),
+        learn(model, api.compile(model), [batch(mesh, step, "dp") for step in range(3)]),
+    ]
     return found
 
 
@@ -138,7 +171,9 @@ def test_in_bf16(four: Pool) -> None:
 
 
 def in_bf16_as_stock() -> None:
-    """Since 2.15 stock sums gradients over the tensor-parallel axis in the dtype of the reduction, not in bf16: 8 bits of 5e-3."""
+    """Since 2.15 stock sums gradients over the tensor-parallel axis in the dtype of the reduction,
+    not in bf16: 8 bits of 5e-3.
+    """
     sums_in_fp32 = hasattr(stock.FSDPModule, "finalize_backward")
     same(in_bf16, atol=1e-4 if sums_in_fp32 else 0.0)
 
@@ -146,7 +181,9 @@ def in_bf16_as_stock() -> None:
 def in_bf16(api: Api) -> Any:
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = api.units(blocks(mesh["tp"], is_sequence_parallel=True), "0", "1", mesh=mesh["dp"], mp_policy=policy)
+    model = api.units(
+        blocks(mesh["tp"], is_sequence_parallel=True), "0", "1", mesh=mesh["dp"], mp_policy=policy
+    )
     model[0].unshard()
     dtypes = [(p.dtype, p.to_local().dtype) for p in model[0].parameters()]
     model[0].reshard()
@@ -162,7 +199,9 @@ def test_hsdp_and_tensor_parallel(four: Pool, shape: tuple[int, ...]) -> None:
 def hsdp_and_tensor_parallel(api: Api, shape: tuple[int, ...]) -> Any:
     mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
     model = api.units(blocks(mesh["tp"]), "0", "1", mesh=mesh["replicate", "shard"])
-    steps = learn(model, api.compile(model), [batch(mesh, step, "replicate", "shard") for step in range(2)])
+    steps = learn(
+        model, api.compile(model), [batch(mesh, step, "replicate", "shard") for step in range(2)]
+    )
     return places(model), steps
 
 
@@ -175,15 +214,21 @@ def test_unsupported_inputs(two: Pool) -> None:
 def _unsupported(api: Api) -> dict[str, Any]:
     def linear(mesh: DeviceMesh) -> nn.Module:
         layer = nn.Linear(4, 4)
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()] * mesh.ndim))
+        layer.weight = nn.Parameter(
+            distribute_tensor(layer.weight.detach(), mesh, [Replicate()] * mesh.ndim)
+        )
         return layer
 
     many = mesh_of(2, 1, 1, 1, names=("dp", "a", "b", "c"))
     both = mesh_of(2, 1, names=("dp", "tp"))
     other = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("x", "y"))
     return {
-        "only supports one or two axes": lambda: api.fully_shard(linear(many["a", "b", "c"]), mesh=many["dp"]),
-        "both need mesh_dim_names": lambda: api.fully_shard(linear(both["tp"]), mesh=init_device_mesh("cpu", (2,))),
+        "only supports one or two axes": lambda: api.fully_shard(
+            linear(many["a", "b", "c"]), mesh=many["dp"]
+        ),
+        "both need mesh_dim_names": lambda: api.fully_shard(
+            linear(both["tp"]), mesh=init_device_mesh("cpu", (2,))
+        ),
         "different device mesh": lambda: api.fully_shard(linear(other["y"]), mesh=both["dp"]),
         "overlapping": lambda: api.fully_shard(linear(both["dp"]), mesh=both["dp"]),
     }
@@ -248,17 +293,23 @@ def int_reshard(api: Api) -> None:
         model(batch(mesh, 0, "dp")).sum().backward()
     assert raised(lambda: _forward(api, mesh)) == "NotImplementedError"
     if not api.is_stock:
-        text = message(lambda: api.fully_shard(blocks(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=2))
+        text = message(
+            lambda: api.fully_shard(blocks(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=2)
+        )
         assert "reshard_after_forward=2" in text
         assert "up.weight" in text
 
 
 def _forward(api: Api, mesh: DeviceMesh) -> None:
-    api.fully_shard(blocks(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=2)(batch(mesh, 0, "dp"))
+    api.fully_shard(blocks(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=2)(
+        batch(mesh, 0, "dp")
+    )
 
 
 def test_mixed_unit(four: Pool) -> None:
-    """One unit, plain norms and parallel layers: it trains, and what torch refuses for several meshes, it refuses for both."""
+    """One unit, plain norms and parallel layers: it trains, and what torch refuses for several
+    meshes, it refuses for both.
+    """
     four.run(same, mixed_unit)
 
 
@@ -275,15 +326,31 @@ def mixed_unit(api: Api) -> Any:
     return errors, learn(model, call, [batch(mesh, step, "dp") for step in range(2)])
 
 
-# -- dp_mesh_dims; names of their own, since stock compares meshes by identity and DTensor's caches hold equal ones
+# -- dp_mesh_dims; names of their own, since stock compares meshes by identity and DTensor's caches
+# hold equal ones
 
 DIMS = {
     "shard": ((2, 2), ("data", "model"), DataParallelMeshDims(shard="data"), 1),
     "shard, model first": ((2, 2), ("model", "data"), DataParallelMeshDims(shard="data"), 0),
     "replicate": ((2, 2), ("data", "model"), DataParallelMeshDims(replicate="data"), 1),
-    "both": ((2, 2), ("outer", "inner"), DataParallelMeshDims(shard="inner", replicate="outer"), None),
-    "two shard": ((2, 1, 2), ("one", "another", "model"), DataParallelMeshDims(shard=("one", "another")), 2),
-    "two replicate": ((2, 1, 2), ("one", "another", "model"), DataParallelMeshDims(replicate=("one", "another")), 2),
+    "both": (
+        (2, 2),
+        ("outer", "inner"),
+        DataParallelMeshDims(shard="inner", replicate="outer"),
+        None,
+    ),
+    "two shard": (
+        (2, 1, 2),
+        ("one", "another", "model"),
+        DataParallelMeshDims(shard=("one", "another")),
+        2,
+    ),
+    "two replicate": (
+        (2, 1, 2),
+        ("one", "another", "model"),
+        DataParallelMeshDims(replicate=("one", "another")),
+        2,
+    ),
     "three": (
         (2, 1, 2),
         ("r", "one", "another"),
@@ -294,10 +361,11 @@ DIMS = {
 
 
 class Local(nn.Module):
-    """The blocks on a full mesh, where every activation is a DTensor too; returns this rank's part of the batch.
+    """The blocks on a full mesh, where every activation is a DTensor too; returns this rank's part
+    of the batch.
 
-    A loss over the whole batch would leave it to DTensor whether a gradient is a sum over the data-parallel ranks already: stock
-    takes the mean over them either way.
+    A loss over the whole batch would leave it to DTensor whether a gradient is a sum over the
+    data-parallel ranks already: stock takes the mean over them either way.
     """
 
     def __init__(self, body: nn.Module, placements: list[Any]) -> None:
@@ -317,25 +385,33 @@ def distributed(mesh: DeviceMesh, model_axis: int | None, placements: list[Any])
                 placements[model_axis] = Shard(0)
             elif model_axis is not None and (name[-4:], key) == ("down", "weight"):
                 placements[model_axis] = Shard(1)
-            module.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh, placements)))
+            module.register_parameter(
+                key, nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
+            )
 
     model = blocks()
     distribute_module(model, mesh, partition)
     return Local(model, placements)
 
 
-def distributed_batches(mesh: DeviceMesh, dims: DataParallelMeshDims, *, is_cut: bool) -> tuple[list[Tensor], list[Any]]:
+def distributed_batches(
+    mesh: DeviceMesh, dims: DataParallelMeshDims, *, is_cut: bool
+) -> tuple[list[Tensor], list[Any]]:
     """Cut over the data-parallel axes, or the whole of it everywhere; and how it is placed."""
     names = (*dims.replicate_names, *dims.shard_names) if is_cut else ()
     placements = [Shard(0) if name in names else Replicate() for name in mesh.mesh_dim_names or ()]
-    return [DTensor.from_local(batch(mesh, step, *names), mesh, placements) for step in range(3)], placements
+    return [
+        DTensor.from_local(batch(mesh, step, *names), mesh, placements) for step in range(3)
+    ], placements
 
 
 @needs_dims
 @pytest.mark.parametrize("case", DIMS)
 @rows("4b.11", "4b.13", "4b.17", "4b.19")
 def test_dims(four: Pool, case: str) -> None:
-    """A batch that is cut leaves gradients Partial on the data-parallel axes, one that is not leaves them Replicate."""
+    """A batch that is cut leaves gradients Partial on the data-parallel axes, one that is not
+    leaves them Replicate.
+    """
     for is_cut in (True, False):
         four.run(eager, dims_of, case, is_cut)
     four.run(close_compiled, dims_of, case, case not in ("replicate", "two shard"))
@@ -345,7 +421,9 @@ def dims_of(api: Api, case: str, is_cut: bool) -> Any:
     shape, names, dims, model_axis = DIMS[case]
     mesh = mesh_of(*shape, names=names)
     inputs, placements = distributed_batches(mesh, dims, is_cut=is_cut)
-    model = api.units(distributed(mesh, model_axis, placements), "body.0", "body.1", mesh=mesh, dp_mesh_dims=dims)
+    model = api.units(
+        distributed(mesh, model_axis, placements), "body.0", "body.1", mesh=mesh, dp_mesh_dims=dims
+    )
     found = [places(model)]
     model.body[0].unshard()
     found.append(places(model))
@@ -368,26 +446,40 @@ def _wrong_dims(api: Api) -> dict[str, Any]:
 
     mesh = mesh_of(2, 2, names=("data", "model"))
     other = mesh_of(2, 2, names=("outer", "inner"))
-    whole, shard, replicate = (Replicate(), Replicate()), DataParallelMeshDims("data"), DataParallelMeshDims(None, "data")
+    whole, shard, replicate = (
+        (Replicate(), Replicate()),
+        DataParallelMeshDims("data"),
+        DataParallelMeshDims(None, "data"),
+    )
 
-    def call(model: nn.Module, mesh: DeviceMesh = mesh, dims: Any = shard, **options: Any) -> nn.Module:
+    def call(
+        model: nn.Module, mesh: DeviceMesh = mesh, dims: Any = shard, **options: Any
+    ) -> nn.Module:
         return api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **options)
 
     def replicated() -> Any:
         return call(placed(*whole), dims=replicate)
 
     return {
-        "an int is not supported with dp_mesh_dims": lambda: call(placed(*whole), reshard_after_forward=2),
-        "needs a mesh that shards": lambda: call(placed(*whole), dims=replicate, shard_placement_fn=lambda p: Shard(0)),
+        "an int is not supported with dp_mesh_dims": lambda: call(
+            placed(*whole), reshard_after_forward=2
+        ),
+        "needs a mesh that shards": lambda: call(
+            placed(*whole), dims=replicate, shard_placement_fn=lambda p: Shard(0)
+        ),
         "no mesh_dim_names": lambda: call(placed(*whole), mesh=init_device_mesh("cpu", (2, 2))),
         "'x' is not found": lambda: call(placed(*whole), dims=DataParallelMeshDims(shard="x")),
         "plain tensor": lambda: call(nn.Linear(4, 4)),
-        "Pass the full mesh": lambda: call(placed(*whole), mesh=other, dims=DataParallelMeshDims("outer")),
+        "Pass the full mesh": lambda: call(
+            placed(*whole), mesh=other, dims=DataParallelMeshDims("outer")
+        ),
         "dim 'data' (index 0)": lambda: call(placed(Shard(0), Replicate())),
         "placed as S(1)": lambda: call(placed(Shard(1), Replicate()), dims=replicate),
         "at least one": lambda: DataParallelMeshDims(),
         "set_reshard_after_forward": lambda: replicated().set_reshard_after_forward(True),
-        "set_separate_reduce_scatter_group": lambda: replicated().set_separate_reduce_scatter_group(),
+        "set_separate_reduce_scatter_group": lambda: (
+            replicated().set_separate_reduce_scatter_group()
+        ),
     }
 
 

@@ -67,7 +67,11 @@ def policy(api: Api) -> Any:
     default = api.MixedPrecisionPolicy()
     with pytest.raises(FrozenInstanceError):
         default.param_dtype = torch.float32
-    return [(f.name, getattr(default, f.name)) for f in fields(default) if f.name != "param_dtype_override_fn"]  # 17.2
+    return [
+        (f.name, getattr(default, f.name))
+        for f in fields(default)
+        if f.name != "param_dtype_override_fn"
+    ]  # 17.2
 
 
 POLICIES = (
@@ -92,8 +96,12 @@ def dtypes_of(api: Api, names: Any) -> Any:
     param, reduce, output = (n and getattr(torch, n) for n in names)
     model = net()
     for name in "02":
-        api.fully_shard(model.get_submodule(name), mp_policy=api.MixedPrecisionPolicy(param, reduce))
-    return two_steps(api, api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(param, reduce, output)))
+        api.fully_shard(
+            model.get_submodule(name), mp_policy=api.MixedPrecisionPolicy(param, reduce)
+        )
+    return two_steps(
+        api, api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(param, reduce, output))
+    )
 
 
 class Counted(nn.Module):
@@ -108,7 +116,12 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor, index: Tensor) -> Any:
         out = self.inner(x * scale) * self.steps
-        return {"out": out, "shifted": out + self.shift, "index": index + 1, "steps": self.steps + index}
+        return {
+            "out": out,
+            "shifted": out + self.shift,
+            "index": index + 1,
+            "steps": self.steps + index,
+        }
 
 
 @rows("9.3", "9.9", "9.11", "9.13")
@@ -151,7 +164,20 @@ def casts_of_containers(api: Api) -> Any:
     x, right, whole = batch(), batch().bfloat16(), torch.arange(3)
     ordered = OrderedDict([("b", x), ("a", whole)])
     packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
-    model(x, right, whole, [x, (x, 1)], Pair(x, None), Batch(x), ordered, {"k": x}, packed, {x, 5}, word="w", more=[x])
+    model(
+        x,
+        right,
+        whole,
+        [x, (x, 1)],
+        Pair(x, None),
+        Batch(x),
+        ordered,
+        {"k": x},
+        packed,
+        {x, 5},
+        word="w",
+        more=[x],
+    )
     args, kwargs = model.got
     same_objects = [args[1] is right, args[2] is whole, args[8] is packed]
     types = [type(a).__name__ for a in args], type(kwargs["more"]).__name__
@@ -171,7 +197,12 @@ def nested_policies(api: Api) -> Any:
     api.fully_shard(model[0], mp_policy=new(param_dtype=torch.bfloat16, output_dtype=torch.float32))
     api.fully_shard(model[2], mp_policy=new(param_dtype=torch.float64, reduce_dtype=torch.float32))
     api.fully_shard(model[4], mp_policy=new(param_dtype=torch.float32, output_dtype=torch.bfloat16))
-    api.fully_shard(model, mp_policy=new(param_dtype=torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.float32))
+    api.fully_shard(
+        model,
+        mp_policy=new(
+            param_dtype=torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.float32
+        ),
+    )
     return two_steps(api, model)
 
 
@@ -194,7 +225,9 @@ def test_casts_of_containers_in_a_graph(two: Pool) -> None:
 
 
 def casts_of_containers_in_a_graph(api: Api) -> Any:
-    model = api.fully_shard(Holder(), mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    model = api.fully_shard(
+        Holder(), mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    )
     found = api.compile(model)({"k": (batch(), 1)}, box=Batch(batch(step=1)))
     (found["outs"][0] + found["outs"][1]).sum().backward()
     return found, type(found["pair"]).__name__, grads(model)
@@ -219,7 +252,9 @@ def test_dtype_changed_before_the_first_forward(two: Pool) -> None:
 
 
 def dtype_changed(api: Api) -> Any:
-    model = api.units(net(), "0", mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.float32)).to(torch.float64)
+    model = api.units(net(), "0", mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.float32)).to(
+        torch.float64
+    )
     return two_steps(api, model)
 
 
@@ -230,7 +265,9 @@ def test_accumulation_dtype(two: Pool, reduce: Any) -> None:
 
 
 def accumulation_dtype(api: Api, reduce: Any) -> Any:
-    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce and getattr(torch, reduce))
+    policy = api.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce and getattr(torch, reduce)
+    )
     model = api.units(net(), "0", "2", mp_policy=policy)
     call = api.compile(model)
     model.set_requires_gradient_sync(False)
@@ -302,11 +339,15 @@ def one_rank_divides_once(case: str) -> None:
     for kind, times in (("stock", 2), ("eager", 1), ("compiled", 1)):
         api = Api(kind)
         undivided, divided = (alone_with_factor(api, case, factor) for factor in (1.0, 4.0))
-        assert all(torch.equal(a / 4.0**times, b) for a, b in zip(undivided, divided, strict=True)), kind
+        assert all(
+            torch.equal(a / 4.0**times, b) for a, b in zip(undivided, divided, strict=True)
+        ), kind
 
 
 def alone_with_factor(api: Api, case: str, factor: float) -> list[Tensor]:
-    model = api.fully_shard(net(), mesh=alone(), mp_policy=reduce_policy(api, None if case == "sum" else case))
+    model = api.fully_shard(
+        net(), mesh=alone(), mp_policy=reduce_policy(api, None if case == "sum" else case)
+    )
     model.set_gradient_divide_factor(factor)
     model.set_force_sum_reduction_for_comms(case == "sum")
     train_step(api.compile(model))
@@ -336,7 +377,9 @@ def any_factor_on_gloo() -> None:
     wanted = grads_with_factor(Api("stock"), 5.0, True)
     for kind in ("eager", "compiled"):
         found = grads_with_factor(Api(kind), 5.0, False)
-        assert all(torch.allclose(a, b, rtol=1e-6, atol=0.0) for a, b in zip(found, wanted, strict=True)), kind
+        assert all(
+            torch.allclose(a, b, rtol=1e-6, atol=0.0) for a, b in zip(found, wanted, strict=True)
+        ), kind
 
 
 def grads_with_factor(api: Api, factor: float, is_sum: bool) -> list[Tensor]:
@@ -350,7 +393,14 @@ def grads_with_factor(api: Api, factor: float, is_sum: bool) -> list[Tensor]:
 @rows("9b.7", "9b.8")
 @pytest.mark.parametrize(
     ("reduce", "factor"),
-    [(None, None), (None, 3.0), ("bfloat16", 8.0), ("float16", None), ("float16", 8.0), ("float64", 3.0)],
+    [
+        (None, None),
+        (None, 3.0),
+        ("bfloat16", 8.0),
+        ("float16", None),
+        ("float16", 8.0),
+        ("float64", 3.0),
+    ],
 )
 def test_forced_sum(two: Pool, reduce: str | None, factor: float | None) -> None:
     two.run(same, forced_sum, reduce, factor)
@@ -385,7 +435,9 @@ def test_offload_on_cpu(two: Pool) -> None:
 def offload_on_cpu(api: Api) -> Any:
     model = api.units(net(), "0", "2", offload_policy=api.CPUOffloadPolicy(pin_memory=False))
     seen = two_steps(api, model)
-    devices = {p.device.type for p in model.parameters()} | {p.grad.device.type for p in model.parameters()}
+    devices = {p.device.type for p in model.parameters()} | {
+        p.grad.device.type for p in model.parameters()
+    }
     return seen, sorted(devices), is_sharded(model)
 
 

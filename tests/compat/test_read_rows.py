@@ -1,6 +1,8 @@
-"""Chapter 18: what a read of a parameter yields where a program does more: puts something in its place, writes to it, iterates.
+"""Chapter 18: what a read of a parameter yields where a program does more: puts something in its
+place, writes to it, iterates.
 
-Each case trains four steps as the unsharded model (gradients averaged by hand), with stock FSDP2, ours eager, and in one graph.
+Each case trains four steps as the unsharded model (gradients averaged by hand), with stock FSDP2,
+ours eager, and in one graph.
 """
 
 from __future__ import annotations
@@ -201,7 +203,10 @@ class TiedSum(Tied):
     """A tied parameter comes once, however many modules hold it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + sum(p.sum() for p in self.parameters() if p.shape == (12, 6)) * 0.01
+        return (
+            super().forward(x)
+            + sum(p.sum() for p in self.parameters() if p.shape == (12, 6)) * 0.01
+        )
 
 
 class Deleted(Base):
@@ -236,7 +241,9 @@ class Inner(nn.Module):
         return self.m(x) + sum(p.sum() for p in self.m.parameters() if p.shape == (12, 6)) * 0.01
 
 
-CASES: dict[str, Any] = {name: kind for name, kind in globals().items() if hasattr(kind, "units") and name != "Base"}
+CASES: dict[str, Any] = {
+    name: kind for name, kind in globals().items() if hasattr(kind, "units") and name != "Base"
+}
 
 
 def build(case: str, kind: str) -> nn.Module:
@@ -255,7 +262,9 @@ def build(case: str, kind: str) -> nn.Module:
     return model
 
 
-def train(case: str, kind: str, fullgraph: bool = True, stays_full: bool = False) -> tuple[list[float], list[str]]:
+def train(
+    case: str, kind: str, fullgraph: bool = True, stays_full: bool = False
+) -> tuple[list[float], list[str]]:
     """Losses of four steps, and what was announced."""
     errors._said.clear()
     model = build(case, kind)
@@ -265,12 +274,16 @@ def train(case: str, kind: str, fullgraph: bool = True, stays_full: bool = False
     call: Any = model
     if kind not in ("unsharded", "stock", "eager"):
         call = torch.compile(model, backend=kind, fullgraph=fullgraph)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9
+    )
     losses = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(4):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            x = torch.randn(
+                4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+            )
             loss = call(x).float().square().mean()
             loss.backward()
             for p in model.parameters() if kind == "unsharded" else ():
@@ -287,11 +300,14 @@ def check(case: str, oracle: str, kinds: tuple[str, ...]) -> None:
     expected, _ = train(case, oracle)
     for kind in kinds:
         found, _ = train(case, kind)
-        # Ops that no pass lowered reduce the gradient of each read by itself, and add what was rounded.
+        # Ops that no pass lowered reduce the gradient of each read by itself, and add what was
+        # rounded.
         rtol = 0.0 if kind != "aot_eager" else 2e-3 if case == "Dtypes" else 1e-6
         if kind == "compiled_fsdp_eager" and "Momentum" in case and not traces_alpha():
             rtol = 1e-6
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0, msg=f"{kind}: {found}, {oracle}: {expected}")
+        torch.testing.assert_close(
+            found, expected, rtol=rtol, atol=0.0, msg=f"{kind}: {found}, {oracle}: {expected}"
+        )
 
 
 EVERY = ("eager", "compiled_fsdp_eager", "aot_eager")
@@ -309,7 +325,9 @@ def test_substituted_unit(two: Pool) -> None:
 
 
 @rows("18.3")
-@pytest.mark.parametrize("case", ["Clamped", "ClampedData", "MaxNorm", "ReadFirstWithoutGrad", "WrittenAfterInference"])
+@pytest.mark.parametrize(
+    "case", ["Clamped", "ClampedData", "MaxNorm", "ReadFirstWithoutGrad", "WrittenAfterInference"]
+)
 def test_written(case: str, two: Pool) -> None:
     two.run(check, case, "stock", EVERY)
 
@@ -344,9 +362,15 @@ def test_deleted(two: Pool) -> None:
 
 
 def inductor() -> None:
-    for case, oracle in (("Substituted", "unsharded"), ("Clamped", "stock"), ("Momentum", "unsharded")):
+    for case, oracle in (
+        ("Substituted", "unsharded"),
+        ("Clamped", "stock"),
+        ("Momentum", "unsharded"),
+    ):
         expected, found = train(case, oracle)[0], train(case, "inductor")[0]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)  # generated kernels fuse and round otherwise
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=0.0
+        )  # generated kernels fuse and round otherwise
 
 
 @rows("18.1", "18.3", "18.4")
@@ -357,7 +381,11 @@ def test_default_backend(two: Pool) -> None:
 def announced() -> None:
     for kind in ("eager", "compiled_fsdp_eager"):
         _, said = train("Clamped", kind)
-        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (
+        assert [
+            text
+            for text in said
+            if "parameter c.weight is written to in place while it is gathered" in text
+        ], (
             kind,
             said,
         )
@@ -365,7 +393,11 @@ def announced() -> None:
         assert not [text for text in said if "is written to" in text], (kind, said)
     for case in ("Clamped", "ClampedData"):
         _, said = train(case, "compiled_fsdp_eager", stays_full=True)
-        assert [text for text in said if "parameter c.weight is written to in place while it is gathered" in text], (
+        assert [
+            text
+            for text in said
+            if "parameter c.weight is written to in place while it is gathered" in text
+        ], (
             case,
             said,
         )
@@ -400,11 +432,16 @@ def said_once() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         call(torch.ones(2, 6)).sum().backward()
-        torch.compile(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))), backend="aot_eager")(torch.ones(2, 6))
+        torch.compile(
+            fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))), backend="aot_eager"
+        )(torch.ones(2, 6))
     texts = [str(w.message) for w in said]
     assert sum("written to in place" in text for text in texts) == 1, texts
     assert sum("without our passes, so every parameter" in text for text in texts) == 1, texts
-    assert not any(num_compiled(method.__code__) for method in (Registered.items, Registered.seen, Registered.__setitem__))
+    assert not any(
+        num_compiled(method.__code__)
+        for method in (Registered.items, Registered.seen, Registered.__setitem__)
+    )
 
 
 def test_a_warning_is_not_said_for_every_parameter_nor_a_registry_compiled_alone(two: Pool) -> None:
@@ -412,7 +449,9 @@ def test_a_warning_is_not_said_for_every_parameter_nor_a_registry_compiled_alone
 
 
 def refused(case: str, words: str) -> None:
-    """One graph is refused by name; without `fullgraph` the unit runs eagerly, announced, with the same numbers."""
+    """One graph is refused by name; without `fullgraph` the unit runs eagerly, announced, with the
+    same numbers.
+    """
     with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         train(case, "compiled_fsdp_eager")
     torch._dynamo.reset()
@@ -425,7 +464,10 @@ def refused(case: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("TrainedAndWritten", "writes to the sharded parameter a.weight in place and also trains its unit"),
+        (
+            "TrainedAndWritten",
+            "writes to the sharded parameter a.weight in place and also trains its unit",
+        ),
         ("Inner", "one tied parameter under two names"),
     ],
 )
@@ -434,7 +476,9 @@ def test_what_cannot_be_honoured_breaks_the_graph(case: str, words: str, two: Po
 
 
 def substituted_from_outside() -> None:
-    """The compiled model sees what is in a parameter's place at each call, and what was there before, afterwards."""
+    """The compiled model sees what is in a parameter's place at each call, and what was there
+    before, afterwards.
+    """
     model = build("Substituted", "ours")
     compiled = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -467,17 +511,23 @@ def assigned() -> None:
     with torch.no_grad():
         expected = model(x) * 0
     model.b.weight = nn.Parameter(torch.zeros(6, 6))
-    with pytest.warns(UserWarning, match=r"in the place of b\.weight of unit 'b' stands a plain nn\.Parameter"):
+    with pytest.warns(
+        UserWarning, match=r"in the place of b\.weight of unit 'b' stands a plain nn\.Parameter"
+    ):
         assert torch.equal(model(x), expected)
     tied = build("Tied", "ours")
     tied.tie()
     sharded: Any = tied.b.weight
-    other = nn.Parameter(DTensor.from_local(torch.zeros(6, 6), sharded.device_mesh, sharded.placements))
+    other = nn.Parameter(
+        DTensor.from_local(torch.zeros(6, 6), sharded.device_mesh, sharded.placements)
+    )
     tied.head.weight = other
     with pytest.raises(RuntimeError, match="is tied, and only some of the modules"):
         tied(x)
     unit = build("Substituted", "ours")
-    unit.b.weight = nn.Parameter(sharded.detach().clone())  # as load_state_dict(assign=True) puts it there
+    unit.b.weight = nn.Parameter(
+        sharded.detach().clone()
+    )  # as load_state_dict(assign=True) puts it there
     with torch.no_grad():
         unit(x)
     assert dict(unit.named_parameters())["b.weight"] is unit.b.weight

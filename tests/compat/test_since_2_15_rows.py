@@ -1,4 +1,6 @@
-"""Chapter 17: what torch 2.15 adds. On older torch, where it is an addition of ours, compiled is compared with eager."""
+"""Chapter 17: what torch 2.15 adds. On older torch, where it is an addition of ours, compiled is
+compared with eager.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ HAS_STOCK = hasattr(StockFSDPModule, "finalize_backward")
 
 
 def alike(observe: Callable[..., Any], *args: Any) -> None:
-    """Worker function: as `same`; where stock has nothing of the kind, ours compiled against ours eager."""
+    """Worker function: as `same`; where stock has nothing of the kind, ours compiled against ours
+    eager.
+    """
     (same if HAS_STOCK else ours_alike)(observe, *args)
 
 
 def eager_alike(observe: Callable[..., Any]) -> None:
-    """Worker function: only ours eager, against stock where it has this; the observation asserts by itself."""
+    """Worker function: only ours eager, against stock where it has this; the observation asserts by
+    itself.
+    """
     if HAS_STOCK:
         eager_same(observe)
     else:
@@ -64,7 +70,9 @@ class Scaled(nn.Module):
         return self.layer(x).to(self.scale.dtype) * self.scale + self.shift.to(self.scale.dtype)
 
 
-def but_scales(dtype: torch.dtype, asked: list[Any]) -> Callable[[nn.Parameter], torch.dtype | None]:
+def but_scales(
+    dtype: torch.dtype, asked: list[Any]
+) -> Callable[[nn.Parameter], torch.dtype | None]:
     def override(parameter: nn.Parameter) -> torch.dtype | None:
         asked.append((tuple(parameter.shape), parameter.dtype))
         if parameter.shape[0] == 1:
@@ -147,17 +155,22 @@ def test_bad_overrides(two: Pool) -> None:
 def bad_overrides(api: Api) -> Any:
     found = []
     for answer in (torch.float16, "bfloat16", torch.bfloat16, torch.float32, None):
-        policy = api.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _, answer=answer: answer)
+        policy = api.MixedPrecisionPolicy(
+            torch.bfloat16, param_dtype_override_fn=lambda _, answer=answer: answer
+        )
         found.append(raised(lambda policy=policy: api.fully_shard(net(), mp_policy=policy)))
     return found
 
 
 @pytest.mark.usefixtures("fake_world")
 def test_bad_overrides_name_the_parameter() -> None:
-    policy = compiled_fsdp.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16)
+    policy = compiled_fsdp.MixedPrecisionPolicy(
+        torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16
+    )
     text = message(lambda: compiled_fsdp.fully_shard(net(), mp_policy=policy))
     assert text == (
-        "fully_shard: mp_policy.param_dtype_override_fn returned dtype torch.float16 for parameter 0.weight, whose own dtype is "
+        "fully_shard: mp_policy.param_dtype_override_fn returned dtype torch.float16 for parameter "
+        "0.weight, whose own dtype is "
         "torch.float32; should return None, that dtype, or param_dtype=torch.bfloat16"
     )
 
@@ -168,7 +181,10 @@ def test_grad_dtype_is_refused() -> None:
     model = net()
     model[2].weight.grad_dtype = torch.bfloat16
     text = message(lambda: compiled_fsdp.fully_shard(model))
-    assert text.startswith("fully_shard: parameter 2.weight of torch.float32 has grad_dtype=torch.bfloat16, which is not")
+    assert text.startswith(
+        "fully_shard: parameter 2.weight of torch.float32 has grad_dtype=torch.bfloat16, which is "
+        "not"
+    )
     model[2].weight.grad_dtype = torch.float32
     compiled_fsdp.fully_shard(model)
 
@@ -193,7 +209,13 @@ def kept_storage(api: Api) -> Any:
         with torch.no_grad():
             module.weight.mul_(2)
         module.unshard()
-        seen.append([module.weight.data_ptr() == address or module is model[2], values, plain(module.weight)])
+        seen.append(
+            [
+                module.weight.data_ptr() == address or module is model[2],
+                values,
+                plain(module.weight),
+            ]
+        )
         module.reshard()
     model.set_keep_unsharded_storage(False)
     model[0].unshard()
@@ -254,7 +276,10 @@ def what_waits(api: Api) -> Any:
     model = api.units(net(), "0", "2")
     model.set_manual_backward_finalization(True)
     train_step(model)
-    before = [is_sharded(model[i]) for i in (0, 2, 4)], {i: model[i].weight.grad is None for i in (0, 4)}
+    before = (
+        [is_sharded(model[i]) for i in (0, 2, 4)],
+        {i: model[i].weight.grad is None for i in (0, 4)},
+    )
     model.finalize_backward()
     after = is_sharded(model), [p.grad is None for p in model.parameters()]
     assert after == ([True] * 6, [False] * 6)
@@ -340,7 +365,10 @@ def misused(api: Api) -> Any:
         inside.append(raised(lambda: model.set_manual_backward_finalization(False)))
 
     train_step(model)
-    seen: list[Any] = [raised(model.finalize_backward), raised(lambda: model[0].set_manual_backward_finalization(True))]
+    seen: list[Any] = [
+        raised(model.finalize_backward),
+        raised(lambda: model[0].set_manual_backward_finalization(True)),
+    ]
     model.set_manual_backward_finalization(True)
     out = model(batch(step=1))
     out.register_hook(hook)
@@ -455,4 +483,6 @@ def bad_answers() -> None:
     model = two_layers(type("Unsure", (Released,), {"answer": 1}))
     assert raised(lambda: compiled_fsdp.fully_shard(model)(batch())) == "AssertionError"
     alone = type("Alone", (Wrapped,), {extension.RELEASE: lambda _: True})
-    assert "and neither fsdp_pre_all_gather nor" in message(lambda: compiled_fsdp.fully_shard(two_layers(alone)))
+    assert "and neither fsdp_pre_all_gather nor" in message(
+        lambda: compiled_fsdp.fully_shard(two_layers(alone))
+    )

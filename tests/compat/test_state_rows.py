@@ -59,7 +59,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
-def stepped(api: Api, model: Any, steps: int = 2) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+def stepped(
+    api: Api, model: Any, steps: int = 2
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """Losses of some steps, and their optimizer."""
     call, optimizer, losses = api.compile(model), adam(model), []
     for step in range(steps):
@@ -80,11 +82,18 @@ def test_state_dict(two: Pool) -> None:
 def state_dict(api: Api) -> Any:
     model, found = model_of(api), {}
     counts = communications(lambda: found.update(model.state_dict()))
-    kinds = [(isinstance(v, DTensor), isinstance(v, nn.Parameter), v.requires_grad) for v in found.values()]
+    kinds = [
+        (isinstance(v, DTensor), isinstance(v, nn.Parameter), v.requires_grad)
+        for v in found.values()
+    ]
     before = plain(found)
     stepped(api, model)
     named = dict(model.named_parameters())
-    aliases = [torch.equal(plain(v)["local"], plain(named[n])["local"]) for n, v in found.items() if isinstance(v, DTensor)]
+    aliases = [
+        torch.equal(plain(v)["local"], plain(named[n])["local"])
+        for n, v in found.items()
+        if isinstance(v, DTensor)
+    ]
     return counts, kinds, before, found, aliases
 
 
@@ -190,18 +199,25 @@ def test_load_assign_of_plain_tensors(two: Pool) -> None:
 
 
 def load_assign_plain(api: Api) -> Any:
-    return raised(lambda: api.units(net(), "0").load_state_dict(net().state_dict(), assign=True)) is not None
+    return (
+        raised(lambda: api.units(net(), "0").load_state_dict(net().state_dict(), assign=True))
+        is not None
+    )
 
 
 @rows("14.7", status="improved")
 def test_load_assign_of_plain_tensors_says_why(two: Pool) -> None:
-    """Names the parameter and what to call; stock fails with an AttributeError on `_local_tensor`."""
+    """Names the parameter and what to call; stock fails with an AttributeError on
+    `_local_tensor`.
+    """
     two.run(each, load_assign_says_why)
 
 
 def load_assign_says_why(api: Api) -> None:
     ours, theirs = (
-        message(lambda one=one: one.units(net(), "0").load_state_dict(net().state_dict(), assign=True))
+        message(
+            lambda one=one: one.units(net(), "0").load_state_dict(net().state_dict(), assign=True)
+        )
         for one in (api, Api("stock"))
     )
     assert "0.weight" in ours
@@ -280,7 +296,11 @@ def set_model_hsdp(api: Api) -> Any:
     for mesh in (mesh_of(2, 2, names=("r", "s")), mesh_of(4)):
         for options in (FULL, FROM_RANK_0):
             model = model_of(api, mesh=mesh)
-            set_model_state_dict(model, full_state() if options is FULL or not dist.get_rank() else {}, options=options)
+            set_model_state_dict(
+                model,
+                full_state() if options is FULL or not dist.get_rank() else {},
+                options=options,
+            )
             found.append((plain(params(model)), get_model_state_dict(model, options=FULL)))
     return found
 
@@ -297,7 +317,9 @@ def set_meta(api: Api) -> Any:
             model = net(depth=3)
         api.units(model, "0", "2")
         state = net(depth=3, seed=3).state_dict()
-        set_model_state_dict(model, state if options is FULL or not dist.get_rank() else {}, options=options)
+        set_model_state_dict(
+            model, state if options is FULL or not dist.get_rank() else {}, options=options
+        )
         losses, _ = stepped(api, model)
         found.append((losses, plain(params(model)), is_sharded(model)))
     return found
@@ -316,10 +338,17 @@ def errors(api: Api) -> Any:
     lax = StateDictOptions(full_state_dict=True, strict=False)
     only_broadcast = (
         raised(lambda: StateDictOptions(broadcast_from_rank0=True)),
-        raised(lambda: set_model_state_dict(model, full_state(), options=StateDictOptions(broadcast_from_rank0=True))),
+        raised(
+            lambda: set_model_state_dict(
+                model, full_state(), options=StateDictOptions(broadcast_from_rank0=True)
+            )
+        ),
     )
     return (
-        [raised(lambda s=s: set_model_state_dict(model, s, options=FULL)) for s in (short, long, {})],
+        [
+            raised(lambda s=s: set_model_state_dict(model, s, options=FULL))
+            for s in (short, long, {})
+        ],
         [str(set_model_state_dict(model, dict(s), options=lax)) for s in (short, long)],
         only_broadcast,
         raised(lambda: model.load_state_dict({})),
@@ -341,7 +370,10 @@ def get_optimizer(api: Api) -> Any:
     no_grads = [p.grad for p in model.parameters()]
     _, optimizer = stepped(api, model)
     states = [get_optimizer_state_dict(model, optimizer, options=o) for o in (None, FULL)]
-    kinds = [[type(v).__name__ for entry in state["state"].values() for v in entry.values()] for state in states]
+    kinds = [
+        [type(v).__name__ for entry in state["state"].values() for v in entry.values()]
+        for state in states
+    ]
     return fresh, no_grads, states, kinds, params(model)
 
 
@@ -365,7 +397,9 @@ def set_optimizer(api: Api) -> Any:
     missing = get_optimizer_state_dict(source, optimizer, options=FULL)
     del missing["state"]["2.bias"]
     model = api.units(net(), "0")
-    return found, raised(lambda: set_optimizer_state_dict(model, adam(model), missing, options=FULL))
+    return found, raised(
+        lambda: set_optimizer_state_dict(model, adam(model), missing, options=FULL)
+    )
 
 
 @rows("14.20")
@@ -385,4 +419,9 @@ def frozen(api: Api) -> Any:
     strict = raised(lambda: set_model_state_dict(other, dict(states[0]), options=drop))
     lax = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_model_state_dict(other, dict(states[0]), options=lax)
-    return states, strict, list(get_optimizer_state_dict(model, optimizer, options=drop)["state"]), params(other)
+    return (
+        states,
+        strict,
+        list(get_optimizer_state_dict(model, optimizer, options=drop)["state"]),
+        params(other),
+    )

@@ -1,7 +1,9 @@
-"""Seeded random models for `FullyShardedDataParallel`: the layers of `random_models`, a strategy, a wrapping policy, a precision.
+"""Seeded random models for `FullyShardedDataParallel`: the layers of `random_models`, a strategy, a
+wrapping policy, a precision.
 
-`legal` takes out what stock itself refuses or does wrongly: a weight shared by two instances, a flat parameter of frozen and
-trained originals without `use_orig_params`, and a shared weight in `no_sync` in 16 bits under NO_SHARD with `use_orig_params`.
+`legal` takes out what stock itself refuses or does wrongly: a weight shared by two instances, a
+flat parameter of frozen and trained originals without `use_orig_params`, and a shared weight in
+`no_sync` in 16 bits under NO_SHARD with `use_orig_params`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from compat.fsdp1.oracle import hybrid_mesh
 from numerics.random_models import Layer, Model, Program, make
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, size_based_auto_wrap_policy, wrap
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    enable_wrap,
+    size_based_auto_wrap_policy,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from compat.fsdp1.oracle import Api
@@ -33,15 +41,20 @@ PRECISIONS: dict[str, MixedPrecision | None] = {
     "fp16": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
 }
 BY_INDEX = ("none", "custom", "manual")  # the policies that can leave a layer to the root
-PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+PREFETCH = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
 
 
 @dataclass(frozen=True)
 class Wrapped(Program):
     """A model and how FSDP1 trains it; the first value of each field is the plainest.
 
-    policy: which modules are instances: "none" (the root alone), "layers", "linears", "nested" (both), "size" (of 20 elements),
-        "custom" (those with `Spec.unit`, with a strategy of their own by `Spec.reshard`), "manual" (those with `unit`, by `wrap`).
+    policy: which modules are instances: "none" (the root alone), "layers", "linears", "nested"
+        (both), "size" (of 20 elements), "custom" (those with `Spec.unit`, with a strategy of their
+        own by `Spec.reshard`), "manual" (those with `unit`, by `wrap`).
     no_sync: micro-batches but the last are not reduced.
     """
 
@@ -84,7 +97,9 @@ def wrapped(seed: int, world: int) -> Wrapped:
         base.specs,
         micro,
         strategy=r.choice(HYBRID if world == 4 and r.random() < 0.5 else ONE_GROUP),
-        policy=r.choice(("none", "layers", "linears", "nested", "size", "custom", "manual", "custom", "manual")),
+        policy=r.choice(
+            ("none", "layers", "linears", "nested", "size", "custom", "manual", "custom", "manual")
+        ),
         use_orig_params=r.random() < 0.5,
         precision=r.choice(("fp32", "fp32", *PRECISIONS)),
         no_sync=r.random() < 0.6,
@@ -101,7 +116,11 @@ def wrapped(seed: int, world: int) -> Wrapped:
 def legal(program: Wrapped) -> Wrapped:
     """The program without what stock cannot train; see the module docstring."""
     specs = list(program.specs)
-    sharing = {i for i, s in enumerate(specs) if s.shares is not None and s.shares < i and specs[s.shares].width == s.width}
+    sharing = {
+        i
+        for i, s in enumerate(specs)
+        if s.shares is not None and s.shares < i and specs[s.shares].width == s.width
+    }
     sharing |= {specs[i].shares for i in sharing}  # type: ignore[arg-type]
     policy = program.policy if not sharing or program.policy in BY_INDEX else "custom"
     for i, spec in enumerate(specs):
@@ -109,8 +128,15 @@ def legal(program: Wrapped) -> Wrapped:
         is_alone = policy == "layers" or (policy in BY_INDEX[1:] and unit)
         can_freeze = program.use_orig_params or is_alone
         specs[i] = replace(spec, unit=unit, is_frozen=spec.is_frozen and can_freeze)
-    can_retain = not (sharing and program.computes_low and program.use_orig_params and program.strategy == "NO_SHARD")
-    return replace(program, specs=tuple(specs), policy=policy, no_sync=program.no_sync and can_retain)
+    can_retain = not (
+        sharing
+        and program.computes_low
+        and program.use_orig_params
+        and program.strategy == "NO_SHARD"
+    )
+    return replace(
+        program, specs=tuple(specs), policy=policy, no_sync=program.no_sync and can_retain
+    )
 
 
 def shard(api: Api, model: Model, program: Wrapped) -> Any:
@@ -140,7 +166,9 @@ def policy_of(program: Wrapped) -> Any:
             return False
         if module.spec.reshard is None or program.strategy == "NO_SHARD":
             return True
-        kept, dropped = (HYBRID[1], HYBRID[0]) if program.strategy in HYBRID else (ONE_GROUP[1], ONE_GROUP[0])
+        kept, dropped = (
+            (HYBRID[1], HYBRID[0]) if program.strategy in HYBRID else (ONE_GROUP[1], ONE_GROUP[0])
+        )
         return {"sharding_strategy": ShardingStrategy[dropped if module.spec.reshard else kept]}
 
     policies: dict[str, Any] = {
@@ -155,10 +183,15 @@ def policy_of(program: Wrapped) -> Any:
 
 def unreduced(model: Any, program: Wrapped, micro: int) -> AbstractContextManager[Any]:
     """`no_sync` for the micro-batches that the program says."""
-    return model.no_sync() if program.no_sync and micro < program.micro_batches - 1 else nullcontext()
+    return (
+        model.no_sync() if program.no_sync and micro < program.micro_batches - 1 else nullcontext()
+    )
 
 
 def whole(api: Api, model: Any) -> dict[str, Tensor]:
     """Every original parameter, unsharded, by its name in the unsharded model."""
     with api.FSDP.summon_full_params(model, writeback=False):
-        return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+            for name, p in model.named_parameters()
+        }

@@ -1,6 +1,8 @@
-"""Seeded random models: shared, frozen, unused and oddly shaped parameters, random units and settings.
+"""Seeded random models: shared, frozen, unused and oddly shaped parameters, random units and
+settings.
 
-A model is a list of `Spec`s, plain data that prints, so that a failure can be shrunk by leaving parts out and shown as text.
+A model is a list of `Spec`s, plain data that prints, so that a failure can be shrunk by leaving
+parts out and shown as text.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spec:
-    """One layer. shares: the index of an earlier layer whose first weight it uses too; unit: it is a unit of its own."""
+    """One layer. shares: the index of an earlier layer whose first weight it uses too; unit: it is
+    a unit of its own.
+    """
 
     kind: str = "linear"
     width: int = 4
@@ -54,7 +58,9 @@ class Layer(nn.Module):
         self.spec = spec
         self.first = nn.Linear(4, spec.width, bias=spec.bias)
         self.second = nn.Linear(spec.width, 4, bias=spec.bias)
-        self.scale = nn.Parameter(torch.ones(1, 3, 4)[:, 1].contiguous()) if spec.kind == "scaled" else None
+        self.scale = (
+            nn.Parameter(torch.ones(1, 3, 4)[:, 1].contiguous()) if spec.kind == "scaled" else None
+        )
         self.norm = nn.LayerNorm(4) if spec.kind == "normed" else None
         for p in self.parameters():
             p.requires_grad_(not spec.is_frozen)
@@ -70,7 +76,11 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(spec) for spec in program.specs)
         for i, spec in enumerate(program.specs):
-            if spec.shares is not None and spec.shares < i and program.specs[spec.shares].width == spec.width:
+            if (
+                spec.shares is not None
+                and spec.shares < i
+                and program.specs[spec.shares].width == spec.width
+            ):
                 self.layers[i].first.weight = self.layers[spec.shares].first.weight
         self.out = nn.Linear(4, 3)
 
@@ -109,7 +119,9 @@ def build(program: Program) -> Model:
 
 
 def shard(model: Model, program: Program) -> Model:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if program.low_precision else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if program.low_precision else None, reduce_dtype=torch.float32
+    )
     for layer, spec in zip(model.layers, program.specs, strict=True):
         if spec.unit:
             fully_shard(layer, mp_policy=policy, reshard_after_forward=spec.reshard)

@@ -1,4 +1,6 @@
-"""Ranks that share a group agree before they communicate, or every one of them says within seconds what differs."""
+"""Ranks that share a group agree before they communicate, or every one of them says within seconds
+what differs.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def error_of(run: Callable[[], None]) -> tuple[str, float]:
     except RuntimeError as error:
         texts = [str(error), *(g.failure for g in agreement._groups.values() if g.failure)]
         return next(
-            (t for t in texts if "communicate differently" in t or "different models" in t), texts[0]
+            (t for t in texts if "communicate differently" in t or "different models" in t),
+            texts[0],
         ), time.monotonic() - start
     return "", time.monotonic() - start
 
@@ -109,7 +112,9 @@ def fall_back_alone() -> tuple[str, float]:
 
 def test_a_rank_that_falls_back_alone(broken: Pool) -> None:
     try:
-        check_told(broken.run(fall_back_alone), "are about to communicate differently", "outside a graph")
+        check_told(
+            broken.run(fall_back_alone), "are about to communicate differently", "outside a graph"
+        )
     finally:
         broken.close()  # its connections are broken
 
@@ -123,7 +128,13 @@ def known_branch() -> tuple[str, float]:
 
 def test_a_new_branch_beside_a_known_one(broken: Pool) -> None:
     try:
-        check_told(broken.run(known_branch), "--- rank 0", "+++ rank 1", "a forward graph of 2", "a forward graph of 1")
+        check_told(
+            broken.run(known_branch),
+            "--- rank 0",
+            "+++ rank 1",
+            "a forward graph of 2",
+            "a forward graph of 1",
+        )
     finally:
         broken.close()  # its connections are broken
 
@@ -134,7 +145,10 @@ def not_compiled() -> tuple[str, float]:
 
 def test_a_rank_that_does_not_compile(broken: Pool) -> None:
     check_told(
-        broken.run(not_compiled), "ranks [0]: a forward graph of 2 collectives", "ranks [1]: unit ", "outside a graph"
+        broken.run(not_compiled),
+        "ranks [0]: a forward graph of 2 collectives",
+        "ranks [1]: unit ",
+        "outside a graph",
     )
 
 
@@ -148,7 +162,10 @@ def other_model() -> tuple[str, float]:
 
 def test_different_models(broken: Pool) -> None:
     check_told(
-        broken.run(other_model), "the ranks of a shard group have different models", "weight: (5, 4)", "weight: (4, 4)"
+        broken.run(other_model),
+        "the ranks of a shard group have different models",
+        "weight: (5, 4)",
+        "weight: (4, 4)",
     )
 
 
@@ -256,7 +273,9 @@ def accesses() -> list[int]:
 
 
 def test_nothing_after_the_second_step(two: Pool) -> None:
-    """The model, its ranks, forward and backward; then forward after backward, which is new; then nothing."""
+    """The model, its ranks, forward and backward; then forward after backward, which is new; then
+    nothing.
+    """
     assert two.run(accesses) == [[4, 1, 0, 0]] * 2
 
 
@@ -267,7 +286,9 @@ def warm(compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     fully_shard(model[0])
     fully_shard(model)
-    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+    call = (
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+    )
     call(torch.randn(3, 4)).sum().backward()
     before = {
         **{n: p.full_tensor().clone() for n, p in model.named_parameters()},
@@ -280,7 +301,10 @@ def warm(compiled: bool) -> None:
     torch._dynamo.utils.counters.clear()
     warmup(call, example)
     assert torch.equal(torch.get_rng_state(), random)
-    after = {**{n: p.full_tensor() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
+    after = {
+        **{n: p.full_tensor() for n, p in model.named_parameters()},
+        **dict(model.named_buffers()),
+    }
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all(torch.equal(g.full_tensor(), b) for g, b in zip(held, grads, strict=True))
@@ -304,6 +328,8 @@ def test_warmup_compiles_both_phases(two: Pool) -> None:
 
 
 def test_warmup_of_what_is_not_sharded() -> None:
-    with pytest.raises(TypeError, match=r"^warmup: Linear .* has no sharded module. Call fully_shard on it first$"):
+    with pytest.raises(
+        TypeError, match=r"^warmup: Linear .* has no sharded module. Call fully_shard on it first$"
+    ):
         compiled_fsdp.warmup(nn.Linear(2, 2), torch.ones(1, 2))
     assert issubclass(DivergenceError, RuntimeError)

@@ -1,4 +1,6 @@
-"""The default backend across processes, and by its own name: a warm cache must hold what our passes made."""
+"""The default backend across processes, and by its own name: a warm cache must hold what our passes
+made.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ print(json.dumps(found))
 
 
 def run(folder: Path, *prefetch: int) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Compile by some plans in a process of its own; cache counters, and how often each op of interest ran in the second step."""
+    """Compile by some plans in a process of its own; cache counters, and how often each op of
+    interest ran in the second step.
+    """
     env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", PROGRAM, *map(str, prefetch)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[tuple[dict[str, int], dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -65,7 +71,10 @@ def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> No
     assert counters.get("autograd_cache_miss", 0) == 0, counters
     assert warm == cold
     gathers = warm["_c10d_functional::all_gather_into_tensor"]
-    assert gathers == 3, "two units in forward; in backward the second, since nobody asks for the gradient of the input"
+    assert gathers == 3, (
+        "two units in forward; in backward the second, since nobody asks for the gradient of the "
+        "input"
+    )
     assert warm["fsdp::mark_grads_"] == 2
     assert "fsdp::unshard" not in warm
     assert others.get("autograd_cache_hit", 0) == 0, others
@@ -86,7 +95,9 @@ def same_as_default() -> None:
         with torch.profiler.profile() as profiler:
             call(torch.ones(2, 6)).sum().backward()
         names = [e.name for e in profiler.events() if e.name.startswith("fsdp::")]
-        return [p.grad.to_local() for p in model.parameters()], {name: names.count(name) for name in names}
+        return [p.grad.to_local() for p in model.parameters()], {
+            name: names.count(name) for name in names
+        }
 
     ours, default = step("compiled_fsdp"), step("inductor")
     assert ours[1] == default[1]
@@ -95,14 +106,18 @@ def same_as_default() -> None:
 
 
 def test_a_budget_with_one_warm_cache(two: Pool, tmp_path: Path) -> None:
-    """Under a budget ranks decide together what they keep; then halves may come from a cache, on one rank and not on another."""
+    """Under a budget ranks decide together what they keep; then halves may come from a cache, on
+    one rank and not on another.
+    """
     (cold, warm), (cold_1, still_cold) = two.run(with_budget, str(tmp_path))
     assert cold == cold_1 == still_cold == 0
     assert warm == 2, "forward and backward"
 
 
 def with_budget(folder: str) -> list[int]:
-    """How many halves came from the cache, cold and then warm; rank 1 loses its cache in between."""
+    """How many halves came from the cache, cold and then warm; rank 1 loses its cache in
+    between.
+    """
     from torch._dynamo.utils import counters
 
     rank, hits, grads = dist.get_rank(), [], []
@@ -116,7 +131,10 @@ def with_budget(folder: str) -> list[int]:
         counters.clear()
         model.zero_grad()
         environ = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}"}
-        with mock.patch.dict(os.environ, environ), compiled_fsdp.planned(memory_budget=0.5, bucket_bytes=0):
+        with (
+            mock.patch.dict(os.environ, environ),
+            compiled_fsdp.planned(memory_budget=0.5, bucket_bytes=0),
+        ):
             torch.compile(model, fullgraph=True)(torch.ones(2, 6)).square().sum().backward()
         hits.append(counters["inductor"]["fxgraph_cache_hit"])
         assert not counters["aot_autograd"]["autograd_cache_hit"]

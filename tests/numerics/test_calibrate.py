@@ -1,4 +1,6 @@
-"""Costs are measured in the first forward, agreed by all ranks, and part of the compile cache's key; budgets are kept."""
+"""Costs are measured in the first forward, agreed by all ranks, and part of the compile cache's
+key; budgets are kept.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_measured_once_and_agreed(two: Pool) -> None:
 def measured_once() -> str:
     before = current_plan()
     try:
-        set_plan(Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=0))
+        set_plan(
+            Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, bucket_bytes=0)
+        )
         model = fully_shard(torch.nn.Linear(6, 5))
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
         call(torch.ones(2, 6)).sum().backward()
@@ -94,7 +98,9 @@ def test_a_budget_keeps_what_fits(two: Pool) -> None:
 
 
 def keeps_what_fits() -> None:
-    """More memory, fewer gathers; the same losses and gradients; the peak within the budget, by the exact measure."""
+    """More memory, fewer gathers; the same losses and gradients; the peak within the budget, by the
+    exact measure.
+    """
     from measure import peak_tensor_bytes
 
     width, layers = 192, 6
@@ -138,7 +144,9 @@ def keeps_what_fits() -> None:
     assert peaks[0.5] < peaks[1.0]
     ((least, most),) = trials[0.5]
     assert peaks[0.5] <= 1.05 * (least + most) / 2
-    assert most == pytest.approx(peaks[1.0], rel=0.05), "what keeping adds is what it was expected to add"
+    assert most == pytest.approx(peaks[1.0], rel=0.05), (
+        "what keeping adds is what it was expected to add"
+    )
 
 
 def test_a_budget_chooses_slices_too(four: Pool) -> None:
@@ -146,7 +154,9 @@ def test_a_budget_chooses_slices_too(four: Pool) -> None:
 
 
 def chooses_slices() -> None:
-    """Units with a smaller mesh: dropped, then sliced, then kept, the last ones first; the same gradients."""
+    """Units with a smaller mesh: dropped, then sliced, then kept, the last ones first; the same
+    gradients.
+    """
     found, grads = {}, {}
     for share in (0.0, 1.0):
         torch.manual_seed(0)
@@ -156,8 +166,16 @@ def chooses_slices() -> None:
         fully_shard(model)
         with compiled_fsdp.planned(memory_budget=share), captured() as halves:
             x = torch.ones(64, 192, requires_grad=True)
-            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x).square().mean().backward()
-        specs = {s.fqn: s.reshard for half in halves for r in find_regions(half, "gather") for s in r.tag.specs if r.starts}
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
+                x
+            ).square().mean().backward()
+        specs = {
+            s.fqn: s.reshard
+            for half in halves
+            for r in find_regions(half, "gather")
+            for s in r.tag.specs
+            if r.starts
+        }
         found[share] = [specs[f"{n}.weight"] for n in range(6)]
         grads[share] = [p.grad.to_local() for p in model.parameters()]
     kinds = ("gather", "slice", "keep")
@@ -173,12 +191,17 @@ def test_kernels_are_measured_in_the_model(two: Pool) -> None:
 
 
 def measured_kernels() -> str:
-    """Forward's addmm and backward's mm of both layers: in the graphs they cost what they took; nothing else is changed."""
+    """Forward's addmm and backward's mm of both layers: in the graphs they cost what they took;
+    nothing else is changed.
+    """
     before = current_plan()
     try:
         torch.manual_seed(0)
         model = torch.nn.Sequential(
-            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5), torch.nn.Linear(5, 3)
+            torch.nn.Linear(6, 5),
+            torch.nn.BatchNorm1d(5),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(5, 3),
         )
         for layer in (model[0], model[3]):
             fully_shard(layer)
@@ -188,7 +211,10 @@ def measured_kernels() -> str:
             call, torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
         )
         assert current_plan().costs is costs
-        assert all(torch.equal(a, b) for a, b in zip(state, [torch.get_rng_state(), *model.buffers()], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(state, [torch.get_rng_state(), *model.buffers()], strict=True)
+        )
         assert all(p.grad is None for p in model.parameters())
         assert [key for key, _ in costs.kernels] == [
             "mm float32[3, 4] float32[4, 5]",
@@ -202,7 +228,9 @@ def measured_kernels() -> str:
         where = {unit.where for unit in compiled_fsdp.explain(call, allow_unused=True).units}
         assert where == {"in a graph"}, "the eager steps were not the user's"
         heavy = [n for half in halves for n in half.nodes if is_matmul(n)]
-        assert sorted(costs.compute(n) for n in heavy) == sorted(seconds for _, seconds in costs.kernels)
+        assert sorted(costs.compute(n) for n in heavy) == sorted(
+            seconds for _, seconds in costs.kernels
+        )
         return repr(costs)
     finally:
         set_plan(before)
@@ -214,7 +242,8 @@ def test_kernels_of_what_is_not_sharded(two: Pool) -> None:
 
 def not_sharded() -> None:
     with pytest.raises(
-        TypeError, match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on it first$"
+        TypeError,
+        match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on it first$",
     ):
         compiled_fsdp.measure_kernels(torch.nn.Linear(2, 2), torch.ones(1, 2))
 
@@ -224,7 +253,9 @@ def test_ranks_that_measure_differently_gather_as_much(two: Pool) -> None:
 
 
 def measured_differently() -> str:
-    """How much is gathered depends on the link's speed, which is agreed before; other sizes would not fit each other."""
+    """How much is gathered depends on the link's speed, which is agreed before; other sizes would
+    not fit each other.
+    """
     model = fully_shard(torch.nn.Linear(6, 5))
     original = calibrate._seconds
     sizes: list[int] = []

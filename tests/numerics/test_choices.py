@@ -1,4 +1,6 @@
-"""Units in parts, other messages, other reductions: the same numbers as stock, and the collectives that were asked for."""
+"""Units in parts, other messages, other reductions: the same numbers as stock, and the collectives
+that were asked for.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def planned_parity(options: Options, plan: dict[str, Any], kind: str, rtol: float, atol: float) -> None:
+def planned_parity(
+    options: Options, plan: dict[str, Any], kind: str, rtol: float, atol: float
+) -> None:
     with planned(**plan):
         check_parity(options, kinds=(kind,), against=("stock",), rtol=rtol, atol=atol)
 
@@ -53,14 +57,18 @@ def test_same_as_stock(two: Pool, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "plan"), [(Options("unused", steps=2), "parts"), (MIXED, "messages")], ids=["unused", "mixed"]
+    ("options", "plan"),
+    [(Options("unused", steps=2), "parts"), (MIXED, "messages")],
+    ids=["unused", "mixed"],
 )
 def test_other_models(two: Pool, options: Options, plan: str) -> None:
     two.run(planned_parity, options, PLANS[plan], "compiled", 0.0, 0.0)
 
 
 def test_four_ranks(four: Pool) -> None:
-    options = Options("llama", steps=2, optimizer="sgd", mesh="hsdp")  # gradients are summed in another order than stock's
+    options = Options(
+        "llama", steps=2, optimizer="sgd", mesh="hsdp"
+    )  # gradients are summed in another order than stock's
     four.run(planned_parity, options, PLANS["parts"], "compiled", *ROUNDING)
 
 
@@ -73,13 +81,20 @@ def collectives_of(plan: dict[str, Any]) -> tuple[int, int, int, int]:
         _, call, _ = make("compiled", Options("gpt"))
         loss_of(call(*batch_of("gpt", 0))).backward()
     gathers, reductions = (
-        sum(bool(r.starts) for h in halves for r in find_regions(h, kind)) for kind in ("gather", "reduce")
+        sum(bool(r.starts) for h in halves for r in find_regions(h, kind))
+        for kind in ("gather", "reduce")
     )
-    return gathers, reductions, *(sum(len(find(h, target)) for h in halves) for target in (REDUCE_SCATTER, ALL_TO_ALL))
+    return (
+        gathers,
+        reductions,
+        *(sum(len(find(h, target)) for h in halves) for target in (REDUCE_SCATTER, ALL_TO_ALL)),
+    )
 
 
 def test_what_was_asked_for_is_in_the_graph(two: Pool) -> None:
-    whole, parts, scattered = (two.run(collectives_of, plan)[0] for plan in ({}, PLANS["parts"], PLANS["reduce-scatter"]))
+    whole, parts, scattered = (
+        two.run(collectives_of, plan)[0] for plan in ({}, PLANS["parts"], PLANS["reduce-scatter"])
+    )
     assert whole[2:] == (0, whole[1]), "on gloo, all-to-alls"
     assert parts[0] > whole[0]
     assert parts[1] > whole[1]

@@ -1,4 +1,6 @@
-"""`torch.compile(optimizer.step)`: nothing of ours breaks it, and what happens at a step happens at a compiled one."""
+"""`torch.compile(optimizer.step)`: nothing of ours breaks it, and what happens at a step happens at
+a compiled one.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ def graphs_of(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
 def without_ours(name: str) -> Any:
     """Torch has a hook of its own there."""
     hooks = getattr(torch_optimizer, name)
-    others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("compiled_fsdp")}
+    others = {
+        key: hook for key, hook in hooks.items() if not hook.__module__.startswith("compiled_fsdp")
+    }
     assert len(others) < len(hooks)
     return mock.patch.object(torch_optimizer, name, OrderedDict(others))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_other_peoples_optimizers_are_traced_as_without_us(kind: type[torch.optim.Optimizer]) -> None:
+def test_other_peoples_optimizers_are_traced_as_without_us(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     first_call.check_optimizers()
     ours = graphs_of(kind)
     with without_ours("_global_optimizer_pre_hooks"), without_ours("_global_optimizer_post_hooks"):
@@ -59,7 +65,9 @@ def test_other_peoples_optimizers_are_traced_as_without_us(kind: type[torch.opti
     assert ours == without
 
 
-def trained(kind: str, optimizer_name: str, compile_step: Callable[[Any], Any]) -> tuple[list[float], list[Any]]:
+def trained(
+    kind: str, optimizer_name: str, compile_step: Callable[[Any], Any]
+) -> tuple[list[float], list[Any]]:
     """Losses and shards of five steps."""
     torch._dynamo.reset()
     model, call, _ = make(kind, Options("odd"))
@@ -94,11 +102,17 @@ def check_numbers(optimizer_name: str, compile_step: Callable[[Any], Any]) -> No
         assert ours == losses, f"{kind}: {ours} and {losses}"
         assert all(torch.equal(a, b) for a, b in zip(own_params, params, strict=True))
     steps = [tree.clock.count for tree in TREES if tree.members]
-    assert 4 in steps, f"the steps were not noticed: {steps}"  # the fifth would be by the next forward
+    assert 4 in steps, (
+        f"the steps were not noticed: {steps}"
+    )  # the fifth would be by the next forward
 
 
-@pytest.mark.parametrize(("optimizer_name", "compile_step"), [("sgd", in_a_function), ("adamw", by_itself)])
-def test_compiled_steps_of_sharded_parameters(two: Pool, optimizer_name: str, compile_step: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    ("optimizer_name", "compile_step"), [("sgd", in_a_function), ("adamw", by_itself)]
+)
+def test_compiled_steps_of_sharded_parameters(
+    two: Pool, optimizer_name: str, compile_step: Callable[[Any], Any]
+) -> None:
     two.run(check_numbers, optimizer_name, compile_step)
 
 
@@ -120,7 +134,9 @@ def resident(is_step_compiled: bool) -> list[float]:
 
 
 def same_with_residents() -> None:
-    """Up to rounding: Dynamo 2.11 traces `add_(x, alpha=a)` as `add_(x * a)`, with whichever backend."""
+    """Up to rounding: Dynamo 2.11 traces `add_(x, alpha=a)` as `add_(x * a)`, with whichever
+    backend.
+    """
     assert resident(True) == pytest.approx(resident(False), rel=1e-5)
 
 

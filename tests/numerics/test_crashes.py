@@ -1,4 +1,6 @@
-"""What random programs found to crash in compiled functions, where eager mode and the unsharded model run."""
+"""What random programs found to crash in compiled functions, where eager mode and the unsharded
+model run.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Broken(Net):
 
 
 class Written(Net):
-    """Writes to two parameters that share a buffer, which nothing else in the graph reads with autograd."""
+    """Writes to two parameters that share a buffer, which nothing else in the graph reads with
+    autograd.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -75,7 +79,10 @@ def backward_in_a_broken_function() -> None:
     compiled = torch.compile(train, backend=BACKEND)
     for _ in range(2):
         assert torch.equal(compiled(batch()), wanted)
-        assert all(torch.equal(p.grad.to_local(), grad) for p, grad in zip(model.parameters(), grads, strict=True))
+        assert all(
+            torch.equal(p.grad.to_local(), grad)
+            for p, grad in zip(model.parameters(), grads, strict=True)
+        )
         model.zero_grad()
 
 
@@ -89,7 +96,8 @@ def gradients_that_arrived() -> None:
     grads: list[Any] = [p.grad for p in model.parameters()]
     assert all(grad.storage_offset() == grad.to_local().storage_offset() for grad in grads)
     total = torch.compile(
-        lambda: sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters()), backend="eager"
+        lambda: sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters()),
+        backend="eager",
     )
     with torch.no_grad():
         wanted = sum(p.to_local().sum() + p.grad.to_local().sum() for p in model.parameters())
@@ -97,11 +105,19 @@ def gradients_that_arrived() -> None:
 
 
 def state_in_a_function() -> None:
-    """A tensor of `state_dict()` is the parameter's memory and version, and an input that Dynamo takes."""
+    """A tensor of `state_dict()` is the parameter's memory and version, and an input that Dynamo
+    takes.
+    """
     model = shard(Net())
     state = model.state_dict()
-    total = torch.compile(lambda entries: sum(v.to_local().sum() for v in entries), backend="aot_eager", fullgraph=True)
-    assert torch.allclose(total(list(state.values())), sum(p.to_local().sum() for p in model.state_dict().values()))
+    total = torch.compile(
+        lambda entries: sum(v.to_local().sum() for v in entries),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    assert torch.allclose(
+        total(list(state.values())), sum(p.to_local().sum() for p in model.state_dict().values())
+    )
     written, before = model(batch()), model.second.bias.detach().clone()
     state["second.bias"].zero_()  # the root keeps full parameters: it must notice
     assert torch.allclose(model(batch()), written - before)
@@ -109,7 +125,9 @@ def state_in_a_function() -> None:
 
 
 def state_written_in_a_graph() -> None:
-    """The graph has the buffer and the tensor in it as two inputs: it cannot show a write to one to reads of the other."""
+    """The graph has the buffer and the tensor in it as two inputs: it cannot show a write to one to
+    reads of the other.
+    """
     model = shard(Net())
     entry = model.state_dict()["second.bias"]
 
@@ -117,7 +135,10 @@ def state_written_in_a_graph() -> None:
         entry.mul_(0.5)
         return model(x)
 
-    with torch.no_grad(), pytest.raises(Exception, match=r"writes in place to a tensor of state_dict\(\)"):
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match=r"writes in place to a tensor of state_dict\(\)"),
+    ):
         torch.compile(write, backend=BACKEND, fullgraph=True)(batch(), entry)
 
 
@@ -133,7 +154,9 @@ def two_writes_to_a_buffer() -> None:
 
 
 def cast_after_a_tie() -> None:
-    """`to` does not come to the parameter that was there before the tie; what shares its buffer is cast all the same."""
+    """`to` does not come to the parameter that was there before the tie; what shares its buffer is
+    cast all the same.
+    """
     wanted, model = Net(), Net()
     model.load_state_dict(wanted.state_dict())
     model = shard(model, model.second)
@@ -147,7 +170,9 @@ def cast_after_a_tie() -> None:
 
 
 class SumsParameters(Net):
-    """Reads another unit's parameters, which iterating finds, with what autograd need not save, or has to."""
+    """Reads another unit's parameters, which iterating finds, with what autograd need not save, or
+    has to.
+    """
 
     squares = False
 
@@ -157,7 +182,9 @@ class SumsParameters(Net):
 
 
 def iterated_while_gathered() -> None:
-    """A unit that was unsharded by hand: its gradients from another's forward are reduced with its own, in a graph too."""
+    """A unit that was unsharded by hand: its gradients from another's forward are reduced with its
+    own, in a graph too.
+    """
     wanted, model = SumsParameters(), SumsParameters()
     model.load_state_dict(wanted.state_dict())
     model = shard(model, model.first)
@@ -171,8 +198,8 @@ def iterated_while_gathered() -> None:
 
 
 def freed_before_its_backward() -> None:
-    """What autograd saved of another unit's parameter is gone when backward comes to it: an error, where memory was read that
-    is nobody's, and stock's processes die.
+    """What autograd saved of another unit's parameter is gone when backward comes to it: an error,
+    where memory was read that is nobody's, and stock's processes die.
     """
     model = SumsParameters()
     model.squares = True
@@ -200,7 +227,9 @@ class Renormed(nn.Module):
 
 
 def written_while_it_stays() -> None:
-    """`set_reshard_after_backward(False)`: the full parameter is an input of the graph, and may be written to there."""
+    """`set_reshard_after_backward(False)`: the full parameter is an input of the graph, and may be
+    written to there.
+    """
     wanted = Renormed()
     models = [shard(copy.deepcopy(wanted)) for _ in range(2)]
     for model in models:
@@ -226,7 +255,9 @@ class Mixes(Net):
 
 
 def iterated_after_a_tie() -> None:
-    """The unit that owns a tied parameter is gathered for those that read it too, in a graph as in eager mode."""
+    """The unit that owns a tied parameter is gathered for those that read it too, in a graph as in
+    eager mode.
+    """
     wanted, model = Mixes(), Mixes()
     model.load_state_dict(wanted.state_dict())
     model = shard(model, model.first)
@@ -278,7 +309,10 @@ def gradients_kept_after_an_exception() -> None:
     wanted = copy.deepcopy([p.grad.full_tensor() for p in model.parameters()])
     model.zero_grad()
     model(batch()).sum().backward()
-    assert all(torch.equal(p.grad.full_tensor(), w) for p, w in zip(model.parameters(), wanted, strict=True))
+    assert all(
+        torch.equal(p.grad.full_tensor(), w)
+        for p, w in zip(model.parameters(), wanted, strict=True)
+    )
 
 
 class Assigns(Net):
@@ -291,12 +325,15 @@ class Assigns(Net):
 
 
 def assigned_data() -> None:
-    """DTensor ignores it, sharded by us or by stock: we say so. What is written in place is taken, and nothing is said."""
+    """DTensor ignores it, sharded by us or by stock: we say so. What is written in place is taken,
+    and nothing is said.
+    """
     model = Assigns()
     model = shard(model, model.first, model.second)
     model(batch())
     with pytest.warns(
-        UserWarning, match=r"`.data` of parameter first.weight|`.data` of parameter second.weight \(and 1 more\)"
+        UserWarning,
+        match=r"`.data` of parameter first.weight|`.data` of parameter second.weight \(and 1 more\)",
     ):
         model(batch())
     other = shard(Net())

@@ -1,4 +1,6 @@
-"""Where a rank reaches Dynamo's limit and others do not, all of them run the unit eagerly from the same call on."""
+"""Where a rank reaches Dynamo's limit and others do not, all of them run the unit eagerly from the
+same call on.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Expert(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each expert is a unit and gets the rows that are routed to it: none, one or many; the graph breaks in the router."""
+    """Each expert is a unit and gets the rows that are routed to it: none, one or many; the graph
+    breaks in the router.
+    """
 
     def __init__(self, num_experts: int = NUM_EXPERTS) -> None:
         super().__init__()
@@ -73,7 +77,10 @@ def built(shard: Callable[..., Any], case: Case) -> Any:
     model = Routed()
     if case.api == "FSDP" and shard is fully_shard:
         return FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Expert}), use_orig_params=True, device_id=torch.device("cpu")
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Expert}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
         )
     for expert in model.experts:
         shard(expert, mesh=mesh_of(case.mesh))
@@ -88,7 +95,11 @@ def inputs(step: int, case: Case) -> tuple[Tensor, Tensor, str]:
     route = torch.randint(0, NUM_EXPERTS, (count,), generator=generator)
     if step % 3 == 0:
         route = torch.full((count,), step % NUM_EXPERTS)
-    return torch.randn(count, 6, generator=generator), route, "x" * (step % 16) if case.tags and dist.get_rank() == 1 else ""
+    return (
+        torch.randn(count, 6, generator=generator),
+        route,
+        "x" * (step % 16) if case.tags and dist.get_rank() == 1 else "",
+    )
 
 
 def step_of(model: nn.Module, call: Callable[..., Tensor], given: tuple[Any, ...]) -> float:
@@ -108,11 +119,21 @@ def look_often() -> None:
 
 
 def train(case: Case) -> tuple[list[int], list[str]]:
-    """Against stock and our eager runtime; forwards of each unit outside graphs, and what was said of the limit."""
+    """Against stock and our eager runtime; forwards of each unit outside graphs, and what was said
+    of the limit.
+    """
     look_often()
-    stock, eager, model = built(stock_fully_shard, case), built(fully_shard, case), built(fully_shard, case)
+    stock, eager, model = (
+        built(stock_fully_shard, case),
+        built(fully_shard, case),
+        built(fully_shard, case),
+    )
     compiled = torch.compile(model, backend=case.backend)
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         if case.before:
             for call in (model, model, compiled, compiled):
@@ -127,16 +148,23 @@ def train(case: Case) -> tuple[list[int], list[str]]:
             time.sleep(0.02)
     states = [s for s in states_below(model) if s.unit.kind == "Expert" or "experts" in s.unit.name]
     assert {s.unit.runs_eagerly for s in states} == {True}
-    return [s.unit.num_eager_forwards for s in states], [str(w.message) for w in said if "recompile_limit" in str(w.message)]
+    return [s.unit.num_eager_forwards for s in states], [
+        str(w.message) for w in said if "recompile_limit" in str(w.message)
+    ]
 
 
 def check(found: list[tuple[list[int], list[str]]], steps: int = 32) -> None:
-    """Every unit is told of once on every rank, by itself or with the root, whose own frames may reach the limit first."""
+    """Every unit is told of once on every rank, by itself or with the root, whose own frames may
+    reach the limit first.
+    """
     for forwards, said in found:
         assert forwards == found[0][0], "ranks ran a unit eagerly in other calls"
         assert all(0 < count < steps + 4 for count in forwards)
         subjects = [
-            re.findall(r"unit '([\w.]+)'", text.partition(" was compiled ")[0].partition(" since ")[0])[0] for text in said
+            re.findall(
+                r"unit '([\w.]+)'", text.partition(" was compiled ")[0].partition(" since ")[0]
+            )[0]
+            for text in said
         ]
         assert len(set(subjects)) == len(subjects), said
         assert {f"experts.{number}" for number in range(NUM_EXPERTS)} <= set(subjects) or any(
@@ -175,17 +203,25 @@ def one_reaches_it() -> list[str]:
     model = built(fully_shard, Case())
     compiled = torch.compile(model, backend="compiled_fsdp_eager")
     route = torch.tensor([0, 0, 0, 1, 1, 1])
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         for number in range(12):
-            compiled(torch.ones(6, 6), route, "x" * number if dist.get_rank() else "").sum().backward()
+            compiled(
+                torch.ones(6, 6), route, "x" * number if dist.get_rank() else ""
+            ).sum().backward()
             time.sleep(0.05)
     return [str(w.message) for w in said if "recompile_limit" in str(w.message)]
 
 
 def test_what_is_said(two: Pool) -> None:
     told, here = two.run(one_reaches_it)
-    assert [text.split("'")[1] for text in sorted(told)] == [text.split("'")[1] for text in sorted(here)]
+    assert [text.split("'")[1] for text in sorted(told)] == [
+        text.split("'")[1] for text in sorted(here)
+    ]
     for number in range(NUM_EXPERTS):
         (text,) = (t for t in told if f"'experts.{number}'" in t)
         why = f"since unit 'experts.{number}' was compiled 2 times on rank 1, last because"
@@ -220,7 +256,11 @@ def resumed() -> tuple[list[int], list[str]]:
             fully_shard(expert)
         fully_shard(each)
     compiled = torch.compile(model, backend="compiled_fsdp_eager")
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         for number in range(12):
             given = torch.ones(2, 6), torch.zeros(2), "x" * number if dist.get_rank() else ""
@@ -250,7 +290,11 @@ def larger(breaks: bool) -> list[str]:
         return model(x, "").sin()
 
     compiled = torch.compile(loss, backend="compiled_fsdp_eager")
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         for number in range(6):
             given = torch.ones(2, 6), "x" * number if dist.get_rank() else ""
@@ -261,11 +305,15 @@ def larger(breaks: bool) -> list[str]:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_larger_function(two: Pool, breaks: bool) -> None:
-    """With a graph break before the call, Dynamo would give up with the function all that it calls."""
+    """With a graph break before the call, Dynamo would give up with the function all that it
+    calls.
+    """
     nothing, (said,) = two.run(larger, breaks)
     assert nothing == []
     assert "loss (" in said
-    assert "It is compiled on for every new kind of input, since other ranks may be in a graph" in said
+    assert (
+        "It is compiled on for every new kind of input, since other ranks may be in a graph" in said
+    )
 
 
 # -- many units of one class
@@ -331,7 +379,11 @@ def part() -> list[str]:
     model = Named("x")
     fully_shard(model)
     compiled = torch.compile(model, backend="compiled_fsdp_eager")
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         for number in range(5):
             model.name = "x" * (number + 1 if dist.get_rank() else 1)
@@ -355,13 +407,19 @@ def test_one_rank_falls_back_at_once(fake_world: None) -> None:
     fully_shard(model)
     model.forward = lambda x: model.up(x).sin() * len(model.name)
     compiled = torch.compile(model, backend="compiled_fsdp_eager")
-    with quiet(), warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=LIMIT):
+    with (
+        quiet(),
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(recompile_limit=LIMIT),
+    ):
         warnings.simplefilter("always")
         for number in range(LIMIT + 2):
             model.name = "x" * (number + 1)
             compiled(torch.ones(2, 6))
     (text,) = (str(w.message) for w in said if "recompile_limit" in str(w.message))
-    assert "unit 'Named' was compiled 2 times, which is torch._dynamo.config.recompile_limit" in text
+    assert (
+        "unit 'Named' was compiled 2 times, which is torch._dynamo.config.recompile_limit" in text
+    )
     assert "\nIt runs eagerly. Results are the same." in text
     (state,) = states_below(model)
     assert state.unit.num_eager_forwards == 2

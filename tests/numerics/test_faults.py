@@ -1,4 +1,6 @@
-"""A rank that dies, raises, stalls or runs out of memory: the others say whom they waited for and for what, and nothing hangs."""
+"""A rank that dies, raises, stalls or runs out of memory: the others say whom they waited for and
+for what, and nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PATIENCE_S, LONG_S = 4, 60  # of a group for whose end a test waits, and of one that nothing is to break
+PATIENCE_S, LONG_S = (
+    4,
+    60,
+)  # of a group for whose end a test waits, and of one that nothing is to break
 
 
 @pytest.fixture
@@ -131,7 +136,9 @@ def test_a_rank_that_stalls_or_raises(pool: Pool) -> None:
         assert "waiting for rank 1" in told, (place, what)
         assert f"stalls for longer than {PATIENCE_S} s" in told, (place, what)
         if what != "stall":
-            assert own.startswith({"go_wrong": "ValueError", "out_of_memory": "OutOfMemoryError"}[what])
+            assert own.startswith(
+                {"go_wrong": "ValueError", "out_of_memory": "OutOfMemoryError"}[what]
+            )
 
 
 def told_of_death(place: str, folder: str) -> None:
@@ -148,7 +155,9 @@ def test_a_rank_that_dies(pool: Pool, place: str, tmp_path: Path) -> None:
 
 
 def gather_fails() -> str:
-    """Rank 1 finds no memory for a gather of a graph; the other waits for it no longer than the group allows."""
+    """Rank 1 finds no memory for a gather of a graph; the other waits for it no longer than the
+    group allows.
+    """
     made = model()
     made[1] = nn.Tanh()
     call = torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True)
@@ -167,7 +176,9 @@ def gather_fails() -> str:
 
 def test_out_of_memory_in_a_gather_of_a_graph(pool: Pool) -> None:
     first, second = pool.run(gather_fails)
-    assert first.startswith("CommunicationError: compiled_fsdp: all-gather of 0 (0.weight, 0.bias)"), first
+    assert first.startswith(
+        "CommunicationError: compiled_fsdp: all-gather of 0 (0.weight, 0.bias)"
+    ), first
     assert "OutOfMemoryError" in second
 
 
@@ -216,6 +227,8 @@ def test_a_rank_that_dies_while_saving(pool: Pool, tmp_path: Path) -> None:
         pool.run(killed_in_save, str(tmp_path), timeout=60.0)
     checkpoint.verify(tmp_path)
     assert checkpoint.read_run(tmp_path)["step"] == 1
-    (tmp_path / checkpoint.FOLDER).rename(tmp_path / f"{checkpoint.FOLDER}.old")  # killed between the two renames
+    (tmp_path / checkpoint.FOLDER).rename(
+        tmp_path / f"{checkpoint.FOLDER}.old"
+    )  # killed between the two renames
     checkpoint.verify(tmp_path)
     assert checkpoint.read_run(tmp_path)["step"] == 1

@@ -1,4 +1,6 @@
-"""Between two calls: parameters are frozen or unfrozen, in whichever form is registered; a forward has raised."""
+"""Between two calls: parameters are frozen or unfrozen, in whichever form is registered; a forward
+has raised.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Model(nn.Module):
 
 
 class Training:
-    """The model, unsharded, eager or compiled; every rank has the same batches, so that averages are what one rank computes."""
+    """The model, unsharded, eager or compiled; every rank has the same batches, so that averages
+    are what one rank computes.
+    """
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
@@ -48,8 +52,12 @@ class Training:
             for module in (self.model.a, self.model.b, self.model):
                 fully_shard(module, mesh=mesh_of("1d"))
         is_compiled = kind == "compiled"
-        self.loss: Any = torch.compile(self._loss, backend="compiled_fsdp_eager") if is_compiled else self._loss
-        self.call: Any = torch.compile(self.model, backend="compiled_fsdp_eager") if is_compiled else self.model
+        self.loss: Any = (
+            torch.compile(self._loss, backend="compiled_fsdp_eager") if is_compiled else self._loss
+        )
+        self.call: Any = (
+            torch.compile(self.model, backend="compiled_fsdp_eager") if is_compiled else self.model
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.is_sharded = kind != "unsharded"
         self.values: list[Tensor | None] = []
@@ -81,7 +89,9 @@ def full(tensor: Any) -> Tensor:
 
 
 def freeze_with_gradients_kept(this: Training) -> None:
-    """A backward without a reduction, and then one that does not come to some of these parameters, or to a whole unit."""
+    """A backward without a reduction, and then one that does not come to some of these parameters,
+    or to a whole unit.
+    """
     for frozen in (this.model.a, this.model.b.bias, this.model.head.weight):
         this.setting("set_requires_gradient_sync", False)
         this.backward(1)
@@ -93,7 +103,9 @@ def freeze_with_gradients_kept(this: Training) -> None:
 
 
 def freeze_what_is_kept(this: Training) -> None:
-    """Full parameters stay registered after backward: those are what `module.requires_grad_` comes to."""
+    """Full parameters stay registered after backward: those are what `module.requires_grad_` comes
+    to.
+    """
     this.setting("set_reshard_after_backward", False)
     this.backward(0)
     this.step()
@@ -127,7 +139,9 @@ def call_again_after_an_error(this: Training) -> None:
 
 
 def write_in_a_forward_that_is_no_graph(this: Training) -> None:
-    """Once Dynamo has given up a forward, what it reads of another unit is the sharded parameter, and a write to that stays."""
+    """Once Dynamo has given up a forward, what it reads of another unit is the sharded parameter,
+    and a write to that stays.
+    """
     this.model.forward = MethodType(_forward_that_writes, this.model)
     for seed in range(2):
         torch.manual_seed(seed)
@@ -137,7 +151,9 @@ def write_in_a_forward_that_is_no_graph(this: Training) -> None:
 
 
 def _forward_that_writes(self: Model, x: Tensor) -> Tensor:
-    """The write is read both inside and outside of a region that is captured by itself, which no graph of ours can show."""
+    """The write is read both inside and outside of a region that is captured by itself, which no
+    graph of ours can show.
+    """
     x = checkpoint(self.a, x, use_reentrant=False).tanh()
     with torch.no_grad():
         self.a.weight.clamp_(-0.2, 0.2)
@@ -167,10 +183,16 @@ def check(case: Callable[[Training], None]) -> None:
         found[kind] = this.values
     for kind in KINDS:
         for i, (ours, wanted) in enumerate(zip(found[kind], found["unsharded"], strict=True)):
-            assert (ours is None) == (wanted is None), f"{kind}, value {i}: {ours} instead of {wanted}"
+            assert (ours is None) == (wanted is None), (
+                f"{kind}, value {i}: {ours} instead of {wanted}"
+            )
             if ours is not None and wanted is not None:
                 torch.testing.assert_close(
-                    ours, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, k=kind, n=i: f"{k}, {n}: {text}"
+                    ours,
+                    wanted,
+                    rtol=1e-4,
+                    atol=1e-6,
+                    msg=lambda text, k=kind, n=i: f"{k}, {n}: {text}",
                 )
 
 
@@ -197,7 +219,9 @@ def _halve(module: nn.Linear, _: object) -> None:
 
 
 def announce(this: Training, case: str) -> None:
-    """In eager mode, where torch's FSDP2 says nothing; a write through `.data` with COMPILED_FSDP_VERIFY alone."""
+    """In eager mode, where torch's FSDP2 says nothing; a write through `.data` with
+    COMPILED_FSDP_VERIFY alone.
+    """
     if case == "kept":
         this.setting("set_reshard_after_backward", False)
     if case == "written":
@@ -206,6 +230,8 @@ def announce(this: Training, case: str) -> None:
         tied: Any = Model()
         tied.b.weight = tied.a.weight
         fully_shard(tied, mesh=mesh_of("1d"))
-        tied.load_state_dict({name: value.clone() for name, value in tied.state_dict().items()}, assign=True)
+        tied.load_state_dict(
+            {name: value.clone() for name, value in tied.state_dict().items()}, assign=True
+        )
     this.backward(0)
     this.setting("reshard")

@@ -1,4 +1,6 @@
-"""`FullyShardedDataParallel` compiled: how many graphs, what they communicate and keep, how far ahead, and under Inductor."""
+"""`FullyShardedDataParallel` compiled: how many graphs, what they communicate and keep, how far
+ahead, and under Inductor.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from compat.fsdp1.oracle import Api, Block, adam, batch, grads, hybrid_mesh, net, plain, same, train_step
+from compat.fsdp1.oracle import (
+    Api,
+    Block,
+    adam,
+    batch,
+    grads,
+    hybrid_mesh,
+    net,
+    plain,
+    same,
+    train_step,
+)
 from compat.oracle import check_equal
 from numerics.test_graphs import captured
 from torch import nn
@@ -52,7 +65,9 @@ def one_graph_each_way_hybrid() -> None:
 
 
 def count(**options: Any) -> None:
-    """Three units: gathers in forward, again in backward where they were dropped, one reduction each; no recompiles."""
+    """Three units: gathers in forward, again in backward where they were dropped, one reduction
+    each; no recompiles.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     strategy = options["sharding_strategy"]
@@ -69,9 +84,13 @@ def count(**options: Any) -> None:
     is_dropped = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     assert [len(find(graph, *GATHERS)) for graph in graphs] == [3 * is_sharded, 2 * is_dropped]
     reductions = [n for n in find(graphs[1], *STARTS) if n.target not in GATHERS]
-    assert len(reductions) == 3 * (is_sharded + (options.get("device_mesh") is not None or not is_sharded))
+    assert len(reductions) == 3 * (
+        is_sharded + (options.get("device_mesh") is not None or not is_sharded)
+    )
     assert not find(graphs[1], torch.ops.fsdp.flatten_grad.default)
-    if is_dropped:  # of the two blocks; the root keeps its parameters until backward, as stock's does
+    if (
+        is_dropped
+    ):  # of the two blocks; the root keeps its parameters until backward, as stock's does
         saved = [n for n in saved_for_backward(output(graphs[0])) if value(n).dim() == 1]
         sizes = [m._flat_param._unpadded_unsharded_size.numel() for m in (model[1], model[2])]
         assert all(value(n).numel() not in sizes for n in saved)
@@ -82,11 +101,17 @@ def test_no_copy_out(two: Pool) -> None:
 
 
 def no_copy_out() -> None:
-    """What is gathered is the flat parameter, of which all parameters are views: no copy, in no bucket."""
+    """What is gathered is the flat parameter, of which all parameters are views: no copy, in no
+    bucket.
+    """
     model = Api("compiled").blocks(use_orig_params=True)
     with captured() as graphs, planned(bucket_bytes=0):
         train_step(Api("compiled").compile(model))
-    copies = (torch.ops.aten.clone.default, torch.ops.aten.cat.default, torch.ops.fsdp.copy_columns.default)
+    copies = (
+        torch.ops.aten.clone.default,
+        torch.ops.aten.cat.default,
+        torch.ops.fsdp.copy_columns.default,
+    )
     for graph in graphs:
         for region in find_regions(graph, "gather"):
             assert not [n for n in region.nodes if n.target in copies]
@@ -116,7 +141,9 @@ def test_prefetch_bounds_the_plan(two: Pool) -> None:
 
 
 def prefetch_bounds() -> None:
-    """How many gathers are under way at once in backward: two with BACKWARD_PRE, one without; in forward what the limit allows."""
+    """How many gathers are under way at once in backward: two with BACKWARD_PRE, one without; in
+    forward what the limit allows.
+    """
     found = {}
     for prefetch, limit in (
         (BackwardPrefetch.BACKWARD_PRE, True),
@@ -131,8 +158,12 @@ def prefetch_bounds() -> None:
             train_step(Api("compiled").compile(wrapped))
         found[prefetch, limit] = [most_under_way(graph) for graph in graphs]
     pre = BackwardPrefetch.BACKWARD_PRE
-    assert {key: value[0] for key, value in found.items()} == {key: 3 if key[1] else 5 for key in found}
-    assert {key: value[1] for key, value in found.items()} == {key: 2 if key[0] is pre else 1 for key in found}
+    assert {key: value[0] for key, value in found.items()} == {
+        key: 3 if key[1] else 5 for key in found
+    }
+    assert {key: value[1] for key, value in found.items()} == {
+        key: 2 if key[0] is pre else 1 for key in found
+    }
 
 
 def net_of(blocks: int) -> nn.Sequential:
@@ -155,7 +186,9 @@ def test_inside_a_larger_function(two: Pool) -> None:
 
 
 def inside_a_larger_function() -> None:
-    """The loss is compiled too, and a part that Dynamo cannot trace runs eagerly between graphs: the same gradients."""
+    """The loss is compiled too, and a part that Dynamo cannot trace runs eagerly between graphs:
+    the same gradients.
+    """
     expected = Api("eager").blocks(use_orig_params=True)
     loss = train_step(expected)
     model = Api("eager").blocks(use_orig_params=True)
@@ -191,11 +224,18 @@ def test_blocks_compiled_by_themselves(two: Pool) -> None:
 
 
 def blocks_compiled() -> None:
-    """The eager runtime gathers, compiled blocks read views of what it gathered; its order of additions is the eager one.
+    """The eager runtime gathers, compiled blocks read views of what it gathered; its order of
+    additions is the eager one.
 
-    So they do when activation checkpointing runs them once more in backward: it is the same code, not one that gathers.
+    So they do when activation checkpointing runs them once more in backward: it is the same code,
+    not one that gathers.
     """
-    for use_orig_params, is_checkpointed in ((True, False), (False, False), (True, True), (None, True)):
+    for use_orig_params, is_checkpointed in (
+        (True, False),
+        (False, False),
+        (True, True),
+        (None, True),
+    ):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         found = []
@@ -312,7 +352,10 @@ def what_is_not_there() -> None:
     untouched = net()
     before = dict(untouched.named_parameters())
     for name, given in wrong.items():
-        with pytest.raises(TypeError, match=f"{name} must be a torch.distributed.fsdp.*got.*Sequential is as it was"):
+        with pytest.raises(
+            TypeError,
+            match=f"{name} must be a torch.distributed.fsdp.*got.*Sequential is as it was",
+        ):
             Api("eager").wrap(untouched, **{name: given})
     with pytest.raises(TypeError, match=r"module must be an nn\.Module"):
         Api("eager").wrap(3)  # type: ignore[arg-type]

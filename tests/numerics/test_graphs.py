@@ -1,4 +1,6 @@
-"""What the compiled graphs look like from outside: how many, how often compiled, what they communicate and what they keep."""
+"""What the compiled graphs look like from outside: how many, how often compiled, what they
+communicate and what they keep.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def captured() -> Iterator[list[Graph]]:
 
     def run_half(gm: Any) -> Any:
         result = original(gm)
-        graphs.append(copy.deepcopy(result.graph))  # the executor changes its own when it takes over
+        graphs.append(
+            copy.deepcopy(result.graph)
+        )  # the executor changes its own when it takes over
         return result
 
     backend_module.run_half = run_half
@@ -53,7 +57,9 @@ def step(model: Any, call: Any, optimizer: Any, name: str, number: int) -> float
 
 
 def communications(run: Any) -> Counter[str]:
-    """What the process group did, whoever asked it: gathers, reductions (an all-reduce is counted by itself)."""
+    """What the process group did, whoever asked it: gathers, reductions (an all-reduce is counted
+    by itself).
+    """
     with torch.profiler.profile() as profiler:
         run()
     kinds = {
@@ -72,7 +78,9 @@ def communications(run: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("model", GRAPH_MODELS)
 def test_one_forward_and_one_backward_graph_and_no_recompiles(two: Pool, model: str) -> None:
-    """And nothing gathered is saved for backward: see `test_nothing_gathered_is_saved_for_backward`."""
+    """And nothing gathered is saved for backward: see
+    `test_nothing_gathered_is_saved_for_backward`.
+    """
     two.run(one_graph_each, model)
 
 
@@ -103,14 +111,19 @@ def different_sizes() -> None:
 
     for width in (4, 6, 8, 11):
         torch.manual_seed(0)
-        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(width, width + 1), torch.nn.Linear(width + 1, 3)))
+        model = fully_shard(
+            torch.nn.Sequential(torch.nn.Linear(width, width + 1), torch.nn.Linear(width + 1, 3))
+        )
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
         x = torch.randn(3, width)
         loss_of(call(x)).backward()
         compiled = [p.grad.to_local().clone() for p in model.parameters()]
         model.zero_grad()
         loss_of(model(x)).backward()
-        assert all(torch.equal(a, p.grad.to_local()) for a, p in zip(compiled, model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, p.grad.to_local())
+            for a, p in zip(compiled, model.parameters(), strict=True)
+        )
 
 
 def test_set_reshard_recompiles_once_and_changes_the_graph(two: Pool) -> None:
@@ -127,15 +140,16 @@ def reshard_changes() -> None:
             step(model, call, optimizer, "odd", number)
     assert graphs == [2]
     gathers = [sum(n.target is ALL_GATHER for n in graph.nodes) for graph in halves]
-    # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the gradient of the input)
+    # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the
+    # gradient of the input)
     assert gathers == [4, 3, 4, 0]
 
 
 # -- collectives per step
 
 
-# Units, and those whose weights backward does not need: the root's embedding; in `odd` the first layer (its input needs no
-# gradient). The root of `gpt` holds only the embedding.
+# Units, and those whose weights backward does not need: the root's embedding; in `odd` the first
+# layer (its input needs no gradient). The root of `gpt` holds only the embedding.
 COUNTED: dict[str, tuple[int, set[str]]] = {
     "gpt": (4, {"root"}),
     "odd": (4, {"first"}),
@@ -168,7 +182,11 @@ def test_collectives_per_step(two: Pool, model: str, reshard: bool | None) -> No
         "llama_tied_unit",
     )  # there every parameter is in a unit below the root
     kept_root = reshard is None and has_root
-    again = 0 if reshard is False else num_units - len(gradless) - (kept_root and "root" not in gradless)
+    again = (
+        0
+        if reshard is False
+        else num_units - len(gradless) - (kept_root and "root" not in gradless)
+    )
     assert compiled == {"gather": num_units + again, "reduce": num_units}
 
 
@@ -225,7 +243,9 @@ def count_evaluation() -> Counter[str]:
 
 
 def test_explicit_prefetch_lists(two: Pool) -> None:
-    """Where a unit's list begins, what it names is started and nothing else; the outermost's begins with the graph."""
+    """Where a unit's list begins, what it names is started and nothing else; the outermost's begins
+    with the graph.
+    """
     two.run(explicit_lists)
 
 
@@ -259,7 +279,9 @@ def explicit_lists() -> None:
 
 
 def schedule(prepare: Any) -> list[str]:
-    """Starts (`0>`) and waits (`0`) of gathers in both graphs, after a check that a new list makes a new graph."""
+    """Starts (`0>`) and waits (`0`) of gathers in both graphs, after a check that a new list makes
+    a new graph.
+    """
     with captured() as halves:
         model, call, graphs = make("compiled", Options("odd"))
         prepare(model)
@@ -274,14 +296,18 @@ def schedule(prepare: Any) -> list[str]:
     for graph in halves[:2]:
         marks = {}
         for region in find_regions(graph, "gather"):
-            name = region.tag.unit.partition("#")[0].removeprefix("layers.").replace("OddMLP", "root")
+            name = (
+                region.tag.unit.partition("#")[0].removeprefix("layers.").replace("OddMLP", "root")
+            )
             marks |= {region.starts[0]: f"{name}>", region.waits[0]: name}
         shown.append(" ".join(marks[n] for n in graph.nodes if n in marks))
     return shown
 
 
 def test_max_input_buffers(two: Pool) -> None:
-    """As many reductions under way at once as the user says; without a word, as many as are planned."""
+    """As many reductions under way at once as the user says; without a word, as many as are
+    planned.
+    """
     two.run(max_input_buffers)
 
 
@@ -303,23 +329,31 @@ def max_input_buffers() -> None:
 
 
 def saved_from_weights(graph: Graph) -> int:
-    """Bytes that forward hands to backward and that were computed from gathered parameters alone, views and copies included."""
+    """Bytes that forward hands to backward and that were computed from gathered parameters alone,
+    views and copies included.
+    """
     derived: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.target is ALL_GATHER or (inputs and node.op == "call_function" and all(n in derived for n in inputs)):
+        if node.target is ALL_GATHER or (
+            inputs and node.op == "call_function" and all(n in derived for n in inputs)
+        ):
             derived.add(node)
     (output,) = (n for n in graph.nodes if n.op == "output")
     saved = [n for n in output.all_input_nodes if n in derived]
     return sum(n.meta["val"].numel() * n.meta["val"].itemsize for n in saved)
 
 
-@pytest.mark.parametrize("model", ["llama", "moe", "conv", "odd", "frozen", "read_twice", "called_twice"])
+@pytest.mark.parametrize(
+    "model", ["llama", "moe", "conv", "odd", "frozen", "read_twice", "called_twice"]
+)
 def test_nothing_gathered_is_saved_for_backward(two: Pool, model: str) -> None:
     """Of the larger models, `one_graph_each` looks at the graph that must save nothing."""
     if model not in GRAPH_MODELS:
         assert two.run(saved_bytes, model, True)[0] == 0
-    assert two.run(saved_bytes, model, False)[0] > 0, "with reshard False something is saved, so the count can see it"
+    assert two.run(saved_bytes, model, False)[0] > 0, (
+        "with reshard False something is saved, so the count can see it"
+    )
 
 
 def saved_bytes(name: str, reshard: bool) -> int:
@@ -332,7 +366,9 @@ def saved_bytes(name: str, reshard: bool) -> int:
 
 
 def test_int_reshard_saves_slices(four: Pool) -> None:
-    """An int of 2 keeps half of every padded parameter that backward needs: 1/2 of ceil(rows / 2) * 2 rows."""
+    """An int of 2 keeps half of every padded parameter that backward needs: 1/2 of ceil(rows / 2) *
+    2 rows.
+    """
     slices, _ = four.run(saved_slices)[0]
     layers = ((7, 5), (5, 3), (3, 1))  # the first layer's weight is not needed; biases neither
     rows = [-(-out // 2) for _, out in layers]
@@ -354,7 +390,9 @@ def storages_after_forward() -> None:
     for reshard, is_kept in ((True, False), (False, True)):
         model, _, _ = make("eager", Options("odd", reshard=reshard))
         full = []
-        model.layers[0].register_forward_hook(lambda m, a, o, full=full: full.extend(m._parameters.values()), prepend=True)
+        model.layers[0].register_forward_hook(
+            lambda m, a, o, full=full: full.extend(m._parameters.values()), prepend=True
+        )
         loss = loss_of(model(*batch_of("odd", 0)))
         assert all((p.untyped_storage().nbytes() > 0) == is_kept for p in full)
         assert len(full) == 2
@@ -363,7 +401,9 @@ def storages_after_forward() -> None:
 
 
 def test_dumps_tell_the_same(two: Pool, tmp_path: Any) -> None:
-    """The folder of `dumped_to` holds the last forward graph, and its provenance line counts what the graph has."""
+    """The folder of `dumped_to` holds the last forward graph, and its provenance line counts what
+    the graph has.
+    """
     two.run(dump_step, str(tmp_path))
     forward = sorted(tmp_path.glob("rank0/*_forward/[0-9]*.txt"))
     assert forward

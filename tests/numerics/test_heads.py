@@ -1,4 +1,6 @@
-"""Outputs of a compiled model that the loss does not use: their parameters have no gradient, and no optimizer moves them."""
+"""Outputs of a compiled model that the loss does not use: their parameters have no gradient, and no
+optimizer moves them.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 class Training:
-    """The model, unsharded or compiled, the heads as units of their own or not, and its optimizer."""
+    """The model, unsharded or compiled, the heads as units of their own or not, and its
+    optimizer.
+    """
 
-    def __init__(self, backend: str = "", *, own_units: bool = True, wrapped: bool = False, overlap: str = "") -> None:
+    def __init__(
+        self, backend: str = "", *, own_units: bool = True, wrapped: bool = False, overlap: str = ""
+    ) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         self.model: Any = Heads()
@@ -154,7 +160,10 @@ def unlowered() -> None:
     """Where our passes do not run, zeros are announced."""
     errors._said.clear()
     training = Training("aot_eager")
-    with pytest.warns(UserWarning, match="Parameters that only they lead to get zeros for gradients instead of None"):
+    with pytest.warns(
+        UserWarning,
+        match="Parameters that only they lead to get zeros for gradients instead of None",
+    ):
         training.backward(0, "first")
 
 

@@ -1,7 +1,9 @@
-"""The default backend: the same numbers within rounding, our passes in its graphs, a user's own hook beside them.
+"""The default backend: the same numbers within rounding, our passes in its graphs, a user's own
+hook beside them.
 
-Inductor fuses operations, and a fused kernel keeps intermediate values in registers and contracts multiply-adds; so results differ
-in the last bits. With SGD these stay that small (AdamW would turn a zero gradient's rounding into a whole step).
+Inductor fuses operations, and a fused kernel keeps intermediate values in registers and contracts
+multiply-adds; so results differ in the last bits. With SGD these stay that small (AdamW would turn
+a zero gradient's rounding into a whole step).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def test_gpt(two: Pool) -> None:
 def test_odd_sizes_in_bf16(two: Pool) -> None:
     policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = Options("odd", steps=3, optimizer="sgd", policies=(policy,))
-    # Inductor keeps fused bf16 chains in fp32, stock rounds each to 8 bits: relative 2^-8 per rounding, a few deep.
+    # Inductor keeps fused bf16 chains in fp32, stock rounds each to 8 bits: relative 2^-8 per
+    # rounding, a few deep.
     two.run(check_parity, options, ("stock",), ("inductor",), 0.03, 3e-3, timeout=SLOW)
 
 
@@ -126,7 +129,9 @@ def test_graphs_and_eager_units(two: Pool, name: str, order: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rank_that_comes_late(two: Pool, dtype: torch.dtype) -> None:
-    """What a communication sends from is not written to before it is awaited: buffers of a cast, or of a part of a unit."""
+    """What a communication sends from is not written to before it is awaited: buffers of a cast, or
+    of a part of a unit.
+    """
     two.run(comes_late, dtype, timeout=SLOW)
 
 
@@ -151,7 +156,9 @@ def comes_late(dtype: torch.dtype) -> None:
                     loss.backward()
             results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
         for ours, eager in zip(*results, strict=True):
-            torch.testing.assert_close(ours, eager, rtol=3e-2, atol=1e-6 if dtype == torch.float32 else 1e-2)
+            torch.testing.assert_close(
+                ours, eager, rtol=3e-2, atol=1e-6 if dtype == torch.float32 else 1e-2
+            )
 
 
 # -- hooks
@@ -202,7 +209,9 @@ def test_buffers_live_until_their_collective_is_awaited(two: Pool) -> None:
 
 
 def sent_buffers() -> None:
-    """In mixed precision what is sent is a buffer of the graph's: nothing may be written to it before, and nothing kept after."""
+    """In mixed precision what is sent is a buffer of the graph's: nothing may be written to it
+    before, and nothing kept after.
+    """
     policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def train() -> None:
@@ -218,7 +227,9 @@ def sent_buffers() -> None:
 
 
 def ends_of_sent(code: str, kind: str) -> dict[str, str]:
-    """For each buffer that a collective sends: whether its life ends in the code, after the wait."""
+    """For each buffer that a collective sends: whether its life ends in the code, after the
+    wait.
+    """
     found = {}
     for start in re.finditer(rf"(buf\d+) = torch\.ops\.fsdp\.{kind}\.default\((.+)\n", code):
         renamed = re.search(rf"(buf\d+) = {start[1]}\n", code)  # before torch 2.15
@@ -227,7 +238,13 @@ def ends_of_sent(code: str, kind: str) -> dict[str, str]:
         assert wait is not None
         for name in re.findall(r"buf\d+", start[2]):
             end = re.search(rf"\bdel {name}\b", code)
-            found[name] = "kept" if end is None else "awaited, freed" if end.start() > wait.start() else "under way"
+            found[name] = (
+                "kept"
+                if end is None
+                else "awaited, freed"
+                if end.start() > wait.start()
+                else "under way"
+            )
     return found
 
 
@@ -236,7 +253,9 @@ def test_buffers_that_others_gather_are_not_reused(two: Pool) -> None:
 
 
 def gather_without_a_unit() -> None:
-    """A functional all-gather of the user's own, as tensor parallelism has them: ours carries it out over gloo."""
+    """A functional all-gather of the user's own, as tensor parallelism has them: ours carries it
+    out over gloo.
+    """
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         gathered = all_gather_tensor(x @ x, 0, dist.group.WORLD)
@@ -261,14 +280,20 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("plan", [Plan(2, 1, 1, 0), Plan(None, None, None, 0, costs=MACHINE)], ids=["distances", "costs"])
+@pytest.mark.parametrize(
+    "plan", [Plan(2, 1, 1, 0), Plan(None, None, None, 0, costs=MACHINE)], ids=["distances", "costs"]
+)
 def test_the_planned_order_is_in_the_generated_code(two: Pool, plan: Plan) -> None:
     two.run(planned_order, plan, timeout=SLOW)
 
 
 def planned_order(plan: Plan) -> None:
-    """Collectives, waits and matmuls follow each other in the code as they do in the final graphs."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96)) for _ in range(5)))
+    """Collectives, waits and matmuls follow each other in the code as they do in the final
+    graphs.
+    """
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96)) for _ in range(5))
+    )
     for block in model:
         fully_shard(block)
     graphs: list[str] = []
@@ -297,15 +322,22 @@ def planned_order(plan: Plan) -> None:
     finally:
         inductor.run_half = original
     pattern = re.compile("|".join(f"({p})" for p in (p.replace("(mm", "(?:mm") for p in CALLS)))
-    found = ["".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code)) for code in codes]
+    found = [
+        "".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code))
+        for code in codes
+    ]
     assert found == graphs
     assert graphs[0].count("m") == 10
-    assert hidden == [4, 8], "all gathers but the first in forward; in backward, gathers and reductions"
+    assert hidden == [4, 8], (
+        "all gathers but the first in forward; in backward, gathers and reductions"
+    )
 
 
 @pytest.mark.skipif(not hasattr(comms, "simple_overlap"), reason="torch has it since 2.15")
 def test_only_others_collectives_are_moved(two: Pool) -> None:
-    """Inductor's own overlap, which follows our order, leaves a graph of ours as it is, and is at work in others'."""
+    """Inductor's own overlap, which follows our order, leaves a graph of ours as it is, and is at
+    work in others'.
+    """
     two.run(what_is_moved, timeout=SLOW)
 
 
@@ -323,7 +355,10 @@ def what_is_moved() -> None:
         moved.append(sum(a is not b for a, b in zip(nodes, result, strict=True)))
         return result
 
-    with mock.patch.object(comms, "simple_overlap", count), inductor_config.patch(force_disable_caches=True):
+    with (
+        mock.patch.object(comms, "simple_overlap", count),
+        inductor_config.patch(force_disable_caches=True),
+    ):
         pin_order.keep_simple_overlap_out()
         torch.compile(model, fullgraph=True)(torch.rand(8, 8)).sum().backward()
         assert moved == [], "forward and backward are ours"
@@ -345,7 +380,9 @@ def step_of_norms(call: Any, optimizer: torch.optim.Optimizer) -> float:
 
 
 def strided_reads() -> None:
-    """No kernel copies what a norm reads; matmuls get their operands in one piece; the numbers stay."""
+    """No kernel copies what a norm reads; matmuls get their operands in one piece; the numbers
+    stay.
+    """
     losses: dict[str, list[float]] = {}
     copies: dict[str, list[int]] = {}
     for how in ("copy", "strided"):
@@ -356,9 +393,17 @@ def strided_reads() -> None:
             fully_shard(block)
         call = torch.compile(fully_shard(model), fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with planned(copy_out=how, bucket_bytes=0), inductor_config.patch(force_disable_caches=True):
+        with (
+            planned(copy_out=how, bucket_bytes=0),
+            inductor_config.patch(force_disable_caches=True),
+        ):
             first, codes = run_and_get_code(step_of_norms, call, optimizer)
         copies[how] = [code.count("copy_columns.default(") for code in codes]
         losses[how] = [first, step_of_norms(call, optimizer)]
-    assert copies == {"copy": [6, 4], "strided": [2, 1]}  # backward reads a weight, and of the norms what it computes again
-    torch.testing.assert_close(losses["strided"], losses["copy"], rtol=ROUNDING[0], atol=ROUNDING[1])
+    assert copies == {
+        "copy": [6, 4],
+        "strided": [2, 1],
+    }  # backward reads a weight, and of the norms what it computes again
+    torch.testing.assert_close(
+        losses["strided"], losses["copy"], rtol=ROUNDING[0], atol=ROUNDING[1]
+    )

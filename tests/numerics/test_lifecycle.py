@@ -1,4 +1,6 @@
-"""Before the first step: meta initialisation, conversion to another dtype; what a user does to parameters in between."""
+"""Before the first step: meta initialisation, conversion to another dtype; what a user does to
+parameters in between.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ from compiled_fsdp import fully_shard
 WAYS = ((stock_fully_shard, False), (fully_shard, False), (fully_shard, True))
 
 
-def run_steps(model: nn.Module, compiled: bool, dtype: torch.dtype = torch.float32, count: int = 3) -> list[Any]:
-    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+def run_steps(
+    model: nn.Module, compiled: bool, dtype: torch.dtype = torch.float32, count: int = 3
+) -> list[Any]:
+    call = (
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     seen: list[Any] = []
     for number in range(count):
@@ -51,7 +57,9 @@ def meta_init() -> None:
         model.to_empty(device="cpu")
         torch.manual_seed(5)
         with torch.no_grad():
-            for p in model.parameters():  # by shard: the same on every way, whatever DTensor's random numbers do
+            for p in (
+                model.parameters()
+            ):  # by shard: the same on every way, whatever DTensor's random numbers do
                 torch.nn.init.normal_(p.to_local(), std=0.4)
         results.append(run_steps(model, compiled))
     assert len(set(results[0][:3])) == 3
@@ -96,7 +104,9 @@ def test_parameters_changed_by_hand(two: Pool) -> None:
 
 
 def changed_by_hand() -> None:
-    """Writes to the sharded parameters between steps, also through `.data`, reach the next forward."""
+    """Writes to the sharded parameters between steps, also through `.data`, reach the next
+    forward.
+    """
     results = []
     for apply, compiled in WAYS:
         model = shard(build("odd"), Options("odd"), apply)
@@ -120,7 +130,11 @@ def freeze_between() -> None:
         model = shard(build("odd"), Options("odd"), apply)
         run_steps(model, compiled, count=1)
         model.layers[1].weight.requires_grad_(False)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        call = (
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         loss_of(call(*batch_of("odd", 1))).backward()
         assert model.layers[1].weight.grad is None, (apply.__module__, compiled)
         assert model.layers[1].bias.grad is not None

@@ -1,4 +1,6 @@
-"""Four ranks: HSDP, int `reshard_after_forward`, and both; shards that are uneven, or empty on some ranks."""
+"""Four ranks: HSDP, int `reshard_after_forward`, and both; shards that are uneven, or empty on some
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,31 @@ from harness import Options, check_parity
 from pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
-# A mean over four ranks in one axis has several orders of summation: gloo's ring, our local sum, and the oracle's own. They
-# differ in the last bit, which AdamW's normalisation carries into the parameters; SGD keeps it small.
+# A mean over four ranks in one axis has several orders of summation: gloo's ring, our local sum,
+# and the oracle's own. They differ in the last bit, which AdamW's normalisation carries into the
+# parameters; SGD keeps it small.
 SUM_OF_FOUR = (1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(
     ("model", "reshard"),
-    [("odd", True), ("odd", False), ("odd", None), ("tied", True), ("frozen", False), ("llama", None)],
+    [
+        ("odd", True),
+        ("odd", False),
+        ("odd", None),
+        ("tied", True),
+        ("frozen", False),
+        ("llama", None),
+    ],
 )
 def test_one_axis(four: Pool, model: str, reshard: bool | None) -> None:
     options = Options(model, steps=3, reshard=reshard, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize("model", ["odd", "tied", "moe", "frozen", "unused", "list_units", "read_twice", "called_twice"])
+@pytest.mark.parametrize(
+    "model", ["odd", "tied", "moe", "frozen", "unused", "list_units", "read_twice", "called_twice"]
+)
 def test_int_reshard(four: Pool, model: str) -> None:
     options = Options(model, steps=3, reshard=2, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
@@ -54,7 +66,8 @@ def test_hsdp_in_bf16(four: Pool, reduce_dtype: torch.dtype | None) -> None:
 def test_int_reshard_in_bf16(four: Pool) -> None:
     policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = Options("odd", reshard=2, policies=(policy,), steps=3, optimizer="sgd")
-    # One step through bf16 parameters turns a last-bit difference of a gradient into one of 2^-8 of an activation.
+    # One step through bf16 parameters turns a last-bit difference of a gradient into one of 2^-8 of
+    # an activation.
     four.run(check_parity, options, ("stock",), ("eager", "compiled"), 0.02, 1e-3)
 
 

@@ -1,7 +1,9 @@
-"""Graphs and eager units in one model: whatever Dynamo gives up, and in whatever order sharding and compiling came.
+"""Graphs and eager units in one model: whatever Dynamo gives up, and in whatever order sharding and
+compiling came.
 
-A parameter is gathered when it is used, freed when done, and its gradient reduced once: so the number of communications is that
-of a model in one graph, and gradients are those of the unsharded model.
+A parameter is gathered when it is used, freed when done, and its gradient reduced once: so the
+number of communications is that of a model in one graph, and gradients are those of the unsharded
+model.
 """
 
 from __future__ import annotations
@@ -150,7 +152,9 @@ def step(call: Any, number: int, rank: int) -> Tensor:
     return loss.detach()
 
 
-def check(name: str, order: str, options: dict[str, Any], atol: float, backend: str = BACKEND) -> None:
+def check(
+    name: str, order: str, options: dict[str, Any], atol: float, backend: str = BACKEND
+) -> None:
     """Worker function: three steps beside the unsharded model."""
     warnings.simplefilter("ignore")
     model, call = build(name, order, backend, **options)
@@ -162,7 +166,9 @@ def check(name: str, order: str, options: dict[str, Any], atol: float, backend: 
     dtype = next(reference.parameters()).dtype
     for number in range(3):
         losses: list[Tensor] = []
-        seen = communications(lambda number=number, losses=losses: losses.append(step(call, number, dist.get_rank())))
+        seen = communications(
+            lambda number=number, losses=losses: losses.append(step(call, number, dist.get_rank()))
+        )
         if number:  # before the first, ranks compare their models
             assert seen == {"gather": 7, "reduce": 4, "all_reduce": 0}, (number, seen)
         expected = step(lambda x: reference(x.to(dtype)), number, dist.get_rank())
@@ -170,7 +176,10 @@ def check(name: str, order: str, options: dict[str, Any], atol: float, backend: 
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             dist.all_reduce(q.grad)
             q.grad /= dist.get_world_size()
-            assert torch.allclose(p.grad.full_tensor().to(q.dtype), q.grad, atol=atol), (number, p.shape)
+            assert torch.allclose(p.grad.full_tensor().to(q.dtype), q.grad, atol=atol), (
+                number,
+                p.shape,
+            )
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -191,8 +200,16 @@ def test_as_unsharded_with_each_gather_once(two: Pool, name: str, order: str) ->
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_casts_at_the_boundaries(two: Pool, order: str) -> None:
-    """A cast makes the pre-forward hook worth a graph of its own, which must not be split from its forward."""
-    two.run(check, "break in a unit", order, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)}, 1e-6)
+    """A cast makes the pre-forward hook worth a graph of its own, which must not be split from its
+    forward.
+    """
+    two.run(
+        check,
+        "break in a unit",
+        order,
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+        1e-6,
+    )
 
 
 def test_the_fallback_is_said_once(two: Pool) -> None:
@@ -220,7 +237,9 @@ def as_an_error() -> None:
     _, call = build("break in a unit", "compile(shard(m))")
     compiled_fsdp.set_fallback("error")
     try:
-        with pytest.raises(compiled_fsdp.FallbackError, match=r"unit 'layers\.1' runs eagerly.*test_mixed\.py"):
+        with pytest.raises(
+            compiled_fsdp.FallbackError, match=r"unit 'layers\.1' runs eagerly.*test_mixed\.py"
+        ):
             step(call, 0, 0)
     finally:
         compiled_fsdp.set_fallback("warn")
@@ -252,8 +271,10 @@ def not_forward() -> None:
     with pytest.raises(RuntimeError) as caught:
         model.speak(x)
     assert str(caught.value) == (
-        "Linear was called while its parameter first.weight is sharded: its unit 'Speaker' was not entered by its forward, but "
-        "from another method. Either call register_fsdp_forward_method(sharded_module, name) for that method, or "
+        "Linear was called while its parameter first.weight is sharded: its unit 'Speaker' was not "
+        "entered by its forward, but "
+        "from another method. Either call register_fsdp_forward_method(sharded_module, name) for "
+        "that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )
     compiled_fsdp.register_fsdp_forward_method(model, "speak")

@@ -1,7 +1,8 @@
 """Every field of `MixedPrecisionPolicy`, two ranks: bit for bit the same as stock FSDP2.
 
-bf16 sums of two values have one order, so they are equal too: ours are summed by an all-to-all and a local sum (accumulated in
-fp32, rounded once), stock's by gloo (rounded once, as there is one addition).
+bf16 sums of two values have one order, so they are equal too: ours are summed by an all-to-all and
+a local sum (accumulated in fp32, rounded once), stock's by gloo (rounded once, as there is one
+addition).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def test_accumulation_in_the_original_dtype(two: Pool) -> None:
 
 
 def test_inputs_not_cast(two: Pool) -> None:
-    # The units' inputs are integers, or come from a bf16 embedding already; the rotary table stays fp32 at the boundary.
+    # The units' inputs are integers, or come from a bf16 embedding already; the rotary table stays
+    # fp32 at the boundary.
     policy = Policy(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=False)
     two.run(check_parity, Options("llama", policies=(policy,), steps=4), ("stock",))
 
@@ -78,6 +80,7 @@ def close_to_unsharded() -> None:
     exact = train("unsharded", Options("llama", steps=6)).losses
     for kind in ("eager", "compiled"):
         losses = train(kind, Options("llama", steps=6, policies=(policy,))).losses
-        # bf16 keeps 8 bits: 0.4 % per rounding; a dozen operations deep and six steps long, 3 % is a wide margin
+        # bf16 keeps 8 bits: 0.4 % per rounding; a dozen operations deep and six steps long, 3 % is
+        # a wide margin
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(exact), rtol=0.03, atol=0.0)
         assert losses != exact

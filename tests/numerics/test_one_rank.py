@@ -28,7 +28,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.embedding, self.layer, self.head = (
+            nn.Embedding(5, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 5, bias=False),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.layer(self.embedding(tokens)))).square().mean()
@@ -58,6 +62,8 @@ def sharded(model: Model) -> Model:
 def test_same_losses_as_unsharded(compiled: bool) -> None:
     def wrap(model: Model) -> Any:
         made = sharded(model)
-        return torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
+        return (
+            torch.compile(made, backend="compiled_fsdp_eager", fullgraph=True) if compiled else made
+        )
 
     assert torch.equal(torch.stack(losses(wrap)), torch.stack(losses(lambda model: model)))

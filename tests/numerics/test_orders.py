@@ -1,4 +1,6 @@
-"""Every order of sharding and compiling gives the same graphs, every unit its own, and the numbers of eager mode."""
+"""Every order of sharding and compiling gives the same graphs, every unit its own, and the numbers
+of eager mode.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,12 @@ class Counted:
         return torch._dynamo.lookup_backend("compiled_fsdp_eager")(gm, inputs)
 
 
-def train(model: nn.Module, call: Callable[..., Tensor], dtype: torch.dtype = torch.float32, steps: int = 2) -> list[float]:
+def train(
+    model: nn.Module,
+    call: Callable[..., Tensor],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+) -> list[float]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):
@@ -142,9 +149,18 @@ def graphs_of(order: str, fullgraph: bool) -> int:
     eager = shard(build())
     expected = train(eager, eager)
     model, backend = build(), Counted()
-    assert train(model, arrange(order, model, {"backend": backend, "fullgraph": fullgraph})) == expected
-    compiled = list(model.layers) if "blocks" in order and "model" not in order else [*model.layers, model]
-    assert not any(s.unit.num_eager_forwards for module in compiled for s in states_below(module, recurse=False))
+    assert (
+        train(model, arrange(order, model, {"backend": backend, "fullgraph": fullgraph}))
+        == expected
+    )
+    compiled = (
+        list(model.layers) if "blocks" in order and "model" not in order else [*model.layers, model]
+    )
+    assert not any(
+        s.unit.num_eager_forwards
+        for module in compiled
+        for s in states_below(module, recurse=False)
+    )
     return backend.count
 
 
@@ -168,7 +184,10 @@ def move_and_compile(how: str) -> None:
             return model.double()
         if how == "to_empty":
             model.to_empty(device="cpu")
-        placed = {n: distribute_tensor(values[n], p.device_mesh, p.placements) for n, p in model.named_parameters()}
+        placed = {
+            n: distribute_tensor(values[n], p.device_mesh, p.placements)
+            for n, p in model.named_parameters()
+        }
         model.load_state_dict(placed, assign=how == "assign")
         return model
 
@@ -187,9 +206,14 @@ def test_more_units_than_the_recompile_limit(two: Pool) -> None:
 def many_units(num_blocks: int) -> int:
     """Forwards of blocks outside graphs."""
     assert num_blocks > torch._dynamo.config.recompile_limit
-    eager, model = shard(build(num_blocks=num_blocks)), shard(build(num_blocks=num_blocks, breaks=True))
+    eager, model = (
+        shard(build(num_blocks=num_blocks)),
+        shard(build(num_blocks=num_blocks, breaks=True)),
+    )
     with quiet():
-        assert train(model, torch.compile(model, backend="compiled_fsdp_eager")) == train(eager, eager)
+        assert train(model, torch.compile(model, backend="compiled_fsdp_eager")) == train(
+            eager, eager
+        )
     return sum(s.unit.num_eager_forwards for layer in model.layers for s in states_below(layer))
 
 
@@ -216,7 +240,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor, route: Tensor) -> Tensor:
         for number, expert in enumerate(self.experts):
@@ -254,7 +280,9 @@ def test_experts_with_other_numbers_of_rows(two: Pool) -> None:
 # -- a backward inside the compiled function
 
 
-@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward")
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward"
+)
 def test_backward_inside_the_compiled_function(two: Pool) -> None:
     two.run(backward_inside)
 
@@ -269,15 +297,20 @@ def backward_inside() -> None:
 
     x = torch.ones(4, 6)
     eager(x).square().mean().backward()
-    if (
-        not TRACES_TO_DTENSORS
-    ):  # torch 2.11: Dynamo ends in an AssertionError without a text, of which a warning tells before
+    # torch 2.11: Dynamo ends in an AssertionError without a text, of which a warning tells before
+    if not TRACES_TO_DTENSORS:
         patch = torch._dynamo.config.patch(trace_autograd_ops=True)
-        with patch, pytest.warns(UserWarning, match="Call loss.backward"), pytest.raises(AssertionError):
+        with (
+            patch,
+            pytest.warns(UserWarning, match="Call loss.backward"),
+            pytest.raises(AssertionError),
+        ):
             torch.compile(step, backend="compiled_fsdp_eager")(x)
         return
     with torch._dynamo.config.patch(trace_autograd_ops=True), quiet():
-        with pytest.raises(Exception, match=r"computes the gradient of .* itself, by loss.backward"):
+        with pytest.raises(
+            Exception, match=r"computes the gradient of .* itself, by loss.backward"
+        ):
             torch.compile(step, backend="compiled_fsdp_eager", fullgraph=True)(x)
         torch.compile(step, backend="compiled_fsdp_eager")(x)  # breaks the graph there
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
@@ -287,10 +320,17 @@ def backward_inside() -> None:
 # -- other shapes on other ranks
 
 
-FROM_COSTS = {"prefetch": None, "backward_prefetch": None, "reduces_in_flight": None, "split_bytes": None}
+FROM_COSTS = {
+    "prefetch": None,
+    "backward_prefetch": None,
+    "reduces_in_flight": None,
+    "split_bytes": None,
+}
 
 
-@pytest.mark.parametrize("plan", [{"memory_budget": 0.5}, {**FROM_COSTS, "memory_budget": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"memory_budget": 0.5}, {**FROM_COSTS, "memory_budget": 0.5}], ids=str
+)
 def test_decisions_with_other_batches(two: Pool, plan: dict[str, Any]) -> None:
     kept = two.run(decide, {**plan, "bucket_bytes": 0})
     assert kept[0] == kept[1]
@@ -316,13 +356,19 @@ def test_a_rank_that_compiles_again_for_another_batch(two: Pool) -> None:
 
 
 def compile_again() -> None:
-    """Rank 1 alone gets another batch, for which its own costs would start collectives elsewhere."""
+    """Rank 1 alone gets another batch, for which its own costs would start collectives
+    elsewhere.
+    """
     costs = Costs(1e8, 1e10, 1e-6, (("0", Link(1e-6, 1e8)),))
     eager, model = shard(build(num_blocks=5)), shard(build(num_blocks=5))
     with planned(**FROM_COSTS, bucket_bytes=0, costs=costs), quiet():
-        compiled = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False)
+        compiled = torch.compile(
+            model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=False
+        )
         for number in range(2):
-            x = torch.randn(2 + number * 1000 * dist.get_rank(), 6, generator=torch.Generator().manual_seed(0))
+            x = torch.randn(
+                2 + number * 1000 * dist.get_rank(), 6, generator=torch.Generator().manual_seed(0)
+            )
             for call in (eager, compiled):
                 call(x).square().mean().backward()
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):

@@ -1,4 +1,6 @@
-"""`overlap_optimizer`: the same numbers bit for bit, the same collectives in order, and nobody sees a gradient too early."""
+"""`overlap_optimizer`: the same numbers bit for bit, the same collectives in order, and nobody sees
+a gradient too early.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,18 @@ class Run:
         """Every parameter and every piece of the optimizer's state, this rank's shards."""
         found: list[Any] = [local(p) for p in self.model.parameters()]
         for p in self.model.parameters():
-            found += [local(v) if isinstance(v, torch.Tensor) else v for v in self.optimizer.state.get(p, {}).values()]
+            found += [
+                local(v) if isinstance(v, torch.Tensor) else v
+                for v in self.optimizer.state.get(p, {}).values()
+            ]
         return found
 
     def in_flight(self) -> list[str]:
-        return [n for n, p in self.model.named_parameters() if p.grad is not None and is_in_flight(p.grad)]
+        return [
+            n
+            for n, p in self.model.named_parameters()
+            if p.grad is not None and is_in_flight(p.grad)
+        ]
 
     def num_ahead(self) -> int:
         units = [state.unit for state in states_below(self.model)]
@@ -84,14 +93,18 @@ def is_in_flight(grad: Any) -> bool:
     return type(object.__getattribute__(grad, "_local_tensor")) is InFlight
 
 
-def start(overlap: bool, kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"], **more: Any) -> Run:
+def start(
+    overlap: bool, kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"], **more: Any
+) -> Run:
     torch._dynamo.reset()  # models of one class share a limit of recompilations
     model = build(options.model)
     shard(model, options, fully_shard)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     if overlap:
         overlap_optimizer(model, made, **more)
-    call = torch.compile(model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else model
+    call = (
+        torch.compile(model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else model
+    )
     return Run(model, call, made, options.model)
 
 
@@ -103,16 +116,25 @@ def check_equal(a: list[Any], b: list[Any], what: str) -> None:
 
 
 def oracle_of(kind: str, options: Options) -> str:
-    """What to run without the overlap: a compiled model is bit for bit the eager one, which need not be compiled.
+    """What to run without the overlap: a compiled model is bit for bit the eager one, which need
+    not be compiled.
 
-    But for a unit called twice, whose gradients a graph adds up first; and Inductor's rounding is its own.
+    But for a unit called twice, whose gradients a graph adds up first; and Inductor's rounding is
+    its own.
     """
     return "eager" if kind == "compiled" and options.model != "called_twice" else kind
 
 
-def compare(script: Callable[[Run], Any], kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"]) -> None:
-    """What a training script returns, and the state that it leaves, with and without the overlap."""
-    runs = [start(False, oracle_of(kind, options), options, optimizer), start(True, kind, options, optimizer)]
+def compare(
+    script: Callable[[Run], Any], kind: str, options: Options, optimizer: Any = OPTIMIZERS["adamw"]
+) -> None:
+    """What a training script returns, and the state that it leaves, with and without the
+    overlap.
+    """
+    runs = [
+        start(False, oracle_of(kind, options), options, optimizer),
+        start(True, kind, options, optimizer),
+    ]
     plain, ours = [script(run) for run in runs]
     what = f"{kind}, {options}"
     check_equal(list(plain), list(ours), what)
@@ -123,7 +145,9 @@ def compare(script: Callable[[Run], Any], kind: str, options: Options, optimizer
 
 
 def train(run: Run) -> list[float]:
-    """Plain training; with the overlap, something really is in flight after each backward, and ahead after each step."""
+    """Plain training; with the overlap, something really is in flight after each backward, and
+    ahead after each step.
+    """
     losses = []
     is_ours = hasattr(run.optimizer, "_fsdp_overlap")
     for step in range(4):
@@ -147,7 +171,12 @@ def test_optimizers(two: Pool) -> None:
 
 
 def test_optimizers_compiled(two: Pool) -> None:
-    two.run(compare_optimizers, ["sgd", "adam", "adamw", "adamw_foreach", "adamw_fused"], "compiled", timeout=400.0)
+    two.run(
+        compare_optimizers,
+        ["sgd", "adam", "adamw", "adamw_foreach", "adamw_fused"],
+        "compiled",
+        timeout=400.0,
+    )
 
 
 def compare_models(models: list[str], kind: str) -> None:
@@ -179,7 +208,10 @@ def test_hsdp_and_four_ranks(four: Pool, kind: str) -> None:
 
 def with_groups(params: list[Any]) -> torch.optim.Optimizer:
     """Weights and biases of one unit in different groups, with different settings."""
-    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.05, "betas": (0.8, 0.9)}]
+    groups = [
+        {"params": params[::2], "weight_decay": 0.1},
+        {"params": params[1::2], "lr": 0.05, "betas": (0.8, 0.9)},
+    ]
     return torch.optim.AdamW(groups, lr=0.02)
 
 
@@ -218,7 +250,9 @@ def scaled(run: Run) -> list[float]:
 
 
 def accumulated(run: Run) -> list[float]:
-    """Backwards that add up in `.grad`, backwards without communication, and gradients that are zeroed instead of dropped."""
+    """Backwards that add up in `.grad`, backwards without communication, and gradients that are
+    zeroed instead of dropped.
+    """
     losses = []
     for step in range(6):
         model: Any = run.model
@@ -297,7 +331,9 @@ def evaluated(run: Run) -> list[float]:
 
 
 def changed_by_hand(run: Run) -> list[float]:
-    """Parameters written to between a step and the forward: what was gathered ahead is out of date."""
+    """Parameters written to between a step and the forward: what was gathered ahead is out of
+    date.
+    """
     losses = []
     saved = {name: value.clone() for name, value in run.model.state_dict().items()}
     first = next(run.model.parameters())
@@ -323,7 +359,10 @@ def written_through_data(kind: str) -> None:
     for p in run.model.parameters():
         p.data.mul_(2)
     assert run.num_ahead()
-    with pytest.raises(RuntimeError, match=r"written to through .data, or by a foreach op, between optimizer.step\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"written to through .data, or by a foreach op, between optimizer.step\(\)",
+    ):
         run.call(*batch_of(run.name, 1))
 
 
@@ -356,7 +395,16 @@ def raises(*_: object) -> None:
 
 SCRIPTS: dict[str, Callable[[Run], Any]] = {
     script.__name__: script
-    for script in (scheduled, accumulated, looked_at, dropped, evaluated, changed_by_hand, interrupted, scaled)
+    for script in (
+        scheduled,
+        accumulated,
+        looked_at,
+        dropped,
+        evaluated,
+        changed_by_hand,
+        interrupted,
+        scaled,
+    )
 }
 
 
@@ -372,7 +420,9 @@ def test_scripts(two: Pool, name: str, kind: str) -> None:
 
 
 def compare_conversion(kind: str) -> None:
-    """After `.to(dtype)` the parameters live in another buffer: writes to them are still noticed."""
+    """After `.to(dtype)` the parameters live in another buffer: writes to them are still
+    noticed.
+    """
 
     def script(run: Run) -> list[float]:
         losses = [run.step(0)]
@@ -430,7 +480,9 @@ def order_of_collectives(overlap: bool, kind: str, options: Options) -> list[str
 def compare_collectives(kind: str, options: Options) -> None:
     plain, ours = [order_of_collectives(overlap, kind, options) for overlap in (False, True)]
     first_step = next(i for i, entry in enumerate(ours) if not entry.startswith("gather"))
-    num_ahead = next(i for i, entry in enumerate(plain) if not entry.startswith("gather")) - first_step
+    num_ahead = (
+        next(i for i, entry in enumerate(plain) if not entry.startswith("gather")) - first_step
+    )
     assert num_ahead > 0, "nothing was gathered before the first step that is recorded"
     assert plain[num_ahead:] == ours, (plain, ours)
 
@@ -446,7 +498,9 @@ def test_hsdp_collectives(four: Pool) -> None:
 
 
 def backward_without_the_others(kind: str) -> list[str]:
-    """Rank 1 begins its last backward only after rank 0's has returned: so rank 0's cannot have got its gradients."""
+    """Rank 1 begins its last backward only after rank 0's has returned: so rank 0's cannot have got
+    its gradients.
+    """
     run = start(True, kind, Options("one_unit", reshard=False))
     run.step(0)
     loss = loss_of(run.call(*batch_of(run.name, 1)))
@@ -462,8 +516,18 @@ def backward_without_the_others(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_returns_while_reducing(two: Pool, kind: str) -> None:
-    names = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
-    assert two.run(backward_without_the_others, kind, timeout=60.0) == [[*names, "last.weight", "last.bias"]] * 2
+    names = [
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.1.weight",
+        "layers.1.bias",
+        "layers.2.weight",
+        "layers.2.bias",
+    ]
+    assert (
+        two.run(backward_without_the_others, kind, timeout=60.0)
+        == [[*names, "last.weight", "last.bias"]] * 2
+    )
 
 
 def step_without_waiting(kind: str) -> list[list[str]]:
@@ -496,7 +560,12 @@ def ahead_is_bounded(kind: str) -> list[tuple[int, int]]:
     for limit in (0, 4 * 8000, 1 << 20):
         run = start(True, kind, Options("equal_units"), max_ahead_bytes=limit)
         run.step(0)
-        held = [gathered for s in states_below(run.model) for f in s.unit.flats for *_, gathered, _ in f.ahead.values()]
+        held = [
+            gathered
+            for s in states_below(run.model)
+            for f in s.unit.flats
+            for *_, gathered, _ in f.ahead.values()
+        ]
         assert sum(g.nbytes for g in held) <= limit
         found.append((limit, run.num_ahead()))
         run.step(1)
@@ -509,8 +578,14 @@ def test_gathers_ahead_are_bounded(two: Pool) -> None:
 
 
 def gives_back() -> None:
-    """What was gathered ahead and not used is dropped by the next step, `to`, and an eager forward."""
-    for give_back in (lambda r: r.optimizer.step(), lambda r: r.model.float(), lambda r: r.model(*batch_of(r.name, 7))):
+    """What was gathered ahead and not used is dropped by the next step, `to`, and an eager
+    forward.
+    """
+    for give_back in (
+        lambda r: r.optimizer.step(),
+        lambda r: r.model.float(),
+        lambda r: r.model(*batch_of(r.name, 7)),
+    ):
         run = start(True, "compiled", Options("odd"))
         run.step(0)
         assert run.num_ahead() > 1
@@ -524,7 +599,9 @@ def test_gives_back(two: Pool) -> None:
 
 
 def two_optimizers(in_backward: bool) -> None:
-    """A unit that two optimizers share is not gathered after the first of them has stepped, nor stepped inside backward."""
+    """A unit that two optimizers share is not gathered after the first of them has stepped, nor
+    stepped inside backward.
+    """
     results = []
     for overlap in (False, True):
         model = build("odd")
@@ -562,7 +639,9 @@ def mistakes() -> None:
     shard(model, options, fully_shard)
     with pytest.raises(ValueError, match="holds no parameter of the model"):
         overlap_optimizer(model, torch.optim.SGD(before))
-    with pytest.raises(TypeError, match=r"LBFGS is not an optimizer whose step can be taken unit by unit"):
+    with pytest.raises(
+        TypeError, match=r"LBFGS is not an optimizer whose step can be taken unit by unit"
+    ):
         overlap_optimizer(model, torch.optim.LBFGS(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"max_ahead_bytes=-1"):

@@ -1,7 +1,8 @@
-"""fp32, two ranks: bit for bit the same as stock FSDP2 and as the unsharded model, over ten AdamW steps.
+"""fp32, two ranks: bit for bit the same as stock FSDP2 and as the unsharded model, over ten AdamW
+steps.
 
-With two ranks a mean has one order of summation and halving is exact, so nothing may differ. Kernels are those of eager mode in
-every case compared here.
+With two ranks a mean has one order of summation and halving is exact, so nothing may differ.
+Kernels are those of eager mode in every case compared here.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def test_int_of_the_whole_group_is_true_and_of_one_is_false(two: Pool) -> None:
 
 
 def test_unit_called_twice(two: Pool) -> None:
-    # Eager FSDP reduces after each call's backward and adds the results; a graph adds first and reduces once, as the unsharded
-    # model does. (a + b) / 2 + (c + d) / 2 is not (a + c + b + d) / 2 bit for bit.
+    # Eager FSDP reduces after each call's backward and adds the results; a graph adds first and
+    # reduces once, as the unsharded model does. (a + b) / 2 + (c + d) / 2 is not (a + c + b + d) /
+    # 2 bit for bit.
     options = Options("called_twice")
     two.run(check_parity, options, ("stock",), ("eager",))
     two.run(check_parity, options, ("unsharded",), ("compiled",))
@@ -54,7 +56,8 @@ def test_unit_called_twice(two: Pool) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "odd", "frozen", "unused"])
 def test_ops_run_unlowered(two: Pool, model: str) -> None:
-    # aot_eager merges no unshards, so the two gradients of llama's tied weight are reduced one by one: another order of sums.
+    # aot_eager merges no unshards, so the two gradients of llama's tied weight are reduced one by
+    # one: another order of sums.
     tolerance = (1e-4, 1e-5) if model == "llama" else (0.0, 0.0)
     two.run(check_parity, Options(model, steps=4), ("unsharded",), ("aot_eager",), *tolerance)
 

@@ -1,6 +1,8 @@
-"""Backwards that were not asked for the parameters' gradients: `autograd.grad(loss, x)`, `backward(inputs=[x])`, failed ones.
+"""Backwards that were not asked for the parameters' gradients: `autograd.grad(loss, x)`,
+`backward(inputs=[x])`, failed ones.
 
-They leave no trace: `.grad`, what accumulation keeps, the optimizer and the next backward are as if they had not been.
+They leave no trace: `.grad`, what accumulation keeps, the optimizer and the next backward are as if
+they had not been.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ class Setup:
     def __init__(self, kind: str, *, overlap: str = "", mesh: str = "1d") -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
-        self.model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.model: Any = nn.Sequential(
+            nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)
+        )
         if kind != "unsharded":
             for module in (self.model[0], self.model[2], self.model):
                 fully_shard(module, mesh=mesh_of(mesh))
         self.is_sharded = kind != "unsharded"
-        self.call = torch.compile(self.model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else self.model
+        self.call = (
+            torch.compile(self.model, backend=BACKENDS[kind], fullgraph=True)
+            if kind in BACKENDS
+            else self.model
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.1)
         if overlap and self.is_sharded:
             overlap_optimizer(self.model, self.optimizer, in_backward=overlap == "in_backward")
@@ -76,9 +84,13 @@ def check(found: list[Tensor | None], expected: list[Tensor | None], what: str) 
 def observe(scenario: Callable[..., list[Any]], kinds: tuple[str, ...], **options: Any) -> None:
     """Each kind sees what the unsharded model sees; all ranks compute on the same batch."""
     expected = scenario(Setup("unsharded", **options))
-    with functorch_config.patch(donated_buffer=False):  # which torch wants where a graph is retained
+    with functorch_config.patch(
+        donated_buffer=False
+    ):  # which torch wants where a graph is retained
         for kind in kinds:
-            for i, (a, b) in enumerate(zip(scenario(Setup(kind, **options)), expected, strict=True)):
+            for i, (a, b) in enumerate(
+                zip(scenario(Setup(kind, **options)), expected, strict=True)
+            ):
                 check(a, b, f"{kind}, observation {i}")
 
 
@@ -134,11 +146,17 @@ def test_partial_backward_with_overlap(two: Pool, overlap: str) -> None:
 
 def partial_with_overlap(overlap: str) -> None:
     for scenario in (alone, accumulated) if overlap == "step" else (stepped, trained):
-        observe(lambda setup, scenario=scenario: scenario(setup, "grad"), ("eager", "compiled"), overlap=overlap)
+        observe(
+            lambda setup, scenario=scenario: scenario(setup, "grad"),
+            ("eager", "compiled"),
+            overlap=overlap,
+        )
 
 
 def stepped(setup: Setup, how: str) -> list[Any]:
-    """Gradients are used up inside backward: what accumulates and what steps shows in the parameters."""
+    """Gradients are used up inside backward: what accumulates and what steps shows in the
+    parameters.
+    """
     setup.sync(False)
     setup.loss(1)[0].backward()
     PARTIAL[how](*setup.loss(2))
@@ -194,7 +212,9 @@ def gradient_penalty() -> None:
 
 
 def full_bytes(model: Any) -> int:
-    params = [p for state in states_below(model) for p in state.unit.params if p.unsharded is not None]
+    params = [
+        p for state in states_below(model) for p in state.unit.params if p.unsharded is not None
+    ]
     return sum(p.unsharded.untyped_storage().nbytes() for p in params)
 
 
@@ -214,7 +234,9 @@ def test_other_branch(two: Pool) -> None:
 
 
 def other_branch() -> None:
-    """What a partial backward passed through is not delivered by the whole one that takes another way."""
+    """What a partial backward passed through is not delivered by the whole one that takes another
+    way.
+    """
     model: Any = fully_shard(Branches(), mesh=mesh_of("1d"))
     call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
     x = torch.randn(2, 4, requires_grad=True)

@@ -1,4 +1,6 @@
-"""What backward computes again: fewer bytes saved, the same numbers, and nobody else's graphs or settings touched."""
+"""What backward computes again: fewer bytes saved, the same numbers, and nobody else's graphs or
+settings touched.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_other_graphs_are_split_as_torch_does() -> None:
     seen = []
 
     class Watched(Partitioner):
-        def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        def __call__(
+            self, gm: GraphModule, joint_inputs: Any, **options: Any
+        ) -> tuple[GraphModule, GraphModule]:
             halves = super().__call__(gm, joint_inputs, **options)
             seen.append(functorch_config.ban_recompute_materialized_backward)
             return halves

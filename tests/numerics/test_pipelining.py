@@ -50,9 +50,16 @@ class Counted:
 
 
 def run(
-    schedule: str, shard: Any, backend: Counted | None = None, steps: int = 2, *, is_alone: bool = False
+    schedule: str,
+    shard: Any,
+    backend: Counted | None = None,
+    steps: int = 2,
+    *,
+    is_alone: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of this rank's stage after the last step, whole. is_alone: or after a step of the stage without a schedule."""
+    """Gradients of this rank's stage after the last step, whole. is_alone: or after a step of the
+    stage without a schedule.
+    """
     mesh = mesh_of(2, 2, names=("pp", "dp"))
     torch.manual_seed(0)
     stages = [Stage(), Stage()]
@@ -65,7 +72,9 @@ def run(
     if backend is not None:
         stage_module.compile(backend=backend)
     stage = PipelineStage(stage_module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    runner = SCHEDULES[schedule](stage, NUM_MICRO, loss_fn=lambda out, target: (out - target).square().mean())
+    runner = SCHEDULES[schedule](
+        stage, NUM_MICRO, loss_fn=lambda out, target: (out - target).square().mean()
+    )
     generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
     for _ in range(steps):
         x, target = (torch.randn(8, 6, generator=generator) for _ in range(2))
@@ -88,9 +97,13 @@ def run(
 
 
 def compare(schedule: str) -> None:
-    ours, stock, unsharded = (run(schedule, shard) for shard in (fully_shard, stock_fully_shard, None))
+    ours, stock, unsharded = (
+        run(schedule, shard) for shard in (fully_shard, stock_fully_shard, None)
+    )
     for name, grad in ours.items():
-        assert torch.equal(grad, stock[name]), f"{name}: {(grad - stock[name]).abs().max().item():.1e} from stock"
+        assert torch.equal(grad, stock[name]), (
+            f"{name}: {(grad - stock[name]).abs().max().item():.1e} from stock"
+        )
         assert torch.allclose(grad, unsharded[name], atol=1e-6), name
 
 
@@ -100,9 +113,10 @@ def test_compiled_stages(four: Pool, schedule: str) -> None:
 
 
 def compare_compiled(schedule: str) -> None:
-    """One graph of the first microbatches, whose reductions nobody called off yet, and one that keeps gradients for the end of
-    the step: from the second step on that alone, so that a step reduces once, as stock does. On torch 2.11 a schedule learns shapes
-    under no_grad, which is a graph more, of unsharded stages too.
+    """One graph of the first microbatches, whose reductions nobody called off yet, and one that
+    keeps gradients for the end of the step: from the second step on that alone, so that a step
+    reduces once, as stock does. On torch 2.11 a schedule learns shapes under no_grad, which is a
+    graph more, of unsharded stages too.
     """
     backend = Counted()
     ours, eager = (run(schedule, fully_shard, entry, steps=3) for entry in (backend, None))
@@ -110,11 +124,15 @@ def compare_compiled(schedule: str) -> None:
     run(schedule, None, unsharded)
     assert backend.count == unsharded.count + 1, (backend.count, unsharded.count)
     for name, grad in ours.items():
-        assert torch.equal(grad, eager[name]), f"{name}: {(grad - eager[name]).abs().max().item():.1e} from eager"
+        assert torch.equal(grad, eager[name]), (
+            f"{name}: {(grad - eager[name]).abs().max().item():.1e} from eager"
+        )
 
 
 def test_a_step_between_those_of_a_schedule(four: Pool) -> None:
-    """The graph was made for the schedule; gradients that it keeps are reduced at the end of a backward that is to reduce."""
+    """The graph was made for the schedule; gradients that it keeps are reduced at the end of a
+    backward that is to reduce.
+    """
     four.run(compare_alone)
 
 

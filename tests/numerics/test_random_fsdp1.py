@@ -1,4 +1,6 @@
-"""Random models through `FullyShardedDataParallel`: as stock FSDP1 and compiled as eager, bit for bit, and as unsharded."""
+"""Random models through `FullyShardedDataParallel`: as stock FSDP1 and compiled as eager, bit for
+bit, and as unsharded.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,31 @@ from numerics.test_random_models import batch, problem_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "6")), 10  # 100 take minutes: benchmarks/results/random_models.md
+NUM_MODELS, CHUNK = (
+    int(os.environ.get("RANDOM_MODELS", "6")),
+    10,
+)  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
-# Of parameters, after two steps. fp32: sums over ranks in another order than one process adds. 16 bits: that one computes in fp32.
+# Of parameters, after two steps. fp32: sums over ranks in another order than one process adds. 16
+# bits: that one computes in fp32.
 AGAINST_ONE_PROCESS = {False: 2e-5, True: 0.05}
 
 
 def train(kind: str, program: Wrapped) -> dict[str, Any]:
-    """Two steps: losses, this rank's gradients and parameters, norms, evaluations, and at the end whole parameters."""
+    """Two steps: losses, this rank's gradients and parameters, norms, evaluations, and at the end
+    whole parameters.
+    """
     api = Api(kind)
     model = shard(api, build(program), program)
     call = api.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    found: dict[str, Any] = {"losses": [], "grads": [], "params": [], "norms": [], "evaluations": []}
+    found: dict[str, Any] = {
+        "losses": [],
+        "grads": [],
+        "params": [],
+        "norms": [],
+        "evaluations": [],
+    }
     for step in range(STEPS):
         for micro in range(program.micro_batches):
             with unreduced(model, program, micro):
@@ -81,7 +95,10 @@ def fails(program: Wrapped) -> str | None:
 
 def compare(program: Wrapped) -> None:
     """Raises: AssertionError, with the first differences."""
-    expected, stock, eager, compiled = unsharded(program), *(train(kind, program) for kind in ("stock", "eager", "compiled"))
+    expected, stock, eager, compiled = (
+        unsharded(program),
+        *(train(kind, program) for kind in ("stock", "eager", "compiled")),
+    )
     check_equal(compiled, eager, "compiled against eager")
     tolerance = 0.0 if is_exact(program) else (0.02 if program.is_low else 1e-5)
     check_equal(eager, stock, "eager against stock", tolerance, tolerance / 10)
@@ -93,14 +110,19 @@ def compare(program: Wrapped) -> None:
 def is_exact(program: Wrapped) -> bool:
     """Whether stock adds the same in the same order.
 
-    Not over four ranks in one group: gloo's reduce-scatter adds in another order than our all-to-all and local sum.
-    Not under NO_SHARD when gradients are reduced twice: stock reduces what it has reduced before once more.
-    Not where a unit is called twice in 16 bits on top of retained gradients: its dtype changes in between, so that stock has two
-    accumulators, and adds one gradient after the other where ours (and both in fp32) adds their sum.
+    Not over four ranks in one group: gloo's reduce-scatter adds in another order than our
+    all-to-all and local sum. Not under NO_SHARD when gradients are reduced twice: stock reduces
+    what it has reduced before once more. Not where a unit is called twice in 16 bits on top of
+    retained gradients: its dtype changes in between, so that stock has two accumulators, and adds
+    one gradient after the other where ours (and both in fp32) adds their sum.
     """
     is_again = program.strategy == "NO_SHARD" and program.micro_batches > 1 and not program.no_sync
-    is_split = program.computes_low and program.retains and any(spec.twice for spec in program.specs)
-    return (dist.get_world_size() == 2 or program.strategy in HYBRID) and not is_again and not is_split
+    is_split = (
+        program.computes_low and program.retains and any(spec.twice for spec in program.specs)
+    )
+    return (
+        (dist.get_world_size() == 2 or program.strategy in HYBRID) and not is_again and not is_split
+    )
 
 
 def check(first: int, number: int) -> None:

@@ -1,4 +1,6 @@
-"""Random models: eager = compiled bit for bit, and both as unsharded; a failure is shrunk to a small printed model."""
+"""Random models: eager = compiled bit for bit, and both as unsharded; a failure is shrunk to a
+small printed model.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ from compiled_fsdp import planned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_MODELS, CHUNK = int(os.environ.get("RANDOM_MODELS", "30")), 10  # 100 take minutes: benchmarks/results/random_models.md
+NUM_MODELS, CHUNK = (
+    int(os.environ.get("RANDOM_MODELS", "30")),
+    10,
+)  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
 BUCKETS = (0, 1 << 20, 400)  # bytes up to which units share collectives: none, all, some; by seed
-# fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes in fp32.
+# fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes
+# in fp32.
 TOLERANCE = {False: 2e-5, True: 0.05}
 
 
 def batch(number: int) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+    return torch.randn(
+        6, 4, generator=torch.Generator().manual_seed(100 * number + dist.get_rank())
+    )
 
 
 def gradients(program: Program, kind: str) -> list[Tensor | None]:
@@ -74,14 +82,23 @@ def problem_of(compare: Callable[[P], None], program: P) -> str | None:
 
 def compare(program: Program) -> None:
     """Raises: AssertionError, with the first difference."""
-    expected, eager, compiled = (gradients(program, kind) for kind in ("unsharded", "eager", "compiled"))
+    expected, eager, compiled = (
+        gradients(program, kind) for kind in ("unsharded", "eager", "compiled")
+    )
     for i, (a, b, c) in enumerate(zip(expected, eager, compiled, strict=True)):
         if a is None or b is None or c is None:
-            assert a is b is c, f"gradient {i}: None is unsharded {a is None}, eager {b is None}, compiled {c is None}"
+            assert a is b is c, (
+                f"gradient {i}: None is unsharded {a is None}, eager {b is None}, compiled "
+                f"{c is None}"
+            )
             continue
         is_close = torch.allclose(a, b, atol=TOLERANCE[program.low_precision], rtol=1e-4)
-        assert is_close, f"gradient {i}: eager differs from unsharded by {(a - b).abs().max().item():.2e}"
-        assert torch.equal(b, c), f"gradient {i}: compiled differs from eager by {(b - c).abs().max().item():.2e}"
+        assert is_close, (
+            f"gradient {i}: eager differs from unsharded by {(a - b).abs().max().item():.2e}"
+        )
+        assert torch.equal(b, c), (
+            f"gradient {i}: compiled differs from eager by {(b - c).abs().max().item():.2e}"
+        )
 
 
 def check(first: int, number: int) -> None:
@@ -101,8 +118,14 @@ def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
 
 def test_a_failure_shrinks() -> None:
     """To the one thing that is wrong."""
-    program = Program(0, (Spec(width=3, twice=True), Spec(is_frozen=True, width=5), Spec(kind="normed")), micro_batches=3)
-    small, reason = shrink(program, lambda p: "frozen" if any(s.is_frozen for s in p.specs) else None)
+    program = Program(
+        0,
+        (Spec(width=3, twice=True), Spec(is_frozen=True, width=5), Spec(kind="normed")),
+        micro_batches=3,
+    )
+    small, reason = shrink(
+        program, lambda p: "frozen" if any(s.is_frozen for s in p.specs) else None
+    )
     assert reason == "frozen"
     assert small == Program(0, (Spec(is_frozen=True, width=5, unit=False),))
     assert all(p != program for p in smaller(program))

@@ -1,4 +1,6 @@
-"""Small units that share collectives: the same numbers as when each has its own, and fewer collectives."""
+"""Small units that share collectives: the same numbers as when each has its own, and fewer
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ ALL = 1 << 30
 
 
 def shared(
-    options: Options, limit: int, kinds: tuple[str, ...] = ("compiled",), rtol: float = 0.0, atol: float = 0.0
+    options: Options,
+    limit: int,
+    kinds: tuple[str, ...] = ("compiled",),
+    rtol: float = 0.0,
+    atol: float = 0.0,
 ) -> None:
     with planned(bucket_bytes=limit):
         check_parity(options, kinds=kinds, against=("stock",), rtol=rtol, atol=atol)
@@ -37,7 +43,10 @@ def shared(
         (Options("unused"), ALL),
         (Options("frozen"), ALL),
         (Options("moe", reshard=False), ALL),
-        (Options("llama", steps=4, policies=(Policy(torch.bfloat16, torch.float32), Policy())), ALL),
+        (
+            Options("llama", steps=4, policies=(Policy(torch.bfloat16, torch.float32), Policy())),
+            ALL,
+        ),
     ],
     ids=lambda value: value.model if isinstance(value, Options) else str(value),
 )
@@ -47,12 +56,23 @@ def test_same_as_stock(two: Pool, options: Options, limit: int) -> None:
 
 @pytest.mark.parametrize("mesh", ["1d", "hsdp"])
 def test_four_ranks(four: Pool, mesh: str) -> None:
-    options = Options("llama", steps=3, optimizer="sgd", mesh=mesh, reshard=2 if mesh == "1d" else True)
-    four.run(shared, options, ALL, ("compiled",), *ROUNDING)  # four ranks' gradients are summed in another order
+    options = Options(
+        "llama", steps=3, optimizer="sgd", mesh=mesh, reshard=2 if mesh == "1d" else True
+    )
+    four.run(
+        shared, options, ALL, ("compiled",), *ROUNDING
+    )  # four ranks' gradients are summed in another order
 
 
 def test_inductor(two: Pool) -> None:
-    two.run(shared, Options("odd", steps=3, optimizer="sgd"), ALL, ("inductor",), *ROUNDING, timeout=SLOW)
+    two.run(
+        shared,
+        Options("odd", steps=3, optimizer="sgd"),
+        ALL,
+        ("inductor",),
+        *ROUNDING,
+        timeout=SLOW,
+    )
 
 
 def counted(limit: int) -> tuple[int, int, list[float]]:
@@ -63,15 +83,23 @@ def counted(limit: int) -> tuple[int, int, list[float]]:
         losses = [step(model, call, optimizer, "gpt", number) for number in range(3)]
         seen = communications(lambda: loss_of(call(*batch_of("gpt", 0))).backward())
     assert len(halves) == 2
-    inside = [len([r for r in find_regions(half, kind) if r.starts]) for kind in ("gather", "reduce") for half in halves]
-    assert (seen["gather"], seen["reduce"]) == (sum(inside[:2]), sum(inside[2:])), "what the graphs say is what happens"
+    inside = [
+        len([r for r in find_regions(half, kind) if r.starts])
+        for kind in ("gather", "reduce")
+        for half in halves
+    ]
+    assert (seen["gather"], seen["reduce"]) == (sum(inside[:2]), sum(inside[2:])), (
+        "what the graphs say is what happens"
+    )
     return seen["gather"], seen["reduce"], losses
 
 
 def test_fewer_collectives(two: Pool) -> None:
     alone, some, whole = (two.run(counted, limit)[0] for limit in (0, 300_000, ALL))
     assert alone[2] == some[2] == whole[2]
-    assert alone[0] > some[0] > whole[0] == 3, "in forward what is kept and what is not, and one in backward"
+    assert alone[0] > some[0] > whole[0] == 3, (
+        "in forward what is kept and what is not, and one in backward"
+    )
     assert alone[1] > some[1] > whole[1] == 1
 
 
@@ -87,7 +115,9 @@ class Block(torch.nn.Module):
 
 
 def norms_in_fp32(norms: bool) -> tuple[int, int]:
-    """Gathers and reductions of a step of six bf16 blocks; `norms`: with their norms as fp32 units of their own."""
+    """Gathers and reductions of a step of six bf16 blocks; `norms`: with their norms as fp32 units
+    of their own.
+    """
     low = Policy(torch.bfloat16, torch.float32)
     found = []
     for apply, compiled in ((stock_fully_shard, False), (fully_shard, True)):
@@ -98,7 +128,11 @@ def norms_in_fp32(norms: bool) -> tuple[int, int]:
                 apply(block.norm, mp_policy=Policy(output_dtype=torch.bfloat16))
             apply(block, mp_policy=low)
         apply(model, mp_policy=low)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        call = (
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         x = torch.randn(4, 320)
         call(x).float().square().mean().backward()
         found.append([p.grad.to_local().clone() for p in model.parameters()])
@@ -109,11 +143,15 @@ def norms_in_fp32(norms: bool) -> tuple[int, int]:
 
 
 def in_small_buckets(norms: bool) -> tuple[int, int]:
-    with planned(bucket_bytes=BUCKET_BYTES // 4):  # the blocks stay alone, and their norms are together
+    with planned(
+        bucket_bytes=BUCKET_BYTES // 4
+    ):  # the blocks stay alone, and their norms are together
         return norms_in_fp32(norms)
 
 
 def test_norms_in_fp32_cost_a_collective_for_the_whole_model(two: Pool) -> None:
     """And not one for each, as in stock."""
     without, with_norms = (two.run(in_small_buckets, norms)[0] for norms in (False, True))
-    assert with_norms == (without[0] + 2, without[1] + 1), "gathered in forward and in backward, reduced"
+    assert with_norms == (without[0] + 2, without[1] + 1), (
+        "gathered in forward and in backward, reduced"
+    )

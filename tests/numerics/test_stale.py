@@ -1,4 +1,6 @@
-"""Eager mode computes with what the parameters are when a forward begins, whoever wrote to them, or says that it cannot."""
+"""Eager mode computes with what the parameters are when a forward begins, whoever wrote to them, or
+says that it cannot.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 
     from pool import Pool
 
-OPTIMIZERS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 def plain(target: list[Any], online: list[Any]) -> None:
@@ -37,7 +43,9 @@ def foreach(target: list[Any], online: list[Any]) -> None:
 
 
 class Byol(nn.Module):
-    """An encoder, and a moving average of it that forward updates before it runs, in the given spelling."""
+    """An encoder, and a moving average of it that forward updates before it runs, in the given
+    spelling.
+    """
 
     def __init__(self, update: Callable[..., None], *, frozen: bool) -> None:
         super().__init__()
@@ -100,10 +108,14 @@ def test_kept_after_backward(two: Pool, name: str) -> None:
 
 
 def kept_after_backward(options: dict[str, bool]) -> None:
-    """An optimizer's step makes what was kept stale, also where it writes by ops that no version counts."""
+    """An optimizer's step makes what was kept stale, also where it writes by ops that no version
+    counts.
+    """
     model, reference = seeded(net), seeded(net)
     shard(model, model[0], model[2]).set_reshard_after_backward(False)
-    assert train(model, model, **options) == pytest.approx(train(reference, reference, **options), rel=1e-5)
+    assert train(model, model, **options) == pytest.approx(
+        train(reference, reference, **options), rel=1e-5
+    )
 
 
 def test_kept_and_written(two: Pool) -> None:
@@ -119,7 +131,8 @@ def kept_and_written() -> None:
     for param in params:
         param.data.sub_(param.grad.data)
     with pytest.raises(
-        RuntimeError, match=r"parameters of 0 were written to through .data.* while the full parameters were"
+        RuntimeError,
+        match=r"parameters of 0 were written to through .data.* while the full parameters were",
     ):
         model(torch.ones(2, 4))
     model.reset_iter_state()
@@ -171,4 +184,6 @@ def late_wait() -> None:
     other.wait()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
-    assert all(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+    assert all(
+        param.grad is not None for group in optimizer.param_groups for param in group["params"]
+    )

@@ -1,4 +1,6 @@
-"""`overlap_optimizer(in_backward=True)`: the same numbers bit for bit; units are stepped and gathered while backward runs."""
+"""`overlap_optimizer(in_backward=True)`: the same numbers bit for bit; units are stepped and
+gathered while backward runs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from pool import Pool
 
 
-def begin(options: Options, optimizer: Any = OPTIMIZERS["adamw"], kind: str = "compiled", **more: Any) -> Run:
+def begin(
+    options: Options, optimizer: Any = OPTIMIZERS["adamw"], kind: str = "compiled", **more: Any
+) -> Run:
     return start(True, kind, options, optimizer, in_backward=True, **more)
 
 
@@ -46,8 +50,13 @@ def compare(
     kind: str = "compiled",
     oracle: str | None = None,
 ) -> None:
-    """What a training script returns, and the state that it leaves, with a plain step and with one inside backward."""
-    runs = [start(False, oracle or oracle_of(kind, options), options, optimizer), begin(options, optimizer, kind)]
+    """What a training script returns, and the state that it leaves, with a plain step and with one
+    inside backward.
+    """
+    runs = [
+        start(False, oracle or oracle_of(kind, options), options, optimizer),
+        begin(options, optimizer, kind),
+    ]
     plain, ours = [script(run) for run in runs]
     check_equal(list(plain), list(ours), str(options))
     check_equal(runs[0].state(), runs[1].state(), str(options))
@@ -96,7 +105,9 @@ def compare_models() -> None:
     compare(train, Options("odd", reshard=False))
     for model in ("gpt", "tied", "one_unit", "frozen", "unused", "called_twice", "list_units"):
         compare(plain_training, Options(model))
-    compare(plain_training, Options("odd"), kind="eager")  # units that run eagerly are stepped by step()
+    compare(
+        plain_training, Options("odd"), kind="eager"
+    )  # units that run eagerly are stepped by step()
 
 
 def test_models(two: Pool) -> None:
@@ -227,7 +238,9 @@ def test_scripts(two: Pool, name: str) -> None:
 def ops_of(**more: Any) -> tuple[int, int, int]:
     with captured() as halves:
         begin(Options("gpt"), **more).step(0)
-    return tuple(sum(len(find(h, target)) for h in halves) for target in (STEP, REDUCE_LATER, MARK_GRADS))  # type: ignore[return-value]
+    return tuple(
+        sum(len(find(h, target)) for h in halves) for target in (STEP, REDUCE_LATER, MARK_GRADS)
+    )  # type: ignore[return-value]
 
 
 def test_steps_are_nodes(two: Pool) -> None:
@@ -245,7 +258,9 @@ def early_bytes(limit: int) -> tuple[int, int]:
     for what in (lambda: run.backward(0), run.optimizer.step):
         what()
         flats = [flat for state in states_below(run.model) for flat in state.unit.flats]
-        found.append(sum(gathered.nbytes for flat in flats for *_, gathered, _ in flat.ahead.values()))
+        found.append(
+            sum(gathered.nbytes for flat in flats for *_, gathered, _ in flat.ahead.values())
+        )
     run.optimizer.zero_grad()
     run.step(1)
     return found[0], found[1]
@@ -253,7 +268,9 @@ def early_bytes(limit: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("limit", [0, 40_000, 1 << 20])
 def test_early_gathers_are_bounded(two: Pool, limit: int) -> None:
-    """A unit of 64 x 64 + 64 floats has 16,640 bytes; half of the limit may be gathered inside backward."""
+    """A unit of 64 x 64 + 64 floats has 16,640 bytes; half of the limit may be gathered inside
+    backward.
+    """
     in_backward, in_step = two.run(early_bytes, limit)[0]
     assert in_backward <= limit // 2
     assert in_backward <= in_step <= limit
@@ -284,14 +301,20 @@ def read_too_late() -> None:
 def added_up() -> None:
     run = begin(Options("odd"))
     run.backward(0)
-    with pytest.raises(RuntimeError, match=r"which still has a gradient of an earlier backward\. Each backward is a step"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"which still has a gradient of an earlier backward\. Each backward is a step",
+    ):
         run.backward(1)
 
 
 def with_step_hooks() -> None:
     run = begin(Options("odd"))
     run.optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="the AdamW has hooks on its step, which is taken in parts inside backward"):
+    with pytest.raises(
+        RuntimeError,
+        match="the AdamW has hooks on its step, which is taken in parts inside backward",
+    ):
         run.backward(0)
 
 
@@ -316,8 +339,8 @@ def said(options: Options) -> list[str]:
 def test_what_is_left_to_step_is_said_once(two: Pool) -> None:
     (text,) = two.run(said, Options("odd"))[0]
     assert (
-        "is stepped by optimizer.step(), not inside backward, since forward has read it more than once since the last"
-        in text
+        "is stepped by optimizer.step(), not inside backward, since forward has read it more than "
+        "once since the last" in text
     )
 
 
@@ -325,7 +348,9 @@ def test_what_is_left_to_step_is_said_once(two: Pool) -> None:
 
 
 class Twice(nn.Module):
-    """Two graphs read `both`; the first needs no gradient for it, and its backward gathers it all the same."""
+    """Two graphs read `both`; the first needs no gradient for it, and its backward gathers it all
+    the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +367,9 @@ class Twice(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two graphs: the root's own weights, `first` and `last`, are read by one each; tied, they are one that both read."""
+    """Two graphs: the root's own weights, `first` and `last`, are read by one each; tied, they are
+    one that both read.
+    """
 
     def __init__(self, is_tied: bool) -> None:
         super().__init__()
@@ -362,7 +389,9 @@ def train_halves(make: Callable[[], nn.Module], in_backward: bool | None) -> lis
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make()
-    for child in [c for top in model.children() for c in (top if isinstance(top, nn.ModuleList) else [top])]:
+    for child in [
+        c for top in model.children() for c in (top if isinstance(top, nn.ModuleList) else [top])
+    ]:
         fully_shard(child)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -370,7 +399,9 @@ def train_halves(make: Callable[[], nn.Module], in_backward: bool | None) -> lis
         overlap_optimizer(model, optimizer, in_backward=in_backward)
     call = torch.compile(model, backend="compiled_fsdp_eager")
     for step in range(4):
-        x = torch.randn(8, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(step))
+        x = torch.randn(
+            8, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(step)
+        )
         call(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,8 @@
-"""What training scripts do around a sharded model: checkpointing, ties, freezing, growing inputs, exceptions, meta init.
+"""What training scripts do around a sharded model: checkpointing, ties, freezing, growing inputs,
+exceptions, meta init.
 
-Each case trains ours (eager, and compiled without Inductor) beside the unsharded model, and counts what is communicated.
+Each case trains ours (eager, and compiled without Inductor) beside the unsharded model, and counts
+what is communicated.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from compiled_fsdp import MixedPrecisionPolicy, errors, fully_shard
 from compiled_fsdp.frontend.first_call import check_devices
@@ -67,7 +73,9 @@ class Net(nn.Module):
 
 
 def batch(step: int = 0, rows: int = 4) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return torch.randn(
+        rows, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+    )
 
 
 def pair(model: nn.Module) -> tuple[Any, nn.Module]:
@@ -118,7 +126,11 @@ def not_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.addmm.default
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 contexts = partial(create_selective_checkpoint_contexts, save_matmuls)
@@ -162,7 +174,9 @@ def checkpointing(api: Api, around: Any) -> None:
         plain_call = api.compile(plain)
         backward(plain_call, batch(rows=64))
         model.zero_grad()
-        assert saved_bytes(lambda: call(batch(rows=64))) < saved_bytes(lambda: plain_call(batch(rows=64)))
+        assert saved_bytes(lambda: call(batch(rows=64))) < saved_bytes(
+            lambda: plain_call(batch(rows=64))
+        )
 
 
 # -- ties, freezing
@@ -182,7 +196,9 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("alone", [("head",), ("embed",), ("embed", "head"), ()], ids=str)
 def test_tied_over_units(two: Pool, alone: tuple[str, ...]) -> None:
-    """Stock raises at the first forward. Gathered once a phase in a graph, reduced once, and still one object."""
+    """Stock raises at the first forward. Gathered once a phase in a graph, reduced once, and still
+    one object.
+    """
     two.run(each, tied, alone)
 
 
@@ -207,7 +223,9 @@ def tied(api: Api, alone: tuple[str, ...]) -> None:
 
 
 def requires_grad_changes(api: Api) -> None:
-    """Freezing and unfreezing after sharding: as the unsharded model, at the next call; nothing for what is frozen."""
+    """Freezing and unfreezing after sharding: as the unsharded model, at the next call; nothing for
+    what is frozen.
+    """
     model = Net()
     for p in model.layers[0].parameters():
         p.requires_grad_(False)
@@ -246,7 +264,9 @@ test_partly_frozen = both(partly_frozen)
 
 
 def test_whole_step_compiled(two: Pool) -> None:
-    """What happens before each call of a sharded module happens while tracing, and the graph guards on what it depends on."""
+    """What happens before each call of a sharded module happens while tracing, and the graph guards
+    on what it depends on.
+    """
     two.run(whole_step)
 
 
@@ -285,7 +305,9 @@ def checks_first() -> None:
 
 
 def staying(api: Api) -> None:
-    """`set_reshard_after_backward(False)` for several backwards before one step: gathered once, from the optimizer's step on."""
+    """`set_reshard_after_backward(False)` for several backwards before one step: gathered once,
+    from the optimizer's step on.
+    """
     model = Net()
     reference = copy.deepcopy(model)
     for module in (*model.layers, model):
@@ -337,12 +359,14 @@ def cannot_stay() -> None:
     model, _ = pair(Net())
     model.set_reshard_after_backward(False)
     with pytest.warns(
-        UserWarning, match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph while"
+        UserWarning,
+        match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph while",
     ):
         backward(torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True), batch())
     errors._said.clear()
     with pytest.warns(
-        UserWarning, match=r"'Net' changes nothing where the call of the sharded module is compiled as part of"
+        UserWarning,
+        match=r"'Net' changes nothing where the call of the sharded module is compiled as part of",
     ):
         torch.compile(lambda x: model(x), backend="compiled_fsdp_eager")(batch())
 
@@ -383,7 +407,9 @@ def inference_then_training(api: Api) -> None:
 def several_forwards_and_backwards(api: Api) -> None:
     model, reference = pair(Net())
     call = api.compile(model)
-    with torch._functorch.config.patch(donated_buffer=False):  # or torch.compile refuses retain_graph, sharded or not
+    with torch._functorch.config.patch(
+        donated_buffer=False
+    ):  # or torch.compile refuses retain_graph, sharded or not
         for m in (call, reference):
             (m(batch(0)).square().mean() + m(batch(1)).square().mean()).backward()
             out = m(batch(2))
@@ -411,7 +437,9 @@ def fp16_with_a_scaler(api: Api) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert torch.equal(before, model.head.bias.to_local()) == (step == 3), f"one rank overflows: all skip; {step=}"
+        assert torch.equal(before, model.head.bias.to_local()) == (step == 3), (
+            f"one rank overflows: all skip; {step=}"
+        )
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert scaler.get_scale() == 2.0**7
@@ -432,7 +460,10 @@ def clipping(api: Api) -> None:
             if q.grad is not None:
                 dist.all_reduce(q.grad)
                 q.grad /= dist.get_world_size()
-        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=norm_type) for m in (model, reference))
+        ours, theirs = (
+            nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=norm_type)
+            for m in (model, reference)
+        )
         assert torch.allclose(ours.full_tensor(), theirs), norm_type
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
@@ -489,17 +520,23 @@ def plain_values() -> None:
         assert torch.equal(out, model(x))
         out.sum().backward()
     model.scale = 5.0
-    assert torch.equal(torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x), model(x))
+    assert torch.equal(
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(x), model(x)
+    )
 
 
 def test_a_plain_value_where_others_of_the_class_have_a_parameter(two: Pool) -> None:
-    """Their class has a property of that name; up to torch 2.12, Dynamo asks it even for what the `__dict__` holds."""
+    """Their class has a property of that name; up to torch 2.12, Dynamo asks it even for what the
+    `__dict__` holds.
+    """
     two.run(plain_values)
 
 
 @pytest.mark.parametrize("resets", [True, False])
 def test_after_an_exception(two: Pool, resets: bool) -> None:
-    """With `reset_iter_state` as documented; and without: the next iteration notices (stock leaves it undefined)."""
+    """With `reset_iter_state` as documented; and without: the next iteration notices (stock leaves
+    it undefined).
+    """
     two.run(each, after_an_exception, resets)
 
 
@@ -518,7 +555,9 @@ def after_an_exception(api: Api, resets: bool) -> None:
     backward(reference, batch())
     check_grads(model, reference)
     model.zero_grad()
-    handle = model.layers[1].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
+    handle = model.layers[1].register_forward_hook(
+        lambda module, args, out: FailsInBackward.apply(out)
+    )
     with pytest.raises(ValueError, match="boom"):
         backward(model, batch())
     handle.remove()
@@ -554,7 +593,9 @@ def meta_init(api: Api) -> None:
     model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, reference.state_dict(), options=options)
-    with pytest.raises(RuntimeError, match=r"buffers \['scale'\] hold whatever was in memory.*reset_parameters"):
+    with pytest.raises(
+        RuntimeError, match=r"buffers \['scale'\] hold whatever was in memory.*reset_parameters"
+    ):
         model(batch())
     model.scale.fill_(1.0 + dist.get_rank())
     call = api.compile(model)
@@ -592,7 +633,10 @@ def save(folder: str) -> dict[str, Tensor]:
     model, _ = pair(Net())
     call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
     optimizer = trained(model, call)
-    state = {"model": get_model_state_dict(call), "optimizer": get_optimizer_state_dict(call, optimizer)}
+    state = {
+        "model": get_model_state_dict(call),
+        "optimizer": get_optimizer_state_dict(call, optimizer),
+    }
     assert not any("_orig_mod" in name for name in state["model"])
     dcp.save(state, checkpoint_id=folder)
     return get_model_state_dict(call, options=StateDictOptions(full_state_dict=True))
@@ -602,7 +646,10 @@ def load(folder: str, full: dict[str, Tensor]) -> None:
     torch.manual_seed(9)
     model, _ = pair(Net())
     optimizer = trained(model, model)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -634,7 +681,8 @@ def optimizer_before() -> None:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     assert str(caught.value) == (
-        "SGD.step: fully_shard replaced 16 of its parameters ('embed.weight' is the first) after the optimizer was built, so the "
+        "SGD.step: fully_shard replaced 16 of its parameters ('embed.weight' is the first) after "
+        "the optimizer was built, so the "
         "step would change nothing that the model uses. Build the optimizer after fully_shard"
     )
 
@@ -674,8 +722,10 @@ def nobody_reads(api: Api) -> None:
         for step in range(3):
             backward(call, batch(step))
     assert [str(w.message) for w in caught if "not gathered" in str(w.message)] == [
-        "compiled_fsdp: unit 'idle' was not gathered in the first step: nothing called its forward or read its 2 parameters, so "
-        "they are not trained. If another method than forward uses them, call register_fsdp_forward_method(module, name) for it"
+        "compiled_fsdp: unit 'idle' was not gathered in the first step: nothing called its forward "
+        "or read its 2 parameters, so "
+        "they are not trained. If another method than forward uses them, call "
+        "register_fsdp_forward_method(module, name) for it"
     ]
 
 
@@ -695,8 +745,10 @@ def of_another_unit() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(batch())
     assert str(caught.value) == (
-        "ReadsAnother: its forward used a parameter that is sharded at that moment, with a plain tensor: one of another unit "
-        "(layers.0, layers.1, layers.2), whose own forward is not running. Give both modules to one call, fully_shard([a, b]), or "
+        "ReadsAnother: its forward used a parameter that is sharded at that moment, with a plain "
+        "tensor: one of another unit "
+        "(layers.0, layers.1, layers.2), whose own forward is not running. Give both modules to "
+        "one call, fully_shard([a, b]), or "
         "call unshard() on the other before and reshard() after it"
     )
     model.reset_iter_state()
@@ -720,19 +772,24 @@ def of_a_state_dict() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 6))
     assert str(caught.value) == (
-        "ReadsItsState: its forward used a parameter that is sharded at that moment, with a plain tensor: no other unit has any, "
-        "so it is one that state_dict() gave, or that was kept from before the call. Read the module's attributes inside "
+        "ReadsItsState: its forward used a parameter that is sharded at that moment, with a plain "
+        "tensor: no other unit has any, "
+        "so it is one that state_dict() gave, or that was kept from before the call. Read the "
+        "module's attributes inside "
         "forward, or call full_tensor() on it"
     )
 
 
 def test_parameters_on_another_device() -> None:
     param = SimpleNamespace(fqn="0.weight", sharded=torch.ones(2))
-    unit: Any = SimpleNamespace(name="0", params=[param], mesh_info=SimpleNamespace(device=torch.device("cuda")))
+    unit: Any = SimpleNamespace(
+        name="0", params=[param], mesh_info=SimpleNamespace(device=torch.device("cuda"))
+    )
     with pytest.raises(RuntimeError) as caught:
         check_devices([unit])
     assert str(caught.value) == (
-        "0: parameters ['0.weight'] are not on cuda, where their mesh is, so they cannot be gathered. Move the whole sharded "
+        "0: parameters ['0.weight'] are not on cuda, where their mesh is, so they cannot be "
+        "gathered. Move the whole sharded "
         "model with .to('cuda')"
     )
     unit.mesh_info.device = torch.device("cpu")
@@ -753,11 +810,18 @@ test_nothing_keeps_a_model_alive = both(collected)
 
 
 def order_of_units(api: Api) -> None:
-    """Collectives follow the order of units, which must not be that of a set: addresses differ between ranks."""
+    """Collectives follow the order of units, which must not be that of a set: addresses differ
+    between ranks.
+    """
     model, _ = pair(Net())
     tree = model._get_fsdp_state().runtime.tree
     tree.members = sorted(tree.members, key=lambda runtime: -runtime.unit.number)
-    assert [runtime.unit.name for runtime in tree.in_order()] == ["layers.0", "layers.1", "layers.2", "Net"]
+    assert [runtime.unit.name for runtime in tree.in_order()] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "Net",
+    ]
 
 
 test_order_of_units = both(order_of_units)
@@ -766,7 +830,10 @@ test_order_of_units = both(order_of_units)
 def shared_under_other_settings(api: Api) -> None:
     model = Tied()
     fully_shard(model.embed)
-    with pytest.warns(UserWarning, match=r"weight is shared with an earlier call, whose mesh, placement and mp_policy"):
+    with pytest.warns(
+        UserWarning,
+        match=r"weight is shared with an earlier call, whose mesh, placement and mp_policy",
+    ):
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 

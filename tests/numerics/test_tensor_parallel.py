@@ -1,7 +1,9 @@
-"""A transformer under tensor parallelism and ours together: beside stock's FSDP2 with TP, and beside the model on one rank.
+"""A transformer under tensor parallelism and ours together: beside stock's FSDP2 with TP, and
+beside the model on one rank.
 
-The plan is the usual one: the vocabulary, the heads and the hidden columns are cut over "tp", and between them the sequence. So a
-step has all-gathers, reduce-scatters and all-reduces of DTensor's own, on activations, in the same graph as ours.
+The plan is the usual one: the vocabulary, the heads and the hidden columns are cut over "tp", and
+between them the sequence. So a step has all-gathers, reduce-scatters and all-reduces of DTensor's
+own, on activations, in the same graph as ours.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        heads = (
+            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -98,7 +103,9 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def parallelize(model: Transformer, mesh: Any) -> None:
@@ -139,12 +146,16 @@ def build(kind: str, shape: tuple[int, ...], num_layers: int = 1) -> tuple[Trans
     parallelize(model, mesh["tp"])
     for unit in (*model.layers, model):
         (stock_fully_shard if kind == "stock" else fully_shard)(unit, mesh=mesh["dp"])
-    return model, torch.compile(model, backend=BACKENDS[kind], fullgraph=True) if kind in BACKENDS else model
+    return model, torch.compile(
+        model, backend=BACKENDS[kind], fullgraph=True
+    ) if kind in BACKENDS else model
 
 
 def batches(shape: tuple[int, ...], step: int) -> list[Tensor]:
     """One for each data-parallel rank."""
-    return list(torch.randint(0, 16, (shape[0], 2, 8), generator=torch.Generator().manual_seed(step)))
+    return list(
+        torch.randint(0, 16, (shape[0], 2, 8), generator=torch.Generator().manual_seed(step))
+    )
 
 
 def train(kind: str, shape: tuple[int, ...], num_layers: int = 1, steps: int = 3) -> Any:
@@ -177,11 +188,16 @@ def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def check_same(ours: Any, kind: str, oracle: str, shape: tuple[int, ...], num_layers: int, *tolerances: float) -> None:
+def check_same(
+    ours: Any, kind: str, oracle: str, shape: tuple[int, ...], num_layers: int, *tolerances: float
+) -> None:
     theirs = train(oracle, shape, num_layers)
     assert len({round(loss.item(), 6) for loss, *_ in theirs[::4]}) > 1, "the oracle does not learn"
     if oracle == "one rank":  # it has other placements
-        ours, theirs = ([[*part[:2], {}] if isinstance(part, list) else part for part in run] for run in (ours, theirs))
+        ours, theirs = (
+            [[*part[:2], {}] if isinstance(part, list) else part for part in run]
+            for run in (ours, theirs)
+        )
     check_equal(ours, theirs, f"{kind} against {oracle}", *tolerances)
 
 
@@ -200,7 +216,9 @@ def test_inductor(four: Pool) -> None:
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 def test_two_layers(four: Pool, kind: str) -> None:
-    """Two data-parallel ranks add in one order, so every bit is equal to stock's; and what stands in the graphs."""
+    """Two data-parallel ranks add in one order, so every bit is equal to stock's; and what stands
+    in the graphs.
+    """
     four.run(two_layers, kind)
 
 
@@ -221,7 +239,9 @@ def captured() -> Iterator[list[Any]]:
 
     def run_half(gm: Any) -> Any:
         result = original(gm)
-        graphs.append(copy.deepcopy(result.graph))  # the executor changes its own when it takes over
+        graphs.append(
+            copy.deepcopy(result.graph)
+        )  # the executor changes its own when it takes over
         return result
 
     with mock.patch.object(backend, "run_half", run_half):
@@ -229,7 +249,9 @@ def captured() -> Iterator[list[Any]]:
 
 
 def what_stands_in(graphs: list[Any]) -> None:
-    """One graph a direction; on the data-parallel group a gather and a reduction for each unit, beside DTensor's own."""
+    """One graph a direction; on the data-parallel group a gather and a reduction for each unit,
+    beside DTensor's own.
+    """
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     dp, tp = mesh["dp"].get_group().group_name, mesh["tp"].get_group().group_name
     assert len(graphs) == 3, "forward, backward, and the forward of an evaluation"
@@ -262,11 +284,17 @@ def checkpoint(folder: str) -> None:
         return model, optimizer
 
     def states(model: Any, optimizer: Any) -> dict[str, Any]:
-        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
 
     def full(model: Any, optimizer: Any) -> Any:
         options = StateDictOptions(full_state_dict=True)
-        found = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+        found = (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        )
         return plain(found)
 
     source = trained("compiled", (2, 2), 2)
@@ -289,7 +317,9 @@ def test_gradient_accumulation(four: Pool) -> None:
 
 
 def gradient_accumulation() -> None:
-    """Two backwards before a reduction. Stock adds gradients that are still Partial on "tp", ours what has been added there."""
+    """Two backwards before a reduction. Stock adds gradients that are still Partial on "tp", ours
+    what has been added there.
+    """
     shape, results = (2, 2), []
     rank = mesh_of(*shape, names=("dp", "tp")).get_local_rank("dp")
     for kind in ("stock", "eager", "compiled"):

@@ -1,4 +1,6 @@
-"""What loops do around forward and backward: accumulate, clip, zero, evaluate; and the kinds of optimizer."""
+"""What loops do around forward and backward: accumulate, clip, zero, evaluate; and the kinds of
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ def test_optimizers(two: Pool, optimizer: str) -> None:
     if not optimizer.endswith("fused"):
         two.run(check_parity, options)
         return
-    # The fused kernel steps what lies beyond the last whole vector of a tensor by scalar code, which rounds otherwise (up to 1.2e-7
-    # for values near 1). So it is exact where tensors have the same lengths, as ours and stock's shards have wherever they lie, but
-    # not where an element of a shard is compared with the same element of the whole parameter.
-    two.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), 1e-5, 1e-6, ("stock",))
+    # The fused kernel steps what lies beyond the last whole vector of a tensor by scalar code,
+    # which rounds otherwise (up to 1.2e-7 for values near 1). So it is exact where tensors have the
+    # same lengths, as ours and stock's shards have wherever they lie, but not where an element of a
+    # shard is compared with the same element of the whole parameter.
+    two.run(
+        check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), 1e-5, 1e-6, ("stock",)
+    )
 
 
 def capturable_is_refused_alike() -> None:
@@ -61,9 +66,12 @@ def test_zero_grad_keeps_tensors(two: Pool, model: str) -> None:
 
 
 def test_clip_grad_norm(two: Pool) -> None:
-    # Against stock every bit; the norm of sharded gradients is a norm of norms, so the unsharded model rounds differently.
+    # Against stock every bit; the norm of sharded gradients is a norm of norms, so the unsharded
+    # model rounds differently.
     options = Options("odd", max_norm=0.1, set_to_none=False, num_backwards=2)
-    two.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), 1e-4, 1e-6, ("stock",))
+    two.run(
+        check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), 1e-4, 1e-6, ("stock",)
+    )
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -102,7 +110,8 @@ def test_two_forwards_before_one_backward(two: Pool) -> None:
 def two_forwards() -> None:
     from compiled_fsdp import fully_shard
 
-    # As for a unit called twice: eager reduces once per forward; a compiled graph per forward does the same.
+    # As for a unit called twice: eager reduces once per forward; a compiled graph per forward does
+    # the same.
     grads = []
     for apply, compiled in (
         (torch.distributed.fsdp.fully_shard, 0),
@@ -110,7 +119,11 @@ def two_forwards() -> None:
         (fully_shard, 1),
     ):
         model = shard(build("odd"), Options("odd"), apply)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        call = (
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         (loss_of(call(*batch("odd", 0))) + loss_of(call(*batch("odd", 1)))).backward()
         grads.append({name: p.grad.to_local().clone() for name, p in model.named_parameters()})
     for ours in grads[1:]:
@@ -155,7 +168,11 @@ def checkpointed() -> None:
         for layer in model.layers:
             inner = layer.forward
             layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        call = (
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         loss_of(call(*batch("odd", 0))).backward()
         grads.append({name: p.grad.to_local().clone() for name, p in model.named_parameters()})
     for ours in grads[1:]:
@@ -180,7 +197,11 @@ def input_gradient() -> None:
         model = build("odd")
         if apply:
             shard(model, Options("odd"), apply)
-        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+        call = (
+            torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         x = batch("odd", 0)[0].requires_grad_()
         loss_of(call(x)).backward()
         seen.append(x.grad)

@@ -1,4 +1,6 @@
-"""`bucket_all_gather`: one all-gather a unit, no copy on the way in, one copy a parameter on the way out."""
+"""`bucket_all_gather`: one all-gather a unit, no copy on the way in, one copy a parameter on the
+way out.
+"""
 
 from dataclasses import replace
 
@@ -25,7 +27,10 @@ class TestBucketAllGather(GraphTest):
     def test_docstring(self):
         hand = Hand()
         flat = hand.input("flat", 5)
-        gm = lower(hand.returns(*(hand.unshard(flat, s) for s in unit("u", {"a": (4, 2), "b": (2,)}))), PLAN)
+        gm = lower(
+            hand.returns(*(hand.unshard(flat, s) for s in unit("u", {"a": (4, 2), "b": (2,)}))),
+            PLAN,
+        )
         self.assertDocumented(module, "Before", gm)
         self.assertDocumented(module, "After", bucket_all_gather(gm, PLAN))
         hand = Hand()
@@ -65,11 +70,23 @@ return [%neg_default, %neg_default_1, %neg_default_2, %neg_default_3]""",
         )
 
     def test_slices_that_backward_cuts_itself(self):
-        """Under activation checkpointing the second slice is computed after the first is gathered: no bucket of both."""
+        """Under activation checkpointing the second slice is computed after the first is gathered:
+        no bucket of both.
+        """
         hand = Hand()
-        specs = unit("u", {"a": (8, 2), "b": (4, 2)}, world=4, reshard="slice", post_size=2, post_group="small")
+        specs = unit(
+            "u",
+            {"a": (8, 2), "b": (4, 2)},
+            world=4,
+            reshard="slice",
+            post_size=2,
+            post_group="small",
+        )
         flat = hand.input("flat", numel(specs))
-        sliced = [hand.unshard_slice(hand.keep_slice(hand.compute(hand.unshard(flat, s)), s), s) for s in specs]
+        sliced = [
+            hand.unshard_slice(hand.keep_slice(hand.compute(hand.unshard(flat, s)), s), s)
+            for s in specs
+        ]
         gm = bucket_all_gather(lower(hand.returns(*sliced), PLAN), PLAN)
         gm.graph.lint()
         self.assertEqual([len(r.tag.specs) for r in find_regions(gm.graph, "gather")], [2, 1, 1])
@@ -194,7 +211,9 @@ return [%neg_default, %neg_default_1]""",
         )
 
     def test_two_flat_buffers(self):
-        """Trainable and frozen parameters of a unit, or fp32 and bf16 ones with one compute dtype, travel together."""
+        """Trainable and frozen parameters of a unit, or fp32 and bf16 ones with one compute dtype,
+        travel together.
+        """
         a, b = unit("u", {"a": (4, 2), "b": (2,)}, dtype=torch.bfloat16)
         (c,) = unit("u", {"c": (4,)}, dtype=torch.bfloat16)
         hand = Hand()
@@ -230,7 +249,9 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 
     def test_slices(self):
         """The second gather of int reshard: the slices are separate values and are joined first."""
-        specs = unit("u", {"a": (4, 2), "b": (3,)}, world=4, reshard="slice", post_size=2, post_group="post")
+        specs = unit(
+            "u", {"a": (4, 2), "b": (3,)}, world=4, reshard="slice", post_size=2, post_group="post"
+        )
         hand = Hand()
         kept = [hand.input(s.fqn, s.over_post_group().shard_numel) for s in specs]
         pairs = zip(kept, specs, strict=True)
@@ -281,7 +302,9 @@ return [%neg_default, %neg_default_1]""",
         self.assertUnchanged(bucket_all_gather, gathers(a, flat_numel=5))
 
     def test_near_miss_units_dtypes_groups(self):
-        """Parameters of two units, of two compute dtypes, or on two groups do not share a bucket."""
+        """Parameters of two units, of two compute dtypes, or on two groups do not share a
+        bucket.
+        """
         (a,) = unit("u", {"a": (4, 2)})
         others = (
             unit("v", {"a": (4, 2)}),
@@ -298,7 +321,10 @@ return [%neg_default, %neg_default_1]""",
         a, b = unit("u", {"a": (4, 2), "b": (2,)})
         hand = Hand()
         flat, da, db = hand.input("flat", 5), hand.input("da", 4, 2), hand.input("db", 2)
-        gm = lower(hand.returns(hand.add(hand.reduce_grad(da, flat, a), hand.reduce_grad(db, flat, b))), PLAN)
+        gm = lower(
+            hand.returns(hand.add(hand.reduce_grad(da, flat, a), hand.reduce_grad(db, flat, b))),
+            PLAN,
+        )
         self.assertUnchanged(bucket_all_gather, gm)
 
     def test_idempotent(self):
@@ -311,7 +337,9 @@ return [%neg_default, %neg_default_1]""",
         """Each unit's parameters computed with in turn."""
         hand = Hand()
         flats = [hand.input(f"flat{n}", numel(unit_specs)) for n, unit_specs in enumerate(specs)]
-        pairs = [(flat, s) for flat, unit_specs in zip(flats, specs, strict=True) for s in unit_specs]
+        pairs = [
+            (flat, s) for flat, unit_specs in zip(flats, specs, strict=True) for s in unit_specs
+        ]
         gm = lower(hand.returns(*(hand.compute(hand.unshard(flat, s)) for flat, s in pairs)), PLAN)
         return bucket_all_gather(gm, replace(PLAN, bucket_bytes=limit))
 
@@ -346,10 +374,14 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
     def test_units_share_up_to_the_limit(self):
         """32 bytes each: two fit into 64, and the third begins another."""
         found = self.units(*(unit(name, {"w": (4, 2)}) for name in "abcde"), limit=64)
-        self.assertEqual([r.tag.unit for r in find_regions(found.graph, "gather")], ["a to b", "c to d", "e"])
+        self.assertEqual(
+            [r.tag.unit for r in find_regions(found.graph, "gather")], ["a to b", "c to d", "e"]
+        )
 
     def test_units_that_stay_alone(self):
-        """Another dtype, group, algorithm or kind of keeping; lists of the user; an optimizer that overlaps."""
+        """Another dtype, group, algorithm or kind of keeping; lists of the user; an optimizer that
+        overlaps.
+        """
         plain = unit("a", {"w": (4, 2)})
         for changes in (
             {"dtype": torch.bfloat16},
@@ -360,4 +392,6 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
             {"overlap": "step"},
         ):
             gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
-            self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "gather")], ["a", "b"], changes)
+            self.assertEqual(
+                [r.tag.unit for r in find_regions(gm.graph, "gather")], ["a", "b"], changes
+            )

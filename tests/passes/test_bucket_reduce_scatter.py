@@ -83,7 +83,9 @@ return [%div_tensor_2]""",
         )
 
     def test_gaps(self):
-        """Of five parameters the second and fourth have a gradient: zeros around and between, not communicated."""
+        """Of five parameters the second and fourth have a gradient: zeros around and between, not
+        communicated.
+        """
         _, b, _, d, _ = unit("u", {n: (2 * i,) for i, n in enumerate("abcde", 1)})
         self.assertGraph(
             bucket_reduce_scatter(reductions(b, d, flat_numel=15), PLAN),
@@ -226,7 +228,9 @@ return [%reshape_default_6]""",
         one, two, d = hand.input("one", 5), hand.input("two", 2), hand.input("d", 2)
         dw = hand.input("dw", 4, 2)
         second = hand.add(*(hand.reduce_grad(d, two, s) for s in v))
-        first = hand.add(hand.reduce_grad(dw, one, TWO[0]), hand.reduce_grad(hand.compute(d), one, TWO[1]))
+        first = hand.add(
+            hand.reduce_grad(dw, one, TWO[0]), hand.reduce_grad(hand.compute(d), one, TWO[1])
+        )
         gm = bucket_reduce_scatter(lower(hand.returns(first, second), PLAN), PLAN)
         self.assertGraph(
             gm,
@@ -273,7 +277,9 @@ return [%div_tensor_5, %div_tensor_4]""",
         self.assertUnchanged(bucket_reduce_scatter, gm)
 
     def test_idempotent(self):
-        gm = bucket_reduce_scatter(reductions(*unit("u", {"a": (3, 2), "b": (5,), "c": (2,)})), PLAN)
+        gm = bucket_reduce_scatter(
+            reductions(*unit("u", {"a": (3, 2), "b": (5,), "c": (2,)})), PLAN
+        )
         once = show(gm.graph)
         self.assertEqual(show(bucket_reduce_scatter(gm, PLAN).graph), once)
 
@@ -283,16 +289,25 @@ return [%div_tensor_5, %div_tensor_4]""",
         flats = [hand.input(f"flat{n}", numel(unit_specs)) for n, unit_specs in enumerate(specs)]
         totals = []
         for flat, unit_specs in zip(flats, specs, strict=True):
-            grads = [hand.compute(hand.input(f"d_{s.unit}_{s.fqn}", *s.shape, dtype=s.dtype)) for s in unit_specs]
-            terms = [hand.reduce_grad(grad, flat, s) for grad, s in zip(grads, unit_specs, strict=True)]
+            grads = [
+                hand.compute(hand.input(f"d_{s.unit}_{s.fqn}", *s.shape, dtype=s.dtype))
+                for s in unit_specs
+            ]
+            terms = [
+                hand.reduce_grad(grad, flat, s) for grad, s in zip(grads, unit_specs, strict=True)
+            ]
             total = terms[0]
             for term in terms[1:]:
                 total = hand.add(total, term)
             totals.append(total)
-        return bucket_reduce_scatter(lower(hand.returns(*totals), PLAN), replace(PLAN, bucket_bytes=limit))
+        return bucket_reduce_scatter(
+            lower(hand.returns(*totals), PLAN), replace(PLAN, bucket_bytes=limit)
+        )
 
     def test_small_units_share(self):
-        """Where the last gradient is ready; each flat gradient in storage of its own, marked once it is there."""
+        """Where the last gradient is ready; each flat gradient in storage of its own, marked once
+        it is there.
+        """
         gm = self.units(unit("a", {"w": (4, 2), "b": (2,)}), unit("b", {"w": (4, 2)}))
         self.assertGraph(
             gm,
@@ -324,7 +339,9 @@ return [%clone_default, %clone_default_1]""",
 
     def test_units_share_up_to_the_limit(self):
         found = self.units(*(unit(name, {"w": (4, 2)}) for name in "abcde"), limit=64)
-        self.assertEqual([r.tag.unit for r in find_regions(found.graph, "reduce")], ["a to b", "c to d", "e"])
+        self.assertEqual(
+            [r.tag.unit for r in find_regions(found.graph, "reduce")], ["a to b", "c to d", "e"]
+        )
 
     def test_units_that_stay_alone(self):
         plain = unit("a", {"w": (4, 2)})
@@ -339,4 +356,6 @@ return [%clone_default, %clone_default_1]""",
             {"overlap": "step"},
         ):
             gm = self.units(plain, unit("b", {"w": (4, 2)}, **changes))
-            self.assertEqual([r.tag.unit for r in find_regions(gm.graph, "reduce")], ["a", "b"], changes)
+            self.assertEqual(
+                [r.tag.unit for r in find_regions(gm.graph, "reduce")], ["a", "b"], changes
+            )

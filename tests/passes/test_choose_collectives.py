@@ -17,10 +17,15 @@ COSTS = Costs(1e9, 2e6, 0.0, (("shard", Link(1e-3, 1e6, message=1.0, scatter=1.0
 
 def joint(**changes: object) -> GraphModule:
     hand = Hand()
-    specs = unit("a", {"w": (4, 2), "b": (4,)}, **{"reduce_op": "avg", "post_divide": 1.0, **changes})
+    specs = unit(
+        "a", {"w": (4, 2), "b": (4,)}, **{"reduce_op": "avg", "post_divide": 1.0, **changes}
+    )
     flat = hand.input("flat", numel(specs))
     results = [hand.unshard(flat, spec) for spec in specs]
-    grads = [hand.reduce_grad(hand.compute(result), flat, spec) for result, spec in zip(results, specs, strict=True)]
+    grads = [
+        hand.reduce_grad(hand.compute(result), flat, spec)
+        for result, spec in zip(results, specs, strict=True)
+    ]
     return hand.returns(*results, *grads)
 
 
@@ -53,12 +58,26 @@ class TestChooseCollectives(GraphTest):
     def test_back(self):
         """From gloo's default; a sum stays a sum."""
         gm = joint(reduce_algorithm="all_to_all", reduce_op="sum", post_divide=2.0)
-        self.assertEqual(ways(choose_collectives(gm, Plan(reductions="reduce_scatter"))), {("reduce_scatter", "sum", 2.0)})
+        self.assertEqual(
+            ways(choose_collectives(gm, Plan(reductions="reduce_scatter"))),
+            {("reduce_scatter", "sum", 2.0)},
+        )
 
     def test_left_alone(self):
-        plain = Plan(), Plan(own_message=None, reductions=None), Plan(own_message=OWN_MESSAGE, reductions="reduce_scatter")
+        plain = (
+            Plan(),
+            Plan(own_message=None, reductions=None),
+            Plan(own_message=OWN_MESSAGE, reductions="reduce_scatter"),
+        )
         exchange = Plan(reductions="all_to_all")
-        users, replicas = joint(reduce_algorithm="custom:0"), joint(replicate_size=2, replicate_group="replicate")
-        for gm, plan in (*((joint(), plan) for plan in plain), (users, exchange), (replicas, exchange)):
+        users, replicas = (
+            joint(reduce_algorithm="custom:0"),
+            joint(replicate_size=2, replicate_group="replicate"),
+        )
+        for gm, plan in (
+            *((joint(), plan) for plan in plain),
+            (users, exchange),
+            (replicas, exchange),
+        ):
             before = [n.args for n in gm.graph.nodes]
             self.assertEqual([n.args for n in choose_collectives(gm, plan).graph.nodes], before)

@@ -1,4 +1,6 @@
-"""`dedup_unshard`: repeated reads gather once, repeated gradients reduce once, in the order of autograd."""
+"""`dedup_unshard`: repeated reads gather once, repeated gradients reduce once, in the order of
+autograd.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,9 @@ return [%neg_default, %neg_default_1]""",
         )
 
     def test_order_of_additions(self):
-        """((b + a1) + a2) + a3 becomes b + ((a1 + a2) + a3): each parameter's terms in the order in which they arrived."""
+        """((b + a1) + a2) + a3 becomes b + ((a1 + a2) + a3): each parameter's terms in the order in
+        which they arrived.
+        """
         hand = Hand()
         flat = hand.input("flat", 5)
         d1, d2, d3 = (hand.input(f"d{i}", 4, 2) for i in (1, 2, 3))
@@ -71,7 +75,9 @@ return [%add_tensor_5]""",
         hand = Hand()
         flat = hand.input("flat", 4)
         d1, d2 = (hand.input(f"d{i}", 4, 2, dtype=torch.bfloat16) for i in (1, 2))
-        gm = hand.returns(hand.add(hand.reduce_grad(d1, flat, spec), hand.reduce_grad(d2, flat, spec)))
+        gm = hand.returns(
+            hand.add(hand.reduce_grad(d1, flat, spec), hand.reduce_grad(d2, flat, spec))
+        )
         self.assertGraph(
             dedup_unshard(gm, PLAN),
             """\
@@ -87,7 +93,9 @@ return [%reduce_grad_default_2]""",
         hand = Hand()
         flat = hand.input("flat", 5)
         half = replace(A, dtype=torch.bfloat16)
-        self.assertUnchanged(dedup_unshard, hand.returns(*(hand.unshard(flat, s) for s in (A, B, half))))
+        self.assertUnchanged(
+            dedup_unshard, hand.returns(*(hand.unshard(flat, s) for s in (A, B, half)))
+        )
 
     def test_near_miss_other_flat(self):
         hand = Hand()
@@ -103,7 +111,9 @@ return [%reduce_grad_default_2]""",
     def test_near_miss_scalar_or_scaled_term(self):
         hand = Hand()
         flat, d, e = hand.input("flat", 4), hand.input("d", 4, 2), hand.input("e", 4, 2)
-        scaled = hand(aten.add.Tensor, hand.reduce_grad(d, flat, W), hand.reduce_grad(e, flat, W), alpha=2)
+        scaled = hand(
+            aten.add.Tensor, hand.reduce_grad(d, flat, W), hand.reduce_grad(e, flat, W), alpha=2
+        )
         self.assertUnchanged(dedup_unshard, hand.returns(hand(aten.add.Tensor, scaled, 1)))
 
     def test_near_miss_two_sums(self):
@@ -115,7 +125,12 @@ return [%reduce_grad_default_2]""",
     def test_keeps_effects_nobody_reads(self):
         """A mutation (running statistics, say) has no users and must survive."""
         hand = Hand()
-        flat, d, e, mean = hand.input("flat", 4), hand.input("d", 4, 2), hand.input("e", 4, 2), hand.input("mean", 2)
+        flat, d, e, mean = (
+            hand.input("flat", 4),
+            hand.input("d", 4, 2),
+            hand.input("e", 4, 2),
+            hand.input("mean", 2),
+        )
         hand(aten.copy_.default, mean, hand.compute(mean))
         gm = hand.returns(hand.add(hand.reduce_grad(d, flat, W), hand.reduce_grad(e, flat, W)))
         self.assertEqual(ops(dedup_unshard(gm, PLAN).graph), ["neg", "copy_", "add", "reduce_grad"])
@@ -135,6 +150,9 @@ return [%reduce_grad_default_2]""",
         hand = Hand()
         flat, d, e = hand.input("flat", 4), hand.input("d", 4, 2), hand.input("e", 4, 2)
         x = hand.add(hand.unshard(flat, W), hand.unshard(flat, W))
-        gm = dedup_unshard(hand.returns(x, hand.add(hand.reduce_grad(d, flat, W), hand.reduce_grad(e, flat, W))), PLAN)
+        gm = dedup_unshard(
+            hand.returns(x, hand.add(hand.reduce_grad(d, flat, W), hand.reduce_grad(e, flat, W))),
+            PLAN,
+        )
         once = show(gm.graph)
         self.assertEqual(show(dedup_unshard(gm, PLAN).graph), once)

@@ -28,7 +28,13 @@ def reductions(num_units: int, **changes: Any) -> GraphModule:
 
 def sequence(gm: GraphModule) -> str:
     """`S`tarts, `R` starts of all-reduces, `W`aits, `M`arks and computation `c`, in order."""
-    letters = {"reduce_scatter_tensor": "S", "all_reduce": "R", "wait_tensor": "W", "mark_grads_": "M", "neg": "c"}
+    letters = {
+        "reduce_scatter_tensor": "S",
+        "all_reduce": "R",
+        "wait_tensor": "W",
+        "mark_grads_": "M",
+        "neg": "c",
+    }
     return "".join(letters.get(op, """""") for op in ops(gm.graph))
 
 
@@ -46,9 +52,12 @@ class TestDelayWait(GraphTest):
 
     def test_the_users_number_comes_before_the_plan(self):
         found = {
-            n: sequence(delay_wait(reductions(4, reduces_in_flight=n), Plan(reduces_in_flight=1))) for n in (0, 1, 2, 3)
+            n: sequence(delay_wait(reductions(4, reduces_in_flight=n), Plan(reduces_in_flight=1)))
+            for n in (0, 1, 2, 3)
         }
-        found["nothing planned"] = sequence(delay_wait(reductions(4, reduces_in_flight=2), Plan(reduces_in_flight=0)))
+        found["nothing planned"] = sequence(
+            delay_wait(reductions(4, reduces_in_flight=2), Plan(reduces_in_flight=0))
+        )
         self.assertExpectedInline(
             "\n".join(f"{n} {s}" for n, s in found.items()),
             """\
@@ -60,7 +69,9 @@ nothing planned cScScWMScWMSWMWM""",
         )
 
     def test_one_in_flight(self):
-        """The wait, the division and the mark go before the next start; the last ones to the end."""
+        """The wait, the division and the mark go before the next start; the last ones to the
+        end.
+        """
         self.assertGraph(
             delay_wait(reductions(3), Plan(reduces_in_flight=1)),
             """\
@@ -93,7 +104,9 @@ return [%div_tensor, %div_tensor_1, %div_tensor_2]""",
         )
 
     def test_counts(self):
-        found = {n: sequence(delay_wait(reductions(4), Plan(reduces_in_flight=n))) for n in range(5)}
+        found = {
+            n: sequence(delay_wait(reductions(4), Plan(reduces_in_flight=n))) for n in range(5)
+        }
         self.assertExpectedInline(
             "\n".join(f"{n} {s}" for n, s in found.items()),
             """\
@@ -105,7 +118,9 @@ return [%div_tensor, %div_tensor_1, %div_tensor_2]""",
         )
 
     def test_hsdp(self):
-        """The first wait goes before the next start, and the all-reduce with it; the second wait one start further."""
+        """The first wait goes before the next start, and the all-reduce with it; the second wait
+        one start further.
+        """
         self.assertGraph(
             delay_wait(reductions(3, **HSDP), Plan(reduces_in_flight=1)),
             """\
@@ -144,7 +159,10 @@ return [%div_tensor, %div_tensor_1, %div_tensor_2]""",
         )
 
     def test_hsdp_counts(self):
-        found = {n: sequence(delay_wait(reductions(4, **HSDP), Plan(reduces_in_flight=n))) for n in range(4)}
+        found = {
+            n: sequence(delay_wait(reductions(4, **HSDP), Plan(reduces_in_flight=n)))
+            for n in range(4)
+        }
         self.assertExpectedInline(
             "\n".join(f"{n} {s}" for n, s in found.items()),
             """\
@@ -194,7 +212,9 @@ return [%neg_default, %div_tensor_1]""",
         self.assertUnchanged(delay_wait, lower(hand.returns(other, first, second), PLAN), PLAN)
 
     def test_fractions(self):
-        """Half a unit late is halfway through the matmuls before the next reduction; the last waits at the same share."""
+        """Half a unit late is halfway through the matmuls before the next reduction; the last waits
+        at the same share.
+        """
         found = {}
         for late in (0.5, 1, 1.5, 5):
             hand = Hand()
@@ -202,7 +222,9 @@ return [%neg_default, %div_tensor_1]""",
             for i in range(3):
                 for _ in range(4):
                     x = hand(aten.mm.default, x, x)
-                results.append(hand.reduce_grad(x, hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)})))
+                results.append(
+                    hand.reduce_grad(x, hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)}))
+                )
             for _ in range(4):
                 x = hand(aten.mm.default, x, x)
             gm = delay_wait(lower(hand.returns(x, *results), PLAN), Plan(reduces_in_flight=late))

@@ -112,14 +112,18 @@ return [%neg_default, %neg_default_1]""",
         hand = Hand()
         flat = hand.input("flat", 5)
         specs = unit("u", {"a": (4, 2), "b": (2,)}, reshard="keep")
-        gm = bucket_all_gather(lower(hand.returns(*(hand.unshard(flat, s) for s in specs)), PLAN), PLAN)
+        gm = bucket_all_gather(
+            lower(hand.returns(*(hand.unshard(flat, s) for s in specs)), PLAN), PLAN
+        )
         self.assertEqual(after(gm), "clone")
 
     def test_received_rows(self):
         """all-to-all: freed once they are summed."""
         (spec,) = unit("u", {"w": (4, 2)}, reduce_algorithm="all_to_all")
         hand = Hand()
-        gm = lower(hand.returns(hand.reduce_grad(hand.input("d", 4, 2), hand.input("flat", 4), spec)), PLAN)
+        gm = lower(
+            hand.returns(hand.reduce_grad(hand.input("d", 4, 2), hand.input("flat", 4), spec)), PLAN
+        )
         self.assertEqual(after(gm), "sum")
 
     def test_near_miss_returned(self):
@@ -127,15 +131,25 @@ return [%neg_default, %neg_default_1]""",
         for op in (aten.permute.default, aten.split.Tensor):
             hand = Hand()
             w = hand.unshard(hand.input("flat", 4), W)
-            view = hand(op, w, [1, 0]) if op is aten.permute.default else hand(getitem, hand(op, w, 2), 0)
+            view = (
+                hand(op, w, [1, 0])
+                if op is aten.permute.default
+                else hand(getitem, hand(op, w, 2), 0)
+            )
             self.assertUnchanged(free, lower(hand.returns(view), PLAN))
 
     def test_near_miss_gradient(self):
         """What a reduce-scatter or an all-reduce leaves becomes the gradient."""
-        for changes in ({"post_divide": 1.0}, {"replicate_size": 2, "replicate_group": "r", "post_divide": 4.0}):
+        for changes in (
+            {"post_divide": 1.0},
+            {"replicate_size": 2, "replicate_group": "r", "post_divide": 4.0},
+        ):
             (spec,) = unit("u", {"w": (4, 2)}, **changes)
             hand = Hand()
-            gm = lower(hand.returns(hand.reduce_grad(hand.input("d", 4, 2), hand.input("flat", 4), spec)), PLAN)
+            gm = lower(
+                hand.returns(hand.reduce_grad(hand.input("d", 4, 2), hand.input("flat", 4), spec)),
+                PLAN,
+            )
             self.assertUnchanged(free, gm)
 
     def test_near_miss_one_rank(self):

@@ -17,7 +17,10 @@ def gathers(names: str, backward: bool = False, **changes: Any) -> GraphModule:
     flat = hand.input("flat", 6)
     if backward:
         hand.input("tangents_1", 4)
-    specs = {s.fqn: s for s in unit("u", {"a": (4,), "b": (4,), "c": (4,)}, **{"overlap": "step", **changes})}
+    specs = {
+        s.fqn: s
+        for s in unit("u", {"a": (4,), "b": (4,), "c": (4,)}, **{"overlap": "step", **changes})
+    }
     read = [hand.compute(hand.unshard(flat, specs[name])) for name in names]
     return bucket_all_gather(lower(hand.returns(*read), PLAN), PLAN)
 

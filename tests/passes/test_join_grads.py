@@ -19,7 +19,9 @@ class TestJoinGrads(GraphTest):
         self.assertDocumented(module, "After", join_grads(gm, PLAN))
 
     def test_gaps_orders_and_repeated_places(self):
-        """Zeros where nothing has a gradient; a transposed parameter in its memory's order; two reads added first."""
+        """Zeros where nothing has a gradient; a transposed parameter in its memory's order; two
+        reads added first.
+        """
         hand = Hand()
         flat, d, e = hand.input("flat", 4), hand.input("d", 2, 3), hand.input("e", 2, 3)
         total = hand.add(hand(FLATTEN_GRAD, d, 1, 8, [1, 0]), hand(FLATTEN_GRAD, e, 1, 8, [1, 0]))

@@ -25,13 +25,25 @@ def reductions(sizes: list[int], **changes: Any) -> GraphModule:
         flat = hand.input(f"flat{i}", size // 2)
         x = hand.compute(x)
         grad = hand(aten.repeat.default, x, [size // 4])
-        results.append(hand.reduce_grad(grad, flat, *unit(f"u{i}", {"w": (size,)}, **{"overlap": "step", **changes})))
+        results.append(
+            hand.reduce_grad(
+                grad, flat, *unit(f"u{i}", {"w": (size,)}, **{"overlap": "step", **changes})
+            )
+        )
     return delay_wait(lower(hand.returns(*results), PLAN), PLAN)
 
 
 def sequence(gm: GraphModule) -> str:
-    """`S`tarts, `R` starts of all-reduces, `W`aits, `M`arks and reductions that are `L`eft, in order."""
-    letters = {"reduce_scatter_tensor": "S", "all_reduce": "R", "wait_tensor": "W", "mark_grads_": "M", "reduce_later_": "L"}
+    """`S`tarts, `R` starts of all-reduces, `W`aits, `M`arks and reductions that are `L`eft, in
+    order.
+    """
+    letters = {
+        "reduce_scatter_tensor": "S",
+        "all_reduce": "R",
+        "wait_tensor": "W",
+        "mark_grads_": "M",
+        "reduce_later_": "L",
+    }
     return "".join(letters.get(op, "") for op in ops(gm.graph))
 
 
@@ -68,12 +80,16 @@ class TestLeaveInFlight(GraphTest):
         gm = reductions([16, 16], **HSDP)
         before = sequence(gm)
         after = sequence(leave_in_flight(gm, PLAN))
-        self.assertEqual(after.replace("W", "").replace("L", ""), before.replace("W", "").replace("M", ""))
+        self.assertEqual(
+            after.replace("W", "").replace("L", ""), before.replace("W", "").replace("M", "")
+        )
         self.assertEqual((before.count("W"), after.count("W"), after.count("L")), (4, 2, 2))
         verify(gm, PLAN)
 
     def test_leaves_alone(self):
-        """Units that did not ask, hooks, one rank, gradients that are returned otherwise, memory that others may write to."""
+        """Units that did not ask, hooks, one rank, gradients that are returned otherwise, memory
+        that others may write to.
+        """
         for changes in (
             {"overlap": ""},
             {"hook": "f#0"},
@@ -89,7 +105,9 @@ class TestLeaveInFlight(GraphTest):
             grad = hand.compute(x) if is_returned else x
             (spec,) = unit("u", {"w": (4,)}, overlap="step")
             reduced = hand.reduce_grad(grad, flat, spec)
-            gm = delay_wait(lower(hand.returns(reduced, *([grad] if is_returned else [])), PLAN), PLAN)
+            gm = delay_wait(
+                lower(hand.returns(reduced, *([grad] if is_returned else [])), PLAN), PLAN
+            )
             self.assertUnchanged(leave_in_flight, gm)
 
     def test_leaves_alone_what_others_read(self):

@@ -13,7 +13,9 @@ from compiled_fsdp.passes import lower as module
 PADDED, _ = unit("u", {"w": (3, 2), "b": (2,)})
 
 
-def both_ways(spec: ParamSpec, flat_numel: int = 0, grad_dtype: torch.dtype = torch.float32) -> GraphModule:
+def both_ways(
+    spec: ParamSpec, flat_numel: int = 0, grad_dtype: torch.dtype = torch.float32
+) -> GraphModule:
     """One parameter's unshard and reduce_grad."""
     hand = Hand()
     flat = hand.input("flat", flat_numel or numel([spec]))
@@ -134,7 +136,14 @@ return [%view_default, %div_tensor]""",
 
     def test_low_precision_reduction(self):
         """fp16 divides before and after, and is cast to the shard's dtype at the end."""
-        (spec,) = unit("u", {"w": (4, 2)}, dtype=torch.float16, reduce_dtype=torch.float16, pre_divide=2.0, post_divide=1.0)
+        (spec,) = unit(
+            "u",
+            {"w": (4, 2)},
+            dtype=torch.float16,
+            reduce_dtype=torch.float16,
+            pre_divide=2.0,
+            post_divide=1.0,
+        )
         self.assertGraph(
             lower(both_ways(spec, grad_dtype=torch.float16), PLAN),
             """\
@@ -156,7 +165,9 @@ return [%view_default, %convert_element_type_default_1]""",
 
     def test_hsdp(self):
         """The all-reduce over the replicate axis sees the scattered shard, and has its own wait."""
-        (spec,) = unit("u", {"w": (4, 2)}, replicate_size=4, replicate_group="replicate", post_divide=8.0)
+        (spec,) = unit(
+            "u", {"w": (4, 2)}, replicate_size=4, replicate_group="replicate", post_divide=8.0
+        )
         self.assertGraph(
             lower(both_ways(spec), PLAN),
             """\
@@ -208,7 +219,9 @@ return [%slice_tensor, %div_tensor]""",
         )
 
     def test_one_rank(self):
-        """No collective; but the gradient must not alias what it is made of, which another parameter may get too."""
+        """No collective; but the gradient must not alias what it is made of, which another
+        parameter may get too.
+        """
         (spec,) = unit("u", {"w": (4, 2)}, world=1)
         self.assertGraph(
             lower(both_ways(spec), PLAN),
@@ -228,7 +241,9 @@ return [%view_default, %clone_default]""",
         self.assertNotIn("clone", ops(lower(both_ways(spec), PLAN).graph))
 
     def test_unshard_slice(self):
-        """Gathers over the small group; its padding is that group's (5 rows: 2 a rank of 4, 3 a rank of 2)."""
+        """Gathers over the small group; its padding is that group's (5 rows: 2 a rank of 4, 3 a
+        rank of 2).
+        """
         (spec,) = unit("u", {"w": (5, 2)}, world=4, reshard="slice", post_size=2, post_group="post")
         hand = Hand()
         kept = hand.input("kept", 6)
@@ -244,7 +259,9 @@ return [%slice_tensor]""",
         )
 
     def test_one_mark_for_each_flat_gradient(self):
-        """Of three parameters two have a gradient; the other unit's gradient is marked by itself."""
+        """Of three parameters two have a gradient; the other unit's gradient is marked by
+        itself.
+        """
         a, _, c = unit("u", {"a": (4,), "b": (4,), "c": (4,)})
         (w,) = unit("v", {"w": (4,)})
         hand = Hand()
@@ -280,13 +297,17 @@ return [%add_tensor, %div_tensor_2]""",
         )
 
     def test_retained_dtype(self):
-        """What is kept stays in its own dtype, and is cast to the reduce dtype once it is summed."""
+        """What is kept stays in its own dtype, and is cast to the reduce dtype once it is
+        summed.
+        """
         ways = {"reduce_dtype": torch.float16, "retained_dtype": torch.float32}
         (kept,) = unit("u", {"w": (4,)}, sync="retain", **ways)
         (summed,) = unit("u", {"w": (4,)}, is_accumulating=True, **ways)
         hand = Hand()
         flat, d, e = hand.input("flat", 2), hand.input("d", 4), hand.input("e", 4)
-        gm = lower(hand.returns(hand.reduce_grad(d, flat, kept), hand.reduce_grad(e, flat, summed)), PLAN)
+        gm = lower(
+            hand.returns(hand.reduce_grad(d, flat, kept), hand.reduce_grad(e, flat, summed)), PLAN
+        )
         self.assertGraph(
             gm,
             """\

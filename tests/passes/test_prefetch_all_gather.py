@@ -1,4 +1,6 @@
-"""`prefetch_all_gather`: all-gathers start ahead of their use, in the same order, as many ahead as planned."""
+"""`prefetch_all_gather`: all-gathers start ahead of their use, in the same order, as many ahead as
+planned.
+"""
 
 from typing import Any
 
@@ -34,7 +36,11 @@ def with_matmuls(num_units: int, name: str = "x") -> GraphModule:
     hand = Hand()
     x = hand.input(name, 2, 2)
     for i in range(num_units):
-        x = hand(aten.mm.default, x, hand.unshard(hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)})))
+        x = hand(
+            aten.mm.default,
+            x,
+            hand.unshard(hand.input(f"flat{i}", 2), *unit(f"u{i}", {"w": (2, 2)})),
+        )
         for _ in range(3):
             x = hand(aten.mm.default, x, x)
     return lower(hand.returns(x), PLAN)
@@ -42,7 +48,13 @@ def with_matmuls(num_units: int, name: str = "x") -> GraphModule:
 
 def sequence(gm: GraphModule) -> str:
     """`S`tarts, `W`aits and computation `c`, in order."""
-    letters = {"all_gather_into_tensor": "S", "wait_tensor": "W", "neg": "c", "mm": "m", "reduce_scatter_tensor": "R"}
+    letters = {
+        "all_gather_into_tensor": "S",
+        "wait_tensor": "W",
+        "neg": "c",
+        "mm": "m",
+        "reduce_scatter_tensor": "R",
+    }
     return "".join(letters.get(op, "") for op in ops(gm.graph))
 
 
@@ -95,7 +107,9 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
         )
 
     def test_fractions(self):
-        """Half a unit ahead is halfway through the matmuls of the unit before; without matmuls, not ahead at all."""
+        """Half a unit ahead is halfway through the matmuls of the unit before; without matmuls, not
+        ahead at all.
+        """
         plans = (0.5, 0.75, 1, 1.5, 2.25)
         found = {n: sequence(prefetch_all_gather(with_matmuls(3), Plan(prefetch=n))) for n in plans}
         found["none"] = sequence(prefetch_all_gather(gathers(3), Plan(prefetch=0.5)))
@@ -113,7 +127,9 @@ none SWcSWcSWc""",
     def test_backward_has_its_own_distance(self):
         plan = Plan(prefetch=0, backward_prefetch=1)
         self.assertEqual(sequence(prefetch_all_gather(with_matmuls(2), plan)), "SWmmmmSWmmmm")
-        self.assertEqual(sequence(prefetch_all_gather(with_matmuls(2, "tangents_1"), plan)), "SSWmmmmWmmmm")
+        self.assertEqual(
+            sequence(prefetch_all_gather(with_matmuls(2, "tangents_1"), plan)), "SSWmmmmWmmmm"
+        )
 
     def test_bucket_of_two_flat_buffers(self):
         """Slices, casts and the cat move with the start; copies out stay."""
@@ -121,7 +137,10 @@ none SWcSWcSWc""",
         x, first = hand.input("x", 4), hand.input("first", 2)
         trained, frozen = hand.input("trained", 3), hand.input("frozen", 3)
         y = hand.add(x, hand.unshard(first, *unit("u", {"w": (4,)})))
-        pair = [hand.unshard(f, *unit("v", {"w": (4,)}, dtype=torch.bfloat16)) for f in (trained, frozen)]
+        pair = [
+            hand.unshard(f, *unit("v", {"w": (4,)}, dtype=torch.bfloat16))
+            for f in (trained, frozen)
+        ]
         gm = bucket_all_gather(lower(hand.returns(y, *map(hand.compute, pair)), PLAN), PLAN)
         self.assertGraph(
             prefetch_all_gather(gm, Plan(prefetch=1)),
@@ -155,12 +174,16 @@ return [%add_tensor, %neg_default, %neg_default_1]""",
         )
 
     def test_explicit_lists_come_before_the_plan(self):
-        """A list starts what it names where its unit begins; a unit that has a list starts nothing else there."""
+        """A list starts what it names where its unit begins; a unit that has a list starts nothing
+        else there.
+        """
 
         def found(prefetch: int, **named: tuple[str, ...]) -> str:
             gm = gathers(4, forward_after=named)
             once = sequence(prefetch_all_gather(gm, Plan(prefetch=prefetch)))
-            self.assertEqual(sequence(prefetch_all_gather(gm, Plan(prefetch=prefetch))), once, "idempotent")
+            self.assertEqual(
+                sequence(prefetch_all_gather(gm, Plan(prefetch=prefetch))), once, "idempotent"
+            )
             return once
 
         self.assertExpectedInline(
@@ -186,7 +209,9 @@ a later unit's SWcSWcSWcSWc""",
         )
 
     def test_explicit_lists_in_backward(self):
-        """A unit that kept its parameters begins where the one before it reduces, or with the graph."""
+        """A unit that kept its parameters begins where the one before it reduces, or with the
+        graph.
+        """
 
         def found(**named: tuple[str, ...]) -> str:
             hand, results = Hand(), []
@@ -201,7 +226,8 @@ a later unit's SWcSWcSWcSWc""",
             return sequence(prefetch_all_gather(gm, Plan(backward_prefetch=0)))
 
         self.assertExpectedInline(
-            f"planned {found()}\nat the kept unit {found(u2=('u1',))}\nat the first unit {found(u2=('u0',))}",
+            f"planned {found()}\nat the kept unit {found(u2=('u1',))}\nat the first unit "
+            f"{found(u2=('u0',))}",
             """\
 planned SWmmRWmmRWSWmmRW
 at the kept unit SWmmSRWmmRWWmmRW
@@ -210,9 +236,12 @@ at the first unit SSWmmRWmmRWWmmRW""",
 
     def test_a_list_of_a_unit_that_is_not_in_the_graph(self):
         with self.assertWarnsRegex(
-            UserWarning, r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce"
+            UserWarning,
+            r"unit u1 is in the prefetch lists of \['u9'\], which neither gather nor reduce",
         ):
-            self.assertUnchanged(prefetch_all_gather, gathers(2, forward_after={"u1": ("u9",)}), Plan(prefetch=0))
+            self.assertUnchanged(
+                prefetch_all_gather, gathers(2, forward_after={"u1": ("u9",)}), Plan(prefetch=0)
+            )
 
     def test_near_miss_one_unit(self):
         self.assertUnchanged(prefetch_all_gather, gathers(1), Plan(prefetch=2))
@@ -231,7 +260,9 @@ at the first unit SSWmmRWmmRWWmmRW""",
         (v,) = unit("v", {"w": (4,)})
         first = hand.unshard(flat, w)
         second = hand.unshard(hand.compute(x), v)
-        self.assertUnchanged(prefetch_all_gather, lower(hand.returns(first, second), PLAN), Plan(prefetch=1))
+        self.assertUnchanged(
+            prefetch_all_gather, lower(hand.returns(first, second), PLAN), Plan(prefetch=1)
+        )
 
     def test_idempotent(self):
         for prefetch in range(3):

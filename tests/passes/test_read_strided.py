@@ -30,7 +30,9 @@ STRIDED = replace(PLAN, copy_out="strided")
 
 
 def linear_and_scale(rows: int = 1, **changes: Any) -> GraphModule:
-    """A matmul with one parameter of a unit, a product with the other, of `rows` rows for each rank."""
+    """A matmul with one parameter of a unit, a product with the other, of `rows` rows for each
+    rank.
+    """
     hand = Hand()
     w, scale = unit("u", {"w": (4, 2 * rows), "scale": (2 * rows,)}, **changes)
     x, flat = hand.input("x", 3, 4), hand.input("flat", numel([w, scale]))
@@ -71,7 +73,9 @@ return [%mul_tensor]""",
         )
 
     def test_memory(self):
-        """Inductor allocates no reshaped parameter; who executes the graph as it is copies there."""
+        """Inductor allocates no reshaped parameter; who executes the graph as it is copies
+        there.
+        """
         gm = read_strided(linear_and_scale(2), STRIDED)
         (reshape,) = find(gm.graph, aten.reshape.default)
         (wait,) = (n for n in gm.graph.nodes if "wait_tensor" in n.name)
@@ -95,10 +99,14 @@ return [%mul_tensor]""",
         gm = bucket_all_gather(lower(hand.returns(hand.compute(a), a, hand.compute(b)), PLAN), PLAN)
         before = ops(gm.graph).count("clone")
         read_strided(gm, STRIDED)
-        self.assertEqual((before, ops(gm.graph).count("clone"), ops(gm.graph).count("reshape")), (2, 1, 1))
+        self.assertEqual(
+            (before, ops(gm.graph).count("clone"), ops(gm.graph).count("reshape")), (2, 1, 1)
+        )
 
     def test_another_dim_and_padding(self):
-        """A parameter that is cut on dim 1, and one whose last shard is filled up, keep their values."""
+        """A parameter that is cut on dim 1, and one whose last shard is filled up, keep their
+        values.
+        """
         hand = Hand()
         specs = unit("u", {"a": (3,), "b": (2, 4)})
         specs[1] = replace(specs[1], dim=1)
@@ -112,7 +120,10 @@ return [%mul_tensor]""",
         a = torch.cat([x[:2], x[6:7]])
         b = torch.cat([x[2:6].view(2, 2), x[8:].view(2, 2)], 1)
         rows = x.view(2, 6)
-        found = [rows[:, :2].reshape(4)[:3], rows[:, 2:].reshape(8).view(2, 2, 2).permute(1, 0, 2).reshape(2, 4)]
+        found = [
+            rows[:, :2].reshape(4)[:3],
+            rows[:, 2:].reshape(8).view(2, 2, 2).permute(1, 0, 2).reshape(2, 4),
+        ]
         self.assertEqual([t.tolist() for t in found], [a.tolist(), b.tolist()])
 
     def test_verify_sees_other_columns(self):
@@ -130,7 +141,9 @@ return [%mul_tensor]""",
     ids=["copies cost", "rows end within a cache line", "copies cost nothing"],
 )
 def test_from_costs(rows, overhead, expected):
-    """A graph of a matmul of a second, and a copy; a row of 16 elements is a cache line of 64 bytes."""
+    """A graph of a matmul of a second, and a copy; a row of 16 elements is a cache line of 64
+    bytes.
+    """
     gm = linear_and_scale(rows)
     machine = Costs(2.0 * 3 * 4 * 2 * rows, 1e12, overhead, costs(1.0, 1.0).links)
     read_strided(gm, Plan(copy_out=None, costs=machine))
@@ -145,7 +158,10 @@ def test_from_costs_without_costs():
 
 def test_only_where_kernels_are_generated():
     plan = Plan(copy_out="strided")
-    assert (plan.executed_by(is_fused=True), plan.executed_by(is_fused=False).copy_out) == (plan, "copy")
+    assert (plan.executed_by(is_fused=True), plan.executed_by(is_fused=False).copy_out) == (
+        plan,
+        "copy",
+    )
 
 
 def test_bad_value():
@@ -156,5 +172,7 @@ def test_bad_value():
 def test_a_backend_without_kernels_says_that_it_copies():
     with fake_ranks(2), planned(copy_out="strided"):
         model = fully_shard(torch.nn.LayerNorm(8))
-        with pytest.warns(UserWarning, match="is for kernels that Inductor generates; this backend copies"):
+        with pytest.warns(
+            UserWarning, match="is for kernels that Inductor generates; this backend copies"
+        ):
             torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 8))

@@ -36,7 +36,10 @@ def tags(gm: GraphModule) -> str:
         ("save", "recompute", CheckpointPolicy.MUST_SAVE),
         ("backward only", "partitioner_tag", "must_be_in_backward"),
     )
-    found = ((kind, [n.name for n in gm.graph.nodes if n.meta.get(key) == value]) for kind, key, value in kinds)
+    found = (
+        (kind, [n.name for n in gm.graph.nodes if n.meta.get(key) == value])
+        for kind, key, value in kinds
+    )
     return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in found if names)
 
 
@@ -95,7 +98,9 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         """The output is no part of backward, though it stands behind it."""
         gm = reshard(linear(SLICE, is_returned=True), PLAN)
         returned = gm.graph.output_node().args[0]
-        self.assertEqual([n.name for n in returned], ["mm_default", "permute_default", "mm_default_1"])
+        self.assertEqual(
+            [n.name for n in returned], ["mm_default", "permute_default", "mm_default_1"]
+        )
 
     def test_slice_that_backward_does_not_read(self):
         hand = Hand()
@@ -104,7 +109,9 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         self.assertUnchanged(reshard, gm)
 
     def chain(self, *build: object) -> str:
-        """Tags of a graph in which backward reads the last of a chain of ops on a gathered weight."""
+        """Tags of a graph in which backward reads the last of a chain of ops on a gathered
+        weight.
+        """
         hand = Hand()
         flat, dy = hand.input("flat", 4), hand.input("tangents_1", 4, 4)
         node: Node = hand.unshard(flat, GATHER)
@@ -113,7 +120,9 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         return tags(reshard(hand.returns(node, hand.add(dy, node)), PLAN))
 
     def test_what_is_cheap(self):
-        """Views, one of several views, casts, pointwise, concatenation: saving any keeps as many bytes alive."""
+        """Views, one of several views, casts, pointwise, concatenation: saving any keeps as many
+        bytes alive.
+        """
         found = self.chain(
             (aten.split.Tensor, 4),
             (getitem, 0),
@@ -132,10 +141,14 @@ backward only: unshard_slice_default, permute_default_2, permute_default_3""",
         flat, dy = hand.input("flat", 8), hand.input("tangents_1", 8, 4)
         both = hand(aten.cat.default, [hand.unshard(flat, a), hand.unshard(flat, b)])
         found = tags(reshard(hand.returns(both, hand.add(dy, both)), PLAN))
-        self.assertExpectedInline(found, """recompute: unshard_default, unshard_default_1, cat_default""")
+        self.assertExpectedInline(
+            found, """recompute: unshard_default, unshard_default_1, cat_default"""
+        )
 
     def test_slices_of_fused_weights(self):
-        """Backward reads a value made of two weights: both are kept as slices, and joined again from the second gathers."""
+        """Backward reads a value made of two weights: both are kept as slices, and joined again
+        from the second gathers.
+        """
         a, b = (
             replace(s, reshard="slice", post_size=2, post_group="post")
             for s in unit("u", {"a": (4, 4), "b": (4, 4)}, world=4)
@@ -169,7 +182,9 @@ return [%cat_default, %add_tensor]""",
         hand = Hand()
         x, flat, dy = hand.input("x", 4, 4), hand.input("flat", 4), hand.input("tangents_1", 4, 4)
         y = hand.add(hand.unshard(flat, GATHER), x)
-        self.assertEqual(tags(reshard(hand.returns(y, hand.add(dy, y)), PLAN)), "recompute: unshard_default")
+        self.assertEqual(
+            tags(reshard(hand.returns(y, hand.add(dy, y)), PLAN)), "recompute: unshard_default"
+        )
 
     def test_near_miss_inference(self):
         hand = Hand()

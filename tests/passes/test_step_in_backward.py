@@ -1,4 +1,6 @@
-"""`step_in_backward`: the optimizer gets a reduced gradient where it is marked, and nobody else does."""
+"""`step_in_backward`: the optimizer gets a reduced gradient where it is marked, and nobody else
+does.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def one_gradient(**changes: Any) -> tuple[Hand, Node, Node]:
     hand = Hand()
     specs = unit("u", {"v": (4,), "w": (4, 2)}, **{"overlap": IN_BACKWARD, **changes})
     flat, x = hand.input("flat1", numel(specs)), hand.input("x", 4, 2)
-    grads = [hand.reduce_grad(hand(aten.sum.dim_IntList, x, [1]), flat, specs[0]), hand.reduce_grad(x, flat, specs[1])]
+    grads = [
+        hand.reduce_grad(hand(aten.sum.dim_IntList, x, [1]), flat, specs[0]),
+        hand.reduce_grad(x, flat, specs[1]),
+    ]
     return hand, flat, hand.add(*grads)
 
 

@@ -1,9 +1,9 @@
 """Random programs from the command line.
 
-python tests/programs --count 1000 --jobs 6 --out results.jsonl     # a table, and a line of JSON for each program
-python tests/programs --count 1000 --jobs 6 --seconds 540           # as many as fit; it says how many
-python tests/programs --singles             # each statement by itself
-python tests/programs --seed 17 --count 1 --show    # one program, every kind, without shrinking
+python tests/programs --count 1000 --jobs 6 --out results.jsonl     # a table, and a line of JSON
+for each program python tests/programs --count 1000 --jobs 6 --seconds 540           # as many as
+fit; it says how many python tests/programs --singles             # each statement by itself python
+tests/programs --seed 17 --count 1 --show    # one program, every kind, without shrinking
 """
 
 from __future__ import annotations
@@ -36,28 +36,50 @@ sys.path[:0] = [*GIVEN, str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with two and four ranks; 1 for every 3 cores")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no program begins later")
     parser.add_argument(
-        "--limit", type=float, default=60.0, help="seconds for a kind of a program, Inductor four times as many"
+        "--jobs",
+        type=int,
+        default=1,
+        help="processes, each with two and four ranks; 1 for every 3 cores",
     )
-    parser.add_argument("--out", default="", help="a file for the results, a line of JSON for each program")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no program begins later"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        help="seconds for a kind of a program, Inductor four times as many",
+    )
+    parser.add_argument(
+        "--out", default="", help="a file for the results, a line of JSON for each program"
+    )
     parser.add_argument("--singles", action="store_true", help="each statement by itself")
-    parser.add_argument("--only", default="", help="programs that say one of these statements, by comma")
+    parser.add_argument(
+        "--only", default="", help="programs that say one of these statements, by comma"
+    )
     parser.add_argument("--skip", default="", help="but none of these")
     parser.add_argument("--plant", default="", help="a fault of planted.py, in every program")
     parser.add_argument(
-        "--find-plants", default="", help="faults of planted.py, by comma: the first program that finds each"
+        "--find-plants",
+        default="",
+        help="faults of planted.py, by comma: the first program that finds each",
     )
     parser.add_argument("--file", default="", help="run a script that --found wrote")
     parser.add_argument("--show", action="store_true", help="print every program")
     parser.add_argument("--found", default="", help="a folder for the scripts of faults")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)  # of a job: when time is up
-    parser.add_argument("--job", default="", help=argparse.SUPPRESS)  # the folder in which jobs claim seeds
+    parser.add_argument(
+        "--until", type=float, default=float("inf"), help=argparse.SUPPRESS
+    )  # of a job: when time is up
+    parser.add_argument(
+        "--job", default="", help=argparse.SUPPRESS
+    )  # the folder in which jobs claim seeds
     return parser.parse_args(arguments)
 
 
@@ -86,9 +108,15 @@ def _report(options: argparse.Namespace, lines: list[Line], seconds: float) -> N
     if options.out:
         write(options.out, lines)
     print(table(lines))
-    faulty = sorted(line["seed"] for line in lines if any(v["word"] == "fault" for v in line["verdicts"].values()))
+    faulty = sorted(
+        line["seed"]
+        for line in lines
+        if any(v["word"] == "fault" for v in line["verdicts"].values())
+    )
     print(f"{len(lines)} programs in {seconds:.0f} s; faults in {len(faulty)}: {faulty}")
-    missing = sorted({*range(options.seed, options.seed + options.count)} - {line["seed"] for line in lines})
+    missing = sorted(
+        {*range(options.seed, options.seed + options.count)} - {line["seed"] for line in lines}
+    )
     if missing and not (options.only or options.skip or options.singles or options.file):
         print(f"not run, or not to the end: {len(missing)}, seeds {missing[:8]} to {missing[-1]}")
 
@@ -125,7 +153,9 @@ def _run(options: argparse.Namespace, until: float) -> Iterator[Line]:
 
 
 def _find_plants(options: argparse.Namespace, until: float) -> None:
-    """Count up over the programs on two ranks that say what a plant breaks; each must be clean without it."""
+    """Count up over the programs on two ranks that say what a plant breaks; each must be clean
+    without it.
+    """
     from pool import Pool
     from programs.draw import make
     from programs.hunt import Hunter
@@ -140,10 +170,14 @@ def _find_plants(options: argparse.Namespace, until: float) -> None:
                 continue
             tried += 1
             this = _script(replace(program, kinds=("eager", "compiled")))
-            fault = next((f for f in planted.check(this).faults if not f.detail.startswith("hangs")), None)
+            fault = next(
+                (f for f in planted.check(this).faults if not f.detail.startswith("hangs")), None
+            )
             if fault is not None and not clean.check(this).faults:
                 print(
-                    f"{name}: seed {program.seed}, program {tried} of these: {fault.kind} {fault.detail[:120]}", flush=True
+                    f"{name}: seed {program.seed}, program {tried} of these: {fault.kind} "
+                    f"{fault.detail[:120]}",
+                    flush=True,
                 )
                 break
         else:
@@ -180,7 +214,8 @@ def _keep(line: Line, out: TextIO) -> None:
 def _show(this: Script, result: Result) -> None:
     verdicts = "".join(f"{v.kind}: {v.word} {v.detail}\n" for v in result.verdicts)
     print(
-        f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: {result.said}\n",
+        f"{this.header()}{this.source}{result.invalid}{verdicts}stock: {result.stock}\nsaid: "
+        f"{result.said}\n",
         end="",
         flush=True,
     )
@@ -189,7 +224,11 @@ def _show(this: Script, result: Result) -> None:
 def _tell(hunter: Hunter, program: Program, result: Result, found: str, *, is_shrunk: bool) -> None:
     """Print what is wrong with a program, each fault with the smallest script."""
     if result.invalid:
-        print(f"=== seed {program.seed} INVALID {result.invalid[:300]}\n{_script(program).source}", end="", flush=True)
+        print(
+            f"=== seed {program.seed} INVALID {result.invalid[:300]}\n{_script(program).source}",
+            end="",
+            flush=True,
+        )
     for fault in result.faults:
         small, verdict = hunter.shrink(program, fault.kind) if is_shrunk else (program, fault)
         this = replace(_script(small), kinds=(fault.kind,))

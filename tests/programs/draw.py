@@ -1,7 +1,7 @@
 """A random program for each seed.
 
-Seeds in turn say each statement, each way to compile, four ranks, and each backend; everything else is random. So few programs
-cover all that there is, however many are run.
+Seeds in turn say each statement, each way to compile, four ranks, and each backend; everything else
+is random. So few programs cover all that there is, however many are run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Autograd refuses to go back over what was read and written since: a layer is written before it is called.
+# Autograd refuses to go back over what was read and written since: a layer is written before it is
+# called.
 WRITES = ("alias", "clamp_", "copy_", "mul_", "index_write", "normalize")
-WITH = {"caught": "raises", "caught_backward": "hook_raises", "tie_head": "embed"}  # what a statement is about
+WITH = {
+    "caught": "raises",
+    "caught_backward": "hook_raises",
+    "tie_head": "embed",
+}  # what a statement is about
 # Every 8th program and so on; Inductor compiles C++ for seconds.
 FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
-# What a statement reads or writes directly belongs to the unit that runs, or a program is refused before it can show much.
+# What a statement reads or writes directly belongs to the unit that runs, or a program is refused
+# before it can show much.
 TOUCHES = re.compile(
     r"(\{m\}|self\.embed|self\.slow)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
 )
@@ -62,15 +68,32 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
     forward = [f"call@{n}" for n in names]
     loop = _chosen(r, LOOP, turns.get("loop", ""))
     setup = _chosen(r, SETUP, turns.get("setup", ""), *(["ema"] if "update_ema" in loop else []))
-    about = [name for word, name in WITH.items() if any(s == word or s.startswith(f"{word}_") for s in (*setup, *loop))]
+    about = [
+        name
+        for word, name in WITH.items()
+        if any(s == word or s.startswith(f"{word}_") for s in (*setup, *loop))
+    ]
     others = [n for n in FORWARD if not _is_write(n) or r.random() < 0.4]
-    for name in (turns.get("forward", "call"), *about, *(r.choice(others) for _ in range(r.choice((0, 0, 1, 1, 2))))):
+    for name in (
+        turns.get("forward", "call"),
+        *about,
+        *(r.choice(others) for _ in range(r.choice((0, 0, 1, 1, 2)))),
+    ):
         _insert(r, forward, name, r.choice(names))
     block = ["call@up"] if "block" in layers else []
     for _ in range(r.choice((0, 1, 1, 2)) if block else 0):
-        _insert(r, block, r.choice([n for n in FORWARD if "raises" not in n and not n.startswith("embed")]), "up")
+        _insert(
+            r,
+            block,
+            r.choice([n for n in FORWARD if "raises" not in n and not n.startswith("embed")]),
+            "up",
+        )
     said = {f.partition("@")[0] for f in forward}
-    members = [*names, "head", *(m for m in ("embed", "slow") if any(m in line for n in said for line in FORWARD[n].init))]
+    members = [
+        *names,
+        "head",
+        *(m for m in ("embed", "slow") if any(m in line for n in said for line in FORWARD[n].init)),
+    ]
     foreign = set() if r.random() < FOREIGN else _touched(forward)
     return Program(
         seed=seed,
@@ -109,7 +132,9 @@ def _chosen(r: random.Random, statements: Iterable[str], *turns: str) -> tuple[s
 
 
 def _touched(forward: list[str]) -> set[str]:
-    """The members whose parameters the model's own forward names; "all" where it goes through all of them."""
+    """The members whose parameters the model's own forward names; "all" where it goes through all
+    of them.
+    """
     found: set[str] = set()
     for name, _, layer in (entry.partition("@") for entry in forward):
         text = "\n".join(FORWARD[name].lines)

@@ -23,7 +23,9 @@ LIMIT = 60.0  # seconds for a kind of a script
 
 @dataclass
 class Result:
-    """The verdict of each kind, or why the unsharded model does not run it; what stock does; what ours announced."""
+    """The verdict of each kind, or why the unsharded model does not run it; what stock does; what
+    ours announced.
+    """
 
     verdicts: list[Verdict] = field(default_factory=list)
     invalid: str = ""
@@ -42,14 +44,18 @@ class Hunter:
         self.pools, self.plant, self.limit = pools, plant, limit
 
     def outcomes(self, script: Script, kinds: tuple[str, ...]) -> Outcomes:
-        """What each kind does, all in one call of a pool; a text for one that hangs or dies, and the rest in another call."""
+        """What each kind does, all in one call of a pool; a text for one that hangs or dies, and
+        the rest in another call.
+        """
         found: Outcomes = {}
         while left := tuple(kind for kind in kinds if kind not in found):
             with tempfile.TemporaryDirectory() as folder:
                 error = self._call(script, left, folder)
                 done = _read(Path(folder), left, script.world)
             first = next((kind for kind in left if kind not in done), None)
-            if error and first is not None:  # else the last rank came to the end after the others had given it up
+            if (
+                error and first is not None
+            ):  # else the last rank came to the end after the others had given it up
                 done[first] = error
             found |= done
             if is_invalid(found.get("unsharded", "")):
@@ -61,7 +67,9 @@ class Hunter:
         arguments = (script.source, script.dim, script.bucket, script.budget, self.plant)
         longest = START + self.limit * sum(SLOW.get(kind, 1) for kind in kinds)
         try:
-            is_whole = all(pool.run(run_kinds, kinds, folder, self.limit, *arguments, timeout=longest))
+            is_whole = all(
+                pool.run(run_kinds, kinds, folder, self.limit, *arguments, timeout=longest)
+            )
         except WorkerError as error:
             return str(error)
         if not is_whole:
@@ -69,7 +77,9 @@ class Hunter:
         return ""
 
     def check(self, script: Script) -> Result:
-        """Every kind of a script; the unsharded model compiled by torch alone is asked where it decides."""
+        """Every kind of a script; the unsharded model compiled by torch alone is asked where it
+        decides.
+        """
         outcomes = self.outcomes(script, ("unsharded", *script.kinds, "stock"))
         reference = outcomes["unsharded"]
         if is_invalid(reference):
@@ -78,7 +88,13 @@ class Hunter:
         if any(v.is_fault and v.kind != "eager" for v in verdicts):
             outcomes |= self.outcomes(script, ("plain",))
             verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
-        said = {text for found in outcomes.values() if isinstance(found, list) for o in found for text in o.warnings}
+        said = {
+            text
+            for found in outcomes.values()
+            if isinstance(found, list)
+            for o in found
+            for text in o.warnings
+        }
         return Result(verdicts, stock=self._judge(script, "stock", outcomes), said=said)
 
     def _judge(self, script: Script, kind: str, outcomes: Outcomes) -> Verdict:

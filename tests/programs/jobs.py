@@ -1,4 +1,6 @@
-"""Many programs at once: jobs, each a process with pools of its own, that take the seeds one by one until time is up."""
+"""Many programs at once: jobs, each a process with pools of its own, that take the seeds one by one
+until time is up.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LATE = 30.0  # seconds that a job gets for its last program
 
 
 def run_jobs(arguments: list[str], jobs: int, deadline: float, folder: str) -> list[Line]:
-    """What all jobs have written; those that do not end in time are ended, and what they were at is not in it."""
+    """What all jobs have written; those that do not end in time are ended, and what they were at is
+    not in it.
+    """
     main = str(Path(__file__).with_name("__main__.py"))
     outs = [f"{folder}/{i}.jsonl" for i in range(jobs)]
     commands = [[sys.executable, main, *arguments, "--job", folder, "--out", out] for out in outs]

@@ -44,7 +44,12 @@ from compiled_fsdp.frontend.state import get_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BACKENDS = {"plain": "aot_eager", "compiled": "compiled_fsdp_eager", "aot_eager": "aot_eager", "inductor": "inductor"}
+BACKENDS = {
+    "plain": "aot_eager",
+    "compiled": "compiled_fsdp_eager",
+    "aot_eager": "aot_eager",
+    "inductor": "inductor",
+}
 UNSHARDED = ("unsharded", "plain")
 SLOW = {"inductor": 4}  # times the seconds that another kind gets
 GRACE = 10.0  # seconds for the other ranks, once one has raised
@@ -55,8 +60,10 @@ Entry = tuple[str, "Tensor | None"]
 class Outcome:
     """What a kind did on one rank.
 
-    entries: losses, gradients, parameters and buffers in the order in which they were recorded; this rank's shards.
-    error: type and text of what ended it, with the innermost file of ours, or of torch, that raised.
+    entries: losses, gradients, parameters and buffers in the order in which they were recorded;
+        this rank's shards.
+    error: type and text of what ended it, with the innermost file of ours, or of torch, that
+        raised.
     num_eager: forwards of units that ran on the eager runtime.
     """
 
@@ -92,7 +99,9 @@ class Run:
     def fully_shard(self, module: nn.Module, **options: Any) -> nn.Module:
         self.roots.append(module)
         if self.kind not in UNSHARDED:
-            apply: Callable[..., Any] = stock_fully_shard if self.kind == "stock" else compiled_fsdp.fully_shard
+            apply: Callable[..., Any] = (
+                stock_fully_shard if self.kind == "stock" else compiled_fsdp.fully_shard
+            )
             apply(module, mesh=mesh_of("1d"), **options)
             self.sharded = dict(getattr(module, "_orig_mod", module).named_parameters())
             return module
@@ -102,13 +111,19 @@ class Run:
         return module
 
     def compiled(self, fn: Any, **options: Any) -> Any:
-        return torch.compile(fn, backend=BACKENDS[self.kind], **options) if self.kind in BACKENDS else fn
+        return (
+            torch.compile(fn, backend=BACKENDS[self.kind], **options)
+            if self.kind in BACKENDS
+            else fn
+        )
 
     def compile_in_place(self, module: nn.Module, **options: Any) -> None:
         if self.kind in BACKENDS:
             module.compile(backend=BACKENDS[self.kind], **options)
 
-    def overlap_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    def overlap_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
         if self.kind not in (*UNSHARDED, "stock"):
             compiled_fsdp.overlap_optimizer(model, optimizer, **options)
 
@@ -125,14 +140,20 @@ class Run:
             self.outcome.entries.append((f"param {name}", self._shard(held)))
             grad = held.grad
             if loss is not None:
-                self.outcome.entries.append((f"grad {name}", None if grad is None else self._shard(grad)))
-        self.outcome.entries.extend((f"buffer {name}", local(b)) for name, b in model.named_buffers())
+                self.outcome.entries.append(
+                    (f"grad {name}", None if grad is None else self._shard(grad))
+                )
+        self.outcome.entries.extend(
+            (f"buffer {name}", local(b)) for name, b in model.named_buffers()
+        )
 
     def note(self, *tensors: Tensor | None) -> None:
         """Whole tensors."""
         for t in tensors:
             whole = t.full_tensor() if isinstance(t, DTensor) else t
-            self.outcome.entries.append(("value", None if whole is None else whole.detach().clone()))
+            self.outcome.entries.append(
+                ("value", None if whole is None else whole.detach().clone())
+            )
 
     def _shard(self, tensor: Tensor) -> Tensor:
         mine = local(tensor)
@@ -169,10 +190,18 @@ class Run:
 
 
 def _behind_full(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The sharded parameter behind each full one that is registered in its place; names may have changed since sharding."""
-    units = {id(state.unit): state.unit for m in model.modules() if (state := get_state(m)) is not None}
+    """The sharded parameter behind each full one that is registered in its place; names may have
+    changed since sharding.
+    """
+    units = {
+        id(state.unit): state.unit for m in model.modules() if (state := get_state(m)) is not None
+    }
     params = [param for unit in units.values() for param in unit.params]
-    return {id(module._parameters[name]): param.sharded for param in params for module, name in param.owners}
+    return {
+        id(module._parameters[name]): param.sharded
+        for param in params
+        for module, name in param.owners
+    }
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -200,10 +229,12 @@ def _nothing(*_: object, **__: object) -> Any:
 
 
 def run_kinds(kinds: tuple[str, ...], folder: str, limit: float, *arguments: Any) -> bool:
-    """Worker function: a script as each kind in turn; what each did is left in the folder, by kind and rank.
+    """Worker function: a script as each kind in turn; what each did is left in the folder, by kind
+    and rank.
 
-    A kind that takes too long ends this process, and so this call. Ranks part, and False is returned, after a kind that ended
-    on some of them with another error; and nothing else is asked of a script that the unsharded model does not run.
+    A kind that takes too long ends this process, and so this call. Ranks part, and False is
+    returned, after a kind that ended on some of them with another error; and nothing else is asked
+    of a script that the unsharded model does not run.
     """
     for kind in kinds:
         faulthandler.dump_traceback_later(limit * SLOW.get(kind, 1), exit=True)
@@ -218,7 +249,9 @@ def run_kinds(kinds: tuple[str, ...], folder: str, limit: float, *arguments: Any
 
 
 def _ended_alike(folder: Path, kind: str, outcome: Outcome) -> bool:
-    """Whether it ended on all ranks with the same error, or none; not by a collective: who raised may owe some."""
+    """Whether it ended on all ranks with the same error, or none; not by a collective: who raised
+    may owe some.
+    """
     mine = place_of(folder, kind, dist.get_rank())
     part = folder / f"{mine.name}.part"
     part.write_bytes(pickle.dumps(outcome))
@@ -239,7 +272,9 @@ def place_of(folder: Path, kind: str, rank: int) -> Path:
     return folder / f"{kind}.{rank}"
 
 
-def run(kind: str, source: str, dim: int, bucket: int, budget: float | None = None, plant: str = "") -> Outcome:
+def run(
+    kind: str, source: str, dim: int, bucket: int, budget: float | None = None, plant: str = ""
+) -> Outcome:
     """A script as one kind."""
     this = Run(kind)
     Settings.dim = dim

@@ -12,7 +12,9 @@ from programs.statements import FORWARD, LOOP
 if TYPE_CHECKING:
     from programs.program import Program
 
-GRADIENTS = re.compile(r"grad\b|grads|backward|optimizer|gradient")  # what another backward than the loop's own is about
+GRADIENTS = re.compile(
+    r"grad\b|grads|backward|optimizer|gradient"
+)  # what another backward than the loop's own is about
 COLLECTIVES = {"all_to_all", "all_to_all_twice", "all_reduce", "dist_all_reduce"}
 
 
@@ -20,7 +22,9 @@ def is_legal(program: Program) -> bool:
     """Whether its statements have what they need, and fit together."""
     layers = program.linears | program.blocks
     for name, _, layer in (entry.partition("@") for entry in program.forward):
-        if layer and (layer not in layers or (layer in program.blocks and not FORWARD[name].for_block)):
+        if layer and (
+            layer not in layers or (layer in program.blocks and not FORWARD[name].for_block)
+        ):
             return False
     if not layers or any(unit not in members(program) for unit in program.units):
         return False
@@ -31,7 +35,11 @@ def members(program: Program) -> set[str]:
     """The modules that the model holds."""
     found = {*LAYERS[: len(program.layers)], "head"} | ({"other"} if program.heads else set())
     lines = init(program.forward, program.dim)
-    return found | {line.removeprefix("self.").split()[0] for line in lines if line.startswith("self.") and "nn." in line}
+    return found | {
+        line.removeprefix("self.").split()[0]
+        for line in lines
+        if line.startswith("self.") and "nn." in line
+    }
 
 
 def _has(need: str, program: Program) -> bool:
@@ -40,9 +48,13 @@ def _has(need: str, program: Program) -> bool:
         "": True,
         "ab": program.linears >= {"a", "b"},
         "embed": "embed" in members(program),
-        "meta": not any(FORWARD[n.partition("@")[0]].init for n in (*program.forward, *program.block)),
+        "meta": not any(
+            FORWARD[n.partition("@")[0]].init for n in (*program.forward, *program.block)
+        ),
         "unit_a": "a" in program.units,
-        "plain_loop": not any(GRADIENTS.search(line) for n in program.loop for line in LOOP[n].lines),
+        "plain_loop": not any(
+            GRADIENTS.search(line) for n in program.loop for line in LOOP[n].lines
+        ),
         "raises": any(n.startswith("raises@") for n in program.forward),
         "hook_raises": any(n.startswith("hook_raises@") for n in program.forward),
         "ema": "ema" in names,
@@ -57,19 +69,27 @@ def _fits(program: Program) -> bool:
     once = [LOOP[n].at for n in program.loop if LOOP[n].at in ("forward", "step", "zero")]
     calls_again = any("model(" in line for n in program.loop for line in LOOP[n].lines)
     calls_first = bool({"eval_first", "warm_double"} & names)
-    wants_grad = {"input_grad", "input_backward", "input_grad_after", "accumulate_input_grad"} & names
+    wants_grad = {
+        "input_grad",
+        "input_backward",
+        "input_grad_after",
+        "accumulate_input_grad",
+    } & names
     wrong = (
         len(once) != len(set(once)),
         program.way in ("train", "train_traced", "functional", "loss") and "forward" in once,
-        program.way in ("train", "train_traced") and any(LOOP[n].at == "loss" for n in program.loop),
+        program.way in ("train", "train_traced")
+        and any(LOOP[n].at == "loss" for n in program.loop),
         program.heads and (program.way == "functional" or calls_again or calls_first),
         program.fullgraph and any(s.breaks for s in program.statements()),
-        "to_float64" in names and (calls_first or program.way == "functional" or program.low_precision),
+        "to_float64" in names
+        and (calls_first or program.way == "functional" or program.low_precision),
         sum(n.startswith(("tie_head", "load_assign")) for n in program.setup) > 1,
         "no_input_grad" in names and wants_grad,
         "checkpoint_reentrant" in names and wants_grad,
         {"overlap", "overlap_in_backward"} <= names,
-        # `to_empty` on a plain model makes a parameter of each name and so unties them; sharded ones stay tied
+        # `to_empty` on a plain model makes a parameter of each name and so unties them; sharded
+        # ones stay tied
         "to_empty" in names and {name for name in names if name.startswith("tie_")},
         # two rows are normalized to 1 and -1, whatever they are: gradients before that are rounding
         "batch_norm" in names and {"one_row", "half_batch"} & names,

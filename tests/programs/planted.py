@@ -1,6 +1,7 @@
 """Faults that were mended once, planted again: the generator must find each of them.
 
-Each is the smallest change of today's code that brings the old behaviour back, made in the worker that runs a program.
+Each is the smallest change of today's code that brings the old behaviour back, made in the worker
+that runs a program.
 """
 
 from __future__ import annotations
@@ -20,19 +21,51 @@ if TYPE_CHECKING:
     Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 PLANTS: dict[str, Plant] = {}
-# What a program says in which each can show: statements, ways to compile, optimizers, "heads" or "budget"; "+": both.
+# What a program says in which each can show: statements, ways to compile, optimizers, "heads" or
+# "budget"; "+": both.
 SHOWN_BY = {
-    "substitutions_are_ignored": {"substitute", "substitute_own", "substitute_buffer", "functional"},
-    "iterating_yields_sharded_parameters": {"norm_of_all", "norm_of_layer", "named", "dtype", "finfo", "numel"},
+    "substitutions_are_ignored": {
+        "substitute",
+        "substitute_own",
+        "substitute_buffer",
+        "functional",
+    },
+    "iterating_yields_sharded_parameters": {
+        "norm_of_all",
+        "norm_of_layer",
+        "named",
+        "dtype",
+        "finfo",
+        "numel",
+    },
     "ties_after_sharding_are_forgotten": {"tie_after", "tie_head_after", "share_after"},
-    "every_backward_counts_as_whole": {"input_grad", "input_backward", "input_grad_after", "accumulate_input_grad"},
-    "writes_in_a_trace_are_not_settled": {"clamp_", "data_clamp_", "copy_", "data_copy_", "normalize", "embed_max_norm"},
+    "every_backward_counts_as_whole": {
+        "input_grad",
+        "input_backward",
+        "input_grad_after",
+        "accumulate_input_grad",
+    },
+    "writes_in_a_trace_are_not_settled": {
+        "clamp_",
+        "data_clamp_",
+        "copy_",
+        "data_copy_",
+        "normalize",
+        "embed_max_norm",
+    },
     "unused_heads_get_zeros": {"heads"},
-    "collectives_of_the_user_are_judged": {"all_to_all"},  # of two waits for one collective a graph keeps one
+    "collectives_of_the_user_are_judged": {
+        "all_to_all"
+    },  # of two waits for one collective a graph keeps one
     "freezing_is_not_followed": {"freeze", "unfreeze"},
     "compiling_in_place_begins_in_torch": {"in_place", "in_place_before"},
     "full_parameters_outlive_a_step": {"keep+adamw_fused"},
-    "writes_without_a_version_are_missed": {"momentum_data_mul_", "momentum_foreach", "foreach_data", "decay_data"},
+    "writes_without_a_version_are_missed": {
+        "momentum_data_mul_",
+        "momentum_foreach",
+        "foreach_data",
+        "decay_data",
+    },
     "each_rank_fits_its_own_budget": {"rank_batch+budget", "one_row+budget"},
     "a_traced_backward_is_not_refused": {"train_traced"},
 }
@@ -113,7 +146,9 @@ def writes_in_a_trace_are_not_settled() -> Iterator[None]:
 
 @plant
 def unused_heads_get_zeros() -> Iterator[None]:
-    """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then moves."""
+    """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then
+    moves.
+    """
     with mock.patch.object(_ours("units.flat").FlatParam, "leave_out", return_value=None):
         yield
 
@@ -141,25 +176,35 @@ def compiling_in_place_begins_in_torch() -> Iterator[None]:
 
 @plant
 def full_parameters_outlive_a_step() -> Iterator[None]:
-    """Full parameters that are kept are used again after a step of an optimizer that no version counts."""
+    """Full parameters that are kept are used again after a step of an optimizer that no version
+    counts.
+    """
     with contextlib.ExitStack() as stack:
         for name, value in (("num_steps", 0), ("_check_unwritten", None)):
-            stack.enter_context(mock.patch.object(_ours("eager.full_params"), name, return_value=value))
+            stack.enter_context(
+                mock.patch.object(_ours("eager.full_params"), name, return_value=value)
+            )
         yield
 
 
 @plant
 def writes_without_a_version_are_missed() -> Iterator[None]:
-    """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was started."""
+    """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was
+    started.
+    """
     with mock.patch.object(_ours("units.flat").FlatParam, "check_unwritten", return_value=None):
         yield
 
 
 @plant
 def each_rank_fits_its_own_budget() -> Iterator[None]:
-    """Which parameters stay until backward is decided by each rank from the shapes of its own batch."""
+    """Which parameters stay until backward is decided by each rank from the shapes of its own
+    batch.
+    """
 
-    def mine(_graph: object, _plan: object, _what: str, words: list[int], _combine: object) -> list[int]:
+    def mine(
+        _graph: object, _plan: object, _what: str, words: list[int], _combine: object
+    ) -> list[int]:
         return words
 
     with mock.patch.object(_ours("compiler.budget"), "agreed", mine):

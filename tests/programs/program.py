@@ -1,4 +1,6 @@
-"""A random program as plain data that prints, so that a failure can be shrunk by leaving parts out."""
+"""A random program as plain data that prints, so that a failure can be shrunk by leaving parts
+out.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ LAYERS = "abcdefghij"
 class Program:
     """A model, how it is sharded and compiled, and its training loop.
 
-    layers: "linear" or "block" each, called `a`, `b`, ... units: which of the model's members are units of their own.
-    forward, block: statements as "name@layer", of the model's forward and of a block's (whose layers are `up` and `down`).
-    way: how it is compiled (`source.WAYS`). heads: the model returns two outputs, of which the loss uses one.
-    bucket, budget: of the plan. kinds: which ways of running it are compared with the unsharded model.
+    layers: "linear" or "block" each, called `a`, `b`, ... units: which of the model's members are
+        units of their own.
+    forward, block: statements as "name@layer", of the model's forward and of a block's (whose
+        layers are `up` and `down`).
+    way: how it is compiled (`source.WAYS`). heads: the model returns two outputs, of which the loss
+        uses one.
+    bucket, budget: of the plan. kinds: which ways of running it are compared with the unsharded
+        model.
     """
 
     seed: int = 0

@@ -21,7 +21,12 @@ Line = dict[str, Any]
 def line_of(program: Program, result: Result, seconds: float) -> Line:
     """One program; its script only if something is wrong with it."""
     this = script(program)
-    line: Line = {"seed": program.seed, "world": program.world, "way": program.way, "statements": sorted(program.names())}
+    line: Line = {
+        "seed": program.seed,
+        "world": program.world,
+        "way": program.way,
+        "statements": sorted(program.names()),
+    }
     line |= {"seconds": round(seconds, 2), "invalid": result.invalid[:1000]}
     line["verdicts"] = {v.kind: _words(v) for v in result.verdicts}
     line["said"] = sorted(result.said)
@@ -40,7 +45,9 @@ def _words(verdict: Verdict) -> dict[str, object]:
 def write(path: str, lines: Iterable[Line]) -> None:
     """All of them, by seed."""
     with open(path, "w") as out:
-        out.writelines(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["seed"]))
+        out.writelines(
+            json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["seed"])
+        )
 
 
 def read(path: str) -> list[Line]:
@@ -56,9 +63,14 @@ def table(lines: Iterable[Line]) -> str:
         if line["invalid"]:
             counts["unsharded", line["world"], "invalid"] += 1
         for kind, verdict in line["verdicts"].items():
-            counts[kind, line["world"], verdict["word"] + (" exactly" if verdict["exact"] else "")] += 1
+            counts[
+                kind, line["world"], verdict["word"] + (" exactly" if verdict["exact"] else "")
+            ] += 1
         if "stock" in line:
             word = line["stock"]["word"].replace("fault", "differs or raises")
             counts["stock", line["world"], word] += 1
-    rows = [f"{kind:12}{world} ranks  {word:24}{number:6}" for (kind, world, word), number in sorted(counts.items())]
+    rows = [
+        f"{kind:12}{world} ranks  {word:24}{number:6}"
+        for (kind, world, word), number in sorted(counts.items())
+    ]
     return "\n".join(rows)

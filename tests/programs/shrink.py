@@ -62,7 +62,9 @@ def _fewer_layers(program: Program) -> Iterator[Program]:
     gone = LAYERS[len(program.layers) - 1]
     without = tuple(f for f in program.forward if not f.endswith(f"@{gone}"))
     units = tuple(u for u in program.units if u != gone)
-    yield _without_blocks(program, {"layers": program.layers[:-1], "forward": without, "units": units})
+    yield _without_blocks(
+        program, {"layers": program.layers[:-1], "forward": without, "units": units}
+    )
 
 
 def _plainer_layers(program: Program) -> Iterator[Program]:
@@ -72,7 +74,9 @@ def _plainer_layers(program: Program) -> Iterator[Program]:
             layers = (*program.layers[:i], "linear", *program.layers[i + 1 :])
             yield _without_blocks(program, {"layers": layers})
             moved = tuple(f.replace("@up", f"@{LAYERS[i]}") for f in program.block)
-            inlined = tuple(g for f in program.forward for g in (moved if f == f"call@{LAYERS[i]}" else (f,)))
+            inlined = tuple(
+                g for f in program.forward for g in (moved if f == f"call@{LAYERS[i]}" else (f,))
+            )
             yield _without_blocks(program, {"layers": layers, "forward": inlined})
 
 

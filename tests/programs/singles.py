@@ -1,4 +1,6 @@
-"""Each statement by itself in a small program, and each way to compile: what fails here is found without shrinking."""
+"""Each statement by itself in a small program, and each way to compile: what fails here is found
+without shrinking.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _forward() -> Iterator[Program]:
     for name, statement in FORWARD.items():
         entry, loop = f"{name}@a", RAISING.get(name, ())
         for units in ((), ("a",)):
-            yield Program(forward=("read@a", entry, "call@a"), layers=("linear",), units=units, loop=loop)
+            yield Program(
+                forward=("read@a", entry, "call@a"), layers=("linear",), units=units, loop=loop
+            )
         block = ("read@up", f"{name}@up", "call@up")
         yield Program(layers=("block",), block=block, forward=("call@a",))
         if name in ("dtype", "finfo", "dtype_of_layer", "norm_of_all", "read", "state_dict"):
@@ -48,14 +52,21 @@ def _loop() -> Iterator[Program]:
     raising = {"caught": "raises@a", "caught_backward": "hook_raises@a"}
     for name in LOOP:
         forward = ("call@a", *([raising[name]] if name in raising else []), "call@b")
-        program = Program(forward=forward, loop=(name,), setup=("ema",) if name == "update_ema" else ())
+        program = Program(
+            forward=forward, loop=(name,), setup=("ema",) if name == "update_ema" else ()
+        )
         yield program
         yield replace(program, setup=(*program.setup, "overlap"), optimizer="adamw")
         yield replace(program, heads=True, optimizer="adamw")
 
 
 def _ways() -> Iterator[Program]:
-    blocks = Program(layers=("block",) * 3, block=("call@up",), forward=("call@a", "call@b", "call@c"), units=("a", "b"))
+    blocks = Program(
+        layers=("block",) * 3,
+        block=("call@up",),
+        forward=("call@a", "call@b", "call@c"),
+        units=("a", "b"),
+    )
     for way in WAYS:
         for fullgraph in (True, False):
             yield Program(way=way, fullgraph=fullgraph, units=("a", "b"))

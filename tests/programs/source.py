@@ -1,4 +1,6 @@
-"""The script of a program: what a user would write, with `fully_shard`, `compiled`, ... as `kinds.py` defines them."""
+"""The script of a program: what a user would write, with `fully_shard`, `compiled`, ... as
+`kinds.py` defines them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP, Statement, par
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# {layers}, {full}: the layers to compile one by one; ", fullgraph=True" or nothing. {loss}: the loss of a batch.
+# {layers}, {full}: the layers to compile one by one; ", fullgraph=True" or nothing. {loss}: the
+# loss of a batch.
 WAYS = parse(
     """
 -- model
@@ -55,12 +58,21 @@ loss_of = compiled(loss_of{full})
 """
 )
 WHOLE = ("model", "in_place", "model_before", "in_place_before", "both", "loss", "train")
-RUNS_EAGERLY = {"checkpoint_reentrant", "disabled_call", "unshard", "unshard_async", "wait_late", "wait_after_forward"}
+RUNS_EAGERLY = {
+    "checkpoint_reentrant",
+    "disabled_call",
+    "unshard",
+    "unshard_async",
+    "wait_late",
+    "wait_after_forward",
+}
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is run: a source, and under what. is_whole: everything that it calls is compiled, so eager units are announced."""
+    """What is run: a source, and under what. is_whole: everything that it calls is compiled, so
+    eager units are announced.
+    """
 
     source: str
     world: int = 2
@@ -75,7 +87,8 @@ class Script:
         """One line that `read` understands."""
         return (
             f"# run: world={self.world} dim={self.dim} bucket={self.bucket} budget={self.budget} "
-            f"low_precision={self.low_precision} is_whole={self.is_whole} kinds={','.join(self.kinds)}\n"
+            f"low_precision={self.low_precision} is_whole={self.is_whole} "
+            f"kinds={','.join(self.kinds)}\n"
         )
 
 
@@ -97,7 +110,9 @@ def read(text: str) -> Script:
 
 def script(program: Program) -> Script:
     """What is run for a program."""
-    eagerly = program.way in ("loss", "train") and "model(" in "".join(line for s in _around(program) for line in s.lines)
+    eagerly = program.way in ("loss", "train") and "model(" in "".join(
+        line for s in _around(program) for line in s.lines
+    )
     is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY and not eagerly
     numbers = (program.world, program.dim, program.bucket, program.budget)
     return Script(render(program), *numbers, program.low_precision, is_whole, program.kinds)
@@ -110,12 +125,21 @@ def _around(program: Program) -> list[Statement]:
 
 def render(program: Program) -> str:
     """The source."""
-    build = ["with torch.device('meta'):", "    model = Model()"] if "to_empty" in program.setup else ["model = Model()"]
+    build = (
+        ["with torch.device('meta'):", "    model = Model()"]
+        if "to_empty" in program.setup
+        else ["model = Model()"]
+    )
     way = {program.way: WAYS[program.way]}
     words = _words(program)
 
     def at(place: str, statements: Mapping[str, Statement], names: Iterable[str]) -> list[str]:
-        return [fill(line, words) for n in names if statements[n].at == place for line in statements[n].lines]
+        return [
+            fill(line, words)
+            for n in names
+            if statements[n].at == place
+            for line in statements[n].lines
+        ]
 
     lines = [
         *(_block(program) if program.blocks else []),
@@ -155,7 +179,9 @@ def fill(line: str, words: Mapping[str, str]) -> str:
 
 def init(names: Iterable[str], dim: int) -> list[str]:
     """What statements need in `__init__`; of two that make the same member the last."""
-    lines = (fill(line, {"d": str(dim)}) for n in names for line in FORWARD[n.partition("@")[0]].init)
+    lines = (
+        fill(line, {"d": str(dim)}) for n in names for line in FORWARD[n.partition("@")[0]].init
+    )
     return list({line.partition(" =")[0]: line for line in lines}.values())
 
 
@@ -185,20 +211,32 @@ def _forward(names: Sequence[str], dim: int, blocks: set[str]) -> list[str]:
     for name, _, layer in (entry.partition("@") for entry in names):
         words = {"m": f"self.{layer}", "d": str(dim)}
         is_block = name == "call" and layer in blocks
-        lines += [fill(line, words) for line in (["x = {m}(x)"] if is_block else FORWARD[name].lines)]
+        lines += [
+            fill(line, words) for line in (["x = {m}(x)"] if is_block else FORWARD[name].lines)
+        ]
     return lines
 
 
 def _class(name: str, members: list[str], arguments: str, forward: list[str]) -> list[str]:
     head = [f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     body = [f"        {line}" for line in forward]
-    return [*head, *(f"        {line}" for line in members), f"    def forward(self, {arguments}):", *body]
+    return [
+        *head,
+        *(f"        {line}" for line in members),
+        f"    def forward(self, {arguments}):",
+        *body,
+    ]
 
 
 def _block(program: Program) -> list[str]:
     d = program.dim
-    members = [f"self.up, self.down = nn.Linear({d}, {d}), nn.Linear({d}, {d})", *init(program.block, d)]
-    return _class("Block", members, "x", [*_forward(program.block, d, set()), "return x + self.down(x)"])
+    members = [
+        f"self.up, self.down = nn.Linear({d}, {d}), nn.Linear({d}, {d})",
+        *init(program.block, d),
+    ]
+    return _class(
+        "Block", members, "x", [*_forward(program.block, d, set()), "return x + self.down(x)"]
+    )
 
 
 def _model(program: Program) -> list[str]:
@@ -215,7 +253,11 @@ def _model(program: Program) -> list[str]:
 
 
 def _shard(program: Program) -> list[str]:
-    more = ", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" if program.low_precision else ""
+    more = (
+        ", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        if program.low_precision
+        else ""
+    )
     more += f", reshard_after_forward={program.reshard}" if program.reshard is not None else ""
     units = [f"model.{n}" for n in program.units]
     if not units:

@@ -1,4 +1,6 @@
-"""Random programs: every kind equals the unsharded model or stock, or says by name why not; planted faults are found."""
+"""Random programs: every kind equals the unsharded model or stock, or says by name why not; planted
+faults are found.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from programs.verdict import Verdict, judge, quirk_of
 if TYPE_CHECKING:
     from pool import Pool
 
-NUM_PROGRAMS, CHUNK = int(os.environ.get("RANDOM_PROGRAMS", "20")), 5  # more: benchmarks/results/random_programs.md
+NUM_PROGRAMS, CHUNK = (
+    int(os.environ.get("RANDOM_PROGRAMS", "100")),
+    5,
+)  # more: benchmarks/results/random_programs.md
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
 # Seeds of programs in which a planted fault was found, and without it none.
@@ -55,7 +60,10 @@ def test_random_programs(pools: dict[int, Pool], first: int) -> None:
             continue
         for fault in hunter.check(script(program)).faults[:1]:
             small, verdict = hunter.shrink(program, fault.kind)
-            raise AssertionError(f"seed {seed}: {fault.kind} {verdict.detail}\n{script(small).header()}{render(small)}")
+            raise AssertionError(
+                f"seed {seed}: {fault.kind} "
+                f"{verdict.detail}\n{script(small).header()}{render(small)}"
+            )
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -76,7 +84,20 @@ def test_the_programs_cover_everything() -> None:
     """Each statement, way to compile, optimizer, backend, number of ranks and precision."""
     programs = [make(seed) for seed in range(100)]
     said = {name for p in programs for name in p.names() | {p.way, p.optimizer, *p.kinds}}
-    assert not {*FORWARD, *SETUP, *LOOP, *WAYS, *OPTIMIZERS, "eager", "compiled", "aot_eager", "inductor"} - said
+    assert (
+        not {
+            *FORWARD,
+            *SETUP,
+            *LOOP,
+            *WAYS,
+            *OPTIMIZERS,
+            "eager",
+            "compiled",
+            "aot_eager",
+            "inductor",
+        }
+        - said
+    )
     assert {p.world for p in programs} == {2, 4}
     assert (
         {p.low_precision for p in programs}
@@ -87,23 +108,40 @@ def test_the_programs_cover_everything() -> None:
 
 
 def test_what_explains_a_difference() -> None:
-    """Nothing that every script says; an announcement that is about it; what torch alone compiles to the same."""
+    """Nothing that every script says; an announcement that is about it; what torch alone compiles
+    to the same.
+    """
     script = Script(
-        "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 4)\n"
+        "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n        "
+        "self.a = nn.Linear(4, 4)\n"
     )
     assert not quirk_of(script.source)
-    right, wrong = [Outcome([("grad a.weight", None)])], [Outcome([("grad a.weight", torch.ones(1))])]
+    right, wrong = (
+        [Outcome([("grad a.weight", None)])],
+        [Outcome([("grad a.weight", torch.ones(1))])],
+    )
     lost = "compiled_fsdp: parameter a.weight is written to in place, so the write is lost"
     zeros = "compiled_fsdp: a graph gives parameter a.weight zeros for gradients instead of None"
     tied = "compiled_fsdp: parameter a.weight is tied. Sharded weights stay tied"
-    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "stock": wrong}, script).word == "fault"
-    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": wrong}, script).word == "torch"
-    assert judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": right}, script).word == "fault"
+    assert (
+        judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "stock": wrong}, script).word
+        == "fault"
+    )
+    assert (
+        judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": wrong}, script).word
+        == "torch"
+    )
+    assert (
+        judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": right}, script).word
+        == "fault"
+    )
     for text, word in ((lost, "announced"), (zeros, "announced"), (tied, "fault")):
         said = [Outcome(wrong[0].entries, warnings=[text])]
         assert judge("aot_eager", {"aot_eager": said, "unsharded": right}, script).word == word
         missing = [Outcome(right[0].entries, warnings=[zeros])]
-        assert judge("aot_eager", {"aot_eager": missing, "unsharded": wrong}, script).word == "fault"
+        assert (
+            judge("aot_eager", {"aot_eager": missing, "unsharded": wrong}, script).word == "fault"
+        )
 
 
 def test_every_program_is_legal_and_can_be_read_back() -> None:
@@ -116,10 +154,16 @@ def test_every_program_is_legal_and_can_be_read_back() -> None:
 
 
 def test_a_failure_shrinks_to_the_statement_that_is_to_blame() -> None:
-    program = next(p for p in map(make, range(10_000)) if "substitute" in p.names() and len(p.names()) > 4)
+    program = next(
+        p for p in map(make, range(10_000)) if "substitute" in p.names() and len(p.names()) > 4
+    )
 
     def fails(candidate: Program) -> Verdict | None:
-        return Verdict("compiled", "fault", "differs") if "functional_call" in render(candidate) else None
+        return (
+            Verdict("compiled", "fault", "differs")
+            if "functional_call" in render(candidate)
+            else None
+        )
 
     small, _ = smallest(program, Verdict("compiled", "fault", "differs"), fails, 1000)
     assert small.names() <= {"substitute", "call"}

@@ -1,4 +1,6 @@
-"""What a kind's outcome is worth: equal, announced, refused by name, torch's own limit, or a fault."""
+"""What a kind's outcome is worth: equal, announced, refused by name, torch's own limit, or a
+fault.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 if TYPE_CHECKING:
     from programs.source import Script
 
-# Errors of ours say what was done and what to do; those of a broken graph or of ranks that diverge are for broken programs.
+# Errors of ours say what was done and what to do; those of a broken graph or of ranks that diverge
+# are for broken programs.
 NAMED = (
     "NotImplementedError",
     "FallbackError",
@@ -23,16 +26,20 @@ NAMED = (
     "ValueError",
     "TypeError",
     "AssertionError",
-    "InternalTorchDynamoError",  # what Dynamo makes of an error of ours that is raised while it traces; it keeps the text
+    # what Dynamo makes of an error of ours that is raised while it traces; it keeps the text
+    "InternalTorchDynamoError",
 )
-# fp32: sums over ranks, and of several backwards, in another order. Units that compute in bf16 are compared with stock's.
+# fp32: sums over ranks, and of several backwards, in another order. Units that compute in bf16 are
+# compared with stock's.
 RTOL, ATOL = 1e-4, 1e-5
 LOW = 0.05
 SET_DATA = "Failed to mutate tensor data attribute"
-NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"  # 2.11, of a backward in a compiled function
-# What torch itself says of unsharded models, too, and what the script has to say: the unsharded model may have been compiled for
-# fewer shapes. A backward compiled ahead, as with dynamic shapes, is for once only; 2.11 cannot compile a layer in inference mode;
-# autograd saved another unit's parameter, and its own backward has freed it (stock's processes die there).
+# 2.11, of a backward in a compiled function
+NO_DTENSORS = "Dynamo of this torch ends in an AssertionError without a text"
+# What torch itself says of unsharded models, too, and what the script has to say: the unsharded
+# model may have been compiled for fewer shapes. A backward compiled ahead, as with dynamic shapes,
+# is for once only; 2.11 cannot compile a layer in inference mode; autograd saved another unit's
+# parameter, and its own backward has freed it (stock's processes die there).
 TORCHS_OWN = {
     "non-empty donated buffers": r"retain_graph=True",
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
@@ -56,34 +63,44 @@ EXPLAIN = {
 }
 # Announcements that a unit runs eagerly, which explain that in scripts that say this.
 EAGERLY = {"it has given up the call for good": r"raise"}
-# What stock does otherwise than the unsharded model, unsaid, by what the source says. Ours has to announce it.
+# What stock does otherwise than the unsharded model, unsaid, by what the source says. Ours has to
+# announce it.
 QUIRKS = {
-    "a write to a gathered parameter is lost": r"(?<!_)_\(|p\.data|max_norm|\[0\] = ",  # not that of `__init__(`
+    # not that of `__init__(`
+    "a write to a gathered parameter is lost": r"(?<!_)_\(|p\.data|max_norm|\[0\] = ",
     "functional_call does not replace a parameter that is gathered": "functional_call",
     "full parameters of before the step go on": r"set_reshard_after_backward\(False\)",
     "weights that load_state_dict(assign=True) unties stay tied": r"(?s)model\.\w+(\.weight)? = model\..*assign=True",
 }
 
-# Operators run as they are, in the same order, on two ranks. Not "inductor", which fuses; nor "aot_eager", which reduces the
-# gradient of each read by itself; and sums over more ranks have an order.
+# Operators run as they are, in the same order, on two ranks. Not "inductor", which fuses; nor
+# "aot_eager", which reduces the gradient of each read by itself; and sums over more ranks have an
+# order.
 SAME_ARITHMETIC = ("compiled",)
-# Only the ranks whose shard was changed can know of a write that no version counts; the error ends the job for all.
+# Only the ranks whose shard was changed can know of a write that no version counts; the error ends
+# the job for all.
 UNSEEN = "were written to through .data, or by a foreach op"
 RAISED = re.compile(r"this rank raised (\w+) \((ours|not ours)\): (.*?); nothing from", re.DOTALL)
 
-# Inductor rounds otherwise, and a batch norm over two rows makes gradients out of small differences of large terms: 2e-5 of the
-# largest element was found, which is more than 1e-4 of a small one. So a tensor is measured by its largest.
+# Inductor rounds otherwise, and a batch norm over two rows makes gradients out of small differences
+# of large terms: 2e-5 of the largest element was found, which is more than 1e-4 of a small one. So
+# a tensor is measured by its largest.
 FUSED = ("inductor",)
 # What every script says, and every message may.
-TOO_COMMON = {*"a b c d e f x y w p q in is if not for of to and with as or self the model loss step import".split()}
-TOO_COMMON |= {*"torch data class def return try except range forward zip all no sum mean read True False None".split()}
+TOO_COMMON = {
+    *"a b c d e f x y w p q in is if not for of to and with as or self the model loss step import".split()
+}
+TOO_COMMON |= {
+    *"torch data class def return try except range forward zip all no sum mean read True False None".split()
+}
 
 Outcomes = dict[str, "list[Outcome] | str"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: which way of running; word: "equal", "announced", "quirk" (of stock), "as stock", "refused", "torch" or "fault".
+    """kind: which way of running; word: "equal", "announced", "quirk" (of stock), "as stock",
+    "refused", "torch" or "fault".
 
     is_exact: the same bits as the unsharded model's; as_eager: as our eager runtime's.
     """
@@ -114,19 +131,27 @@ def judge(kind: str, outcomes: Outcomes, script: Script) -> Verdict:
     is_exact, as_eager = not differs(mine, reference, 0, 0), _is_eager(mine, outcomes)
     if kind in SAME_ARITHMETIC and not as_eager and script.world == 2 and is_read_once(script):
         return Verdict(kind, "fault", "is equal, but not bit for bit what eager computes")
-    return _silent(kind, mine, script) or Verdict(kind, "equal", is_exact=is_exact, as_eager=as_eager)
+    return _silent(kind, mine, script) or Verdict(
+        kind, "equal", is_exact=is_exact, as_eager=as_eager
+    )
 
 
 def _of_death(kind: str, text: str, outcomes: Outcomes, script: Script) -> Verdict:
     """A hang, or the death of a process.
 
-    An error that only some ranks have, because of what only they hold, leaves the others waiting in a collective; torchrun ends
-    them, and a user sees the error: it is what counts. A process of stock's that dies, too, dies of torch: full parameters of a
-    unit that another unit's forward has read are freed under autograd.
+    An error that only some ranks have, because of what only they hold, leaves the others waiting in
+    a collective; torchrun ends them, and a user sees the error: it is what counts. A process of
+    stock's that dies, too, dies of torch: full parameters of a unit that another unit's forward has
+    read are freed under autograd.
     """
     raised = RAISED.search(text)
     if raised and (raised[2] == "not ours" or UNSEEN in raised[3]):
-        verdict = _of_error(kind, [Outcome(error=raised[1], text=raised[3], is_ours=raised[2] == "ours")], outcomes, script)
+        verdict = _of_error(
+            kind,
+            [Outcome(error=raised[1], text=raised[3], is_ours=raised[2] == "ours")],
+            outcomes,
+            script,
+        )
         return replace(verdict, detail=f"on some ranks, and the others wait: {verdict.detail}")
     word = "as stock" if kind != "stock" and isinstance(outcomes.get("stock"), str) else "fault"
     return Verdict(kind, word, f"hangs or dies: {text[-1500:]}")
@@ -137,12 +162,17 @@ def _is_eager(mine: list[Outcome], outcomes: Outcomes) -> bool:
     return isinstance(eager, str) or any(o.error for o in eager) or not differs(mine, eager, 0, 0)
 
 
-def _of_difference(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script, found: str) -> Verdict:
-    """Announced by a text that explains it, or torch's own: compiled by torch alone, the unsharded model does the same."""
+def _of_difference(
+    kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script, found: str
+) -> Verdict:
+    """Announced by a text that explains it, or torch's own: compiled by torch alone, the unsharded
+    model does the same.
+    """
     plain, stock, eager = (outcomes.get(name) for name in ("plain", "stock", "eager"))
     rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
     from_stock, from_eager = (
-        (differs(mine, other, rtol, atol) or "not") if is_whole(other) else "it raises" for other in (stock, eager)
+        (differs(mine, other, rtol, atol) or "not") if is_whole(other) else "it raises"
+        for other in (stock, eager)
     )
     told = [w for o in mine for w in o.warnings if explains(w, script.source, found)]
     if told:
@@ -152,7 +182,12 @@ def _of_difference(kind: str, mine: list[Outcome], outcomes: Outcomes, script: S
         return Verdict(kind, "torch", f"unsharded, compiled by torch alone, does the same: {found}")
     if ".data = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
         return Verdict(kind, "torch", f"DTensor ignores `.data = x`: {found}")
-    if LOSES_ITEMS and "[0] = " in script.source and is_whole(stock) and not differs(mine, stock, rtol, atol):
+    if (
+        LOSES_ITEMS
+        and "[0] = " in script.source
+        and is_whole(stock)
+        and not differs(mine, stock, rtol, atol)
+    ):
         return Verdict(kind, "torch", f"DTensor's item assignment is lost: {found}")
     if kind == "stock" and (quirk := quirk_of(script.source)):
         return Verdict(kind, "quirk", f"{quirk}: {found}")
@@ -172,12 +207,18 @@ def explains(text: str, source: str, found: str) -> bool:
 
 
 def is_read_once(script: Script) -> bool:
-    """Whether each gradient is one term: sums of several are made in another order, in bf16 or under a budget, too."""
+    """Whether each gradient is one term: sums of several are made in another order, in bf16 or
+    under a budget, too.
+    """
     model, _, rest = script.source.partition("model = Model()")
     made = ("nn.", "Block()", "register_buffer")
     lines = [line for line in model.splitlines() if not any(word in line for word in made)]
     uses = re.findall(r"self\.\w+", "\n".join(lines))
-    is_once = len(uses) == len({*uses}) and "parameters()" not in "".join(lines) and " = model." not in rest
+    is_once = (
+        len(uses) == len({*uses})
+        and "parameters()" not in "".join(lines)
+        and " = model." not in rest
+    )
     is_once = is_once and rest.count("model(") <= 1 and rest.count("backward(") <= 1
     return is_once and not script.low_precision and script.budget is None
 
@@ -188,29 +229,53 @@ def quirk_of(source: str) -> str:
 
 
 def names_a_cause(text: str, source: str) -> bool:
-    """Whether a message names something of the script: its line, or a parameter, module, function or class that it says."""
+    """Whether a message names something of the script: its line, or a parameter, module, function
+    or class that it says.
+    """
     words = {*re.findall(r"[A-Za-z_]\w*", source)} - TOO_COMMON
     is_member = re.search(r"(?:^|parameters? |parameters of |unit |['(])[a-j](?:[.:, ')]|$)", text)
     return "program.py" in text or bool(is_member or words & {*re.findall(r"[A-Za-z_]\w*", text)})
 
 
-def differs(mine: list[Outcome], theirs: list[Outcome], rtol: float, atol: float, *, of_largest: bool = False) -> str:
-    """The first difference on any rank in words; "" for none. of_largest: measure tensors by their largest element."""
+def differs(
+    mine: list[Outcome],
+    theirs: list[Outcome],
+    rtol: float,
+    atol: float,
+    *,
+    of_largest: bool = False,
+) -> str:
+    """The first difference on any rank in words; "" for none. of_largest: measure tensors by their
+    largest element.
+    """
     pairs = zip(mine, theirs, strict=True)
-    return next(filter(None, (_difference(a.entries, b.entries, rtol, atol, of_largest) for a, b in pairs)), "")
+    return next(
+        filter(None, (_difference(a.entries, b.entries, rtol, atol, of_largest) for a, b in pairs)),
+        "",
+    )
 
 
-def _difference(ours: list[Entry], theirs: list[Entry], rtol: float, atol: float, of_largest: bool) -> str:
+def _difference(
+    ours: list[Entry], theirs: list[Entry], rtol: float, atol: float, of_largest: bool
+) -> str:
     for i, ((name, a), (other, b)) in enumerate(zip(ours, theirs, strict=False)):
-        found = (f"is {other} there" if name != other else "") or _unequal(a, b, rtol, atol, of_largest)
+        found = (f"is {other} there" if name != other else "") or _unequal(
+            a, b, rtol, atol, of_largest
+        )
         if found:
             return f"value {i}, {name}: {found}"
-    return "" if len(ours) == len(theirs) else f"{len(ours)} values were recorded, {len(theirs)} there"
+    return (
+        "" if len(ours) == len(theirs) else f"{len(ours)} values were recorded, {len(theirs)} there"
+    )
 
 
 def _unequal(a: Tensor | None, b: Tensor | None, rtol: float, atol: float, of_largest: bool) -> str:
     if a is None or b is None:
-        return "" if a is b else f"{'None' if a is None else 'a tensor'}, should be {'None' if b is None else 'a tensor'}"
+        return (
+            ""
+            if a is b
+            else f"{'None' if a is None else 'a tensor'}, should be {'None' if b is None else 'a tensor'}"
+        )
     if a.shape != b.shape or (a.dtype != b.dtype and not rtol == LOW):
         return f"{a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}"
     if of_largest and b.numel():
@@ -221,12 +286,21 @@ def _unequal(a: Tensor | None, b: Tensor | None, rtol: float, atol: float, of_la
 
 
 def _silent(kind: str, mine: list[Outcome], script: Script) -> Verdict | None:
-    """Units that run eagerly where all that calls them is compiled, and nothing that was said explains it."""
-    eager = next((o for o in mine if o.num_eager and not any(_is_why(w, script.source) for w in o.warnings)), None)
+    """Units that run eagerly where all that calls them is compiled, and nothing that was said
+    explains it.
+    """
+    eager = next(
+        (o for o in mine if o.num_eager and not any(_is_why(w, script.source) for w in o.warnings)),
+        None,
+    )
     if eager is None or not script.is_whole or kind in ("eager", "stock"):
         return None
     said = f"only {eager.warnings[0]}" if eager.warnings else "nothing"
-    return Verdict(kind, "fault", f"silence: {eager.num_eager} forwards of units ran eagerly, and {said} was said")
+    return Verdict(
+        kind,
+        "fault",
+        f"silence: {eager.num_eager} forwards of units ran eagerly, and {said} was said",
+    )
 
 
 def _is_why(text: str, source: str) -> bool:
@@ -253,12 +327,22 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
         return Verdict(kind, word, f"refuses what eager and stock run: {text}")
     is_named = names_a_cause(first.text, script.source)
     if first.error in NAMED and first.is_ours:
-        return Verdict(kind, "refused", text) if is_named else Verdict(kind, "fault", f"raises without a cause {text}")
+        return (
+            Verdict(kind, "refused", text)
+            if is_named
+            else Verdict(kind, "fault", f"raises without a cause {text}")
+        )
     if first.error == "Unsupported" and "compiled_fsdp: " in first.text and is_named:
-        return Verdict(kind, "refused", text)  # with fullgraph=True, Dynamo raises our text as its own, or quotes our error
-    if SET_DATA in first.text:  # a full parameter is no input of the graph: Dynamo says so, with its line
+        return Verdict(
+            kind, "refused", text
+        )  # with fullgraph=True, Dynamo raises our text as its own, or quotes our error
+    if (
+        SET_DATA in first.text
+    ):  # a full parameter is no input of the graph: Dynamo says so, with its line
         return Verdict(kind, "refused", text)
-    if any(words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()):
+    if any(
+        words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()
+    ):
         return Verdict(kind, "torch", text)
     if any(words in first.text for words in SHARDED):
         return Verdict(kind, "as stock", text)

@@ -1,4 +1,6 @@
-"""Read JSON that others wrote: a clear error that names the file, instead of a surprise further down."""
+"""Read JSON that others wrote: a clear error that names the file, instead of a surprise further
+down.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUMBER = (int, float)
-NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "an integer", NUMBER: "a number"}
+NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "an integer",
+    NUMBER: "a number",
+}
 
 
 class DumpError(ValueError):
@@ -29,9 +38,13 @@ def load(path: Path, doing: str) -> Any:
         text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
         return json.loads(text, parse_constant=_no_constant)
     except (OSError, EOFError) as error:
-        raise DumpError(f"{doing}: {path} cannot be read: {error}; dump again, or leave it out") from error
+        raise DumpError(
+            f"{doing}: {path} cannot be read: {error}; dump again, or leave it out"
+        ) from error
     except ValueError as error:
-        raise DumpError(f"{doing}: {path} is no JSON: {error}; it is cut off or garbled: write it again") from error
+        raise DumpError(
+            f"{doing}: {path} is no JSON: {error}; it is cut off or garbled: write it again"
+        ) from error
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -39,7 +52,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class Check:
-    """Whether a value has a shape, given as an example of types: `{"a": NUMBER}`, `[str]` (a list of), `(str, None)` (or null).
+    """Whether a value has a shape, given as an example of types: `{"a": NUMBER}`, `[str]` (a list
+    of), `(str, None)` (or null).
 
     Keys that are not asked for are let through.
     """
@@ -69,12 +83,16 @@ class Check:
         """Raise unless lists that belong together are equally long."""
         if len({len(entries) for entries in lists}) > 1:
             self.fail(
-                f"{where} have {' and '.join(str(len(entries)) for entries in lists)} entries, should be the same number"
+                f"{where} have {' and '.join(str(len(entries)) for entries in lists)} entries, "
+                "should be the same number"
             )
 
     def fail(self, what: str) -> NoReturn:
         """Raise, naming the file."""
-        raise DumpError(f"{self.doing}: {self.path}: {what}; it is garbled or of another version: write it again")
+        raise DumpError(
+            f"{self.doing}: {self.path}: {what}; it is garbled or of another version: write it "
+            "again"
+        )
 
     def _is(self, value: Any, kind: Any, where: str) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,12 +1,13 @@
-"""A profiled step laid over the predicted one: which events of a profile are which collectives of which dumped graph.
+"""A profiled step laid over the predicted one: which events of a profile are which collectives of
+which dumped graph.
 
-A graph that communicates begins with `fsdp::agree`; from there on, its collectives start, and are awaited, in the order of the
-graph. So a run is recognised by the kinds of its collectives, and the n-th start in it is the graph's n-th. Of several runs of
-a graph the last counts.
+A graph that communicates begins with `fsdp::agree`; from there on, its collectives start, and are
+awaited, in the order of the graph. So a run is recognised by the kinds of its collectives, and the
+n-th start in it is the graph's n-th. Of several runs of a graph the last counts.
 
-A profile of the CPU does not say when a message arrives. Events named `compiled_fsdp::carried` do, if whoever profiled added
-them: one for each exchange of ours over gloo, in the order of their starts. Without, a collective counts as under way until
-its wait is over.
+A profile of the CPU does not say when a message arrives. Events named `compiled_fsdp::carried` do,
+if whoever profiled added them: one for each exchange of ours over gloo, in the order of their
+starts. Without, a collective counts as under way until its wait is over.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a graph: what starts collectives and what waits for them, in order, and the range that encloses it."""
+    """One run of a graph: what starts collectives and what waits for them, in order, and the range
+    that encloses it.
+    """
 
     begin: float
     end: float | None
@@ -72,27 +75,35 @@ class Run:
     carried: list[Event]
 
     def is_of(self, graph: DumpedGraph) -> bool:
-        """Whether it starts as many collectives as the graph, or more, and those of the graph first."""
+        """Whether it starts as many collectives as the graph, or more, and those of the graph
+        first.
+        """
         kinds = [c["kind"] for c in graph.timeline["collectives"]]
         enough = len(self.waits) >= len(graph.timeline["waits"])
         return bool(kinds) and enough and [e.kind for e in self.starts[: len(kinds)]] == kinds
 
 
 def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
-    """Lay a profile over the graphs that `rank` dumped: what `write_report` and `write_trace` show as measured.
+    """Lay a profile over the graphs that `rank` dumped: what `write_report` and `write_trace` show
+    as measured.
 
-    profile: a finished `torch.profiler.profile`, or a Chrome trace that it exported (.json or .json.gz), of at least one step.
+    profile: a finished `torch.profiler.profile`, or a Chrome trace that it exported (.json or
+        .json.gz), of at least one step.
 
     Returns:
         The file that was written, `measured.json` in the rank's folder.
 
     Raises:
         DumpError: the profile is garbled, or no dumped graph runs in it.
-        NotImplementedError: it is of a device, whose collectives run on after their starts and waits return.
+        NotImplementedError: it is of a device, whose collectives run on after their starts and
+            waits return.
     """
     ranks = {found.rank: found for found in read_dump(Path(dump_dir))}
     if rank not in ranks:
-        raise DumpError(f"add_profile: rank is {rank}; {dump_dir} has dumps of ranks {list(ranks)}: give one of them")
+        raise DumpError(
+            f"add_profile: rank is {rank}; {dump_dir} has dumps of ranks {list(ranks)}: give one "
+            "of them"
+        )
     if isinstance(profile, str | Path):
         source, events = Path(profile).name, read_events(Path(profile))
     else:
@@ -103,11 +114,15 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
     graphs = match(ranks[rank].graphs, events)
     if not graphs:
         raise DumpError(
-            f"add_profile: {source} has {sum(e.name == AGREE for e in events)} runs of graphs ({AGREE}), none with the collectives "
-            f"of {', '.join(g.name for g in ranks[rank].graphs)}; profile a step of the model that was dumped, on rank {rank}"
+            f"add_profile: {source} has {sum(e.name == AGREE for e in events)} runs of graphs "
+            f"({AGREE}), none with the collectives "
+            f"of {', '.join(g.name for g in ranks[rank].graphs)}; profile a step of the model that "
+            f"was dumped, on rank {rank}"
         )
     out = ranks[rank].folder / MEASURED
-    graphs = {name: {**run, "of": digest(ranks[rank].folder / name)} for name, run in graphs.items()}
+    graphs = {
+        name: {**run, "of": digest(ranks[rank].folder / name)} for name, run in graphs.items()
+    }
     out.write_text(json.dumps({"format": FORMAT, "source": source, "graphs": graphs}) + "\n")
     return out
 
@@ -125,14 +140,18 @@ def read_events(path: Path) -> list[Event]:
     events = []
     if any(event.get("cat") == "kernel" for event in found["traceEvents"]):
         raise NotImplementedError(
-            f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid over the predicted one so far, "
-            "since on a device starts and waits return at once. Look at it beside the trace that write_trace writes"
+            f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid "
+            "over the predicted one so far, "
+            "since on a device starts and waits return at once. Look at it beside the trace that "
+            "write_trace writes"
         )
     for index, event in enumerate(found["traceEvents"]):
         if event.get("ph") == "X":
             check(event, {"name": str, "ts": NUMBER, "dur": NUMBER}, f"traceEvents[{index}]")
             begin = event["ts"] * MICROSECOND
-            events.append(Event(event["name"], begin, begin + event["dur"] * MICROSECOND, event.get("tid")))
+            events.append(
+                Event(event["name"], begin, begin + event["dur"] * MICROSECOND, event.get("tid"))
+            )
     return sorted(events, key=lambda event: (event.begin, -event.end))
 
 
@@ -149,20 +168,41 @@ def match(graphs: tuple[DumpedGraph, ...], events: list[Event]) -> dict[str, dic
 def find_runs(events: list[Event]) -> list[Run]:
     """Runs of graphs, in order."""
     carried = iter([e for e in events if e.name == CARRIED])
-    arrivals = {id(e): c for e, c in zip(_outermost([e for e in events if e.name in EXCHANGES]), carried, strict=False)}
+    arrivals = {
+        id(e): c
+        for e, c in zip(
+            _outermost([e for e in events if e.name in EXCHANGES]), carried, strict=False
+        )
+    }
     runs = []
     marks = [e for e in events if e.name == AGREE]
     for mark in marks:
         later = [m.begin for m in marks if m.thread == mark.thread and m.begin > mark.begin]
         until = min(later, default=float("inf"))
         inside = [
-            e for e in events if e.thread == mark.thread and mark.end <= e.begin < until and (e.kind or e.name == WAIT)
+            e
+            for e in events
+            if e.thread == mark.thread
+            and mark.end <= e.begin < until
+            and (e.kind or e.name == WAIT)
         ]
         inside = _outermost(inside)
         starts = [e for e in inside if e.kind]
-        around = [e.end for e in events if e.thread == mark.thread and e.begin <= mark.begin and mark.end < e.end <= until]
+        around = [
+            e.end
+            for e in events
+            if e.thread == mark.thread and e.begin <= mark.begin and mark.end < e.end <= until
+        ]
         waits = [e for e in inside if not e.kind]
-        runs.append(Run(mark.begin, max(around, default=None), starts, waits, [arrivals.get(id(e), e) for e in starts]))
+        runs.append(
+            Run(
+                mark.begin,
+                max(around, default=None),
+                starts,
+                waits,
+                [arrivals.get(id(e), e) for e in starts],
+            )
+        )
     return runs
 
 
@@ -178,13 +218,17 @@ def _outermost(events: list[Event]) -> list[Event]:
 
 
 def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
-    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not awaited in it has no wait.
+    """A run of a graph in the form of a predicted one: seconds from its beginning; what is not
+    awaited in it has no wait.
 
     issuing: how long the thread was busy with starting a collective.
-    exposed: how long it stood in the wait, if the message was not there before; a wait for one that was there hides it.
+    exposed: how long it stood in the wait, if the message was not there before; a wait for one that
+        was there hides it.
     """
     awaited = list(zip(graph.timeline["waits"], run.waits, strict=False))
-    waits = {index: wait for index, wait in reversed(awaited) if index >= 0}  # a user may await his own again
+    waits = {
+        index: wait for index, wait in reversed(awaited) if index >= 0
+    }  # a user may await his own again
     number = len(graph.timeline["collectives"])
     has_arrivals = all(c.name == CARRIED for c in run.carried[:number])
     found, busy = [], []
@@ -205,7 +249,12 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
         )
     last = max((event.end for event in (*busy, *run.waits[: len(awaited)])), default=run.begin)
     total = max(last, run.end or last) - run.begin
-    return {"total": total, "times": found, "compute": _between(busy, run.begin, total), "has_arrivals": has_arrivals}
+    return {
+        "total": total,
+        "times": found,
+        "compute": _between(busy, run.begin, total),
+        "has_arrivals": has_arrivals,
+    }
 
 
 def _between(busy: list[Event], begin: float, total: float) -> list[list[float]]:

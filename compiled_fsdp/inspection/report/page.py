@@ -1,6 +1,8 @@
-"""The page: data as JSON inside a template; what shows them is JavaScript, which only ever sets text.
+"""The page: data as JSON inside a template; what shows them is JavaScript, which only ever sets
+text.
 
-The page's own policy forbids it to load anything, so that names in it can do no harm even if one were taken for markup.
+The page's own policy forbids it to load anything, so that names in it can do no harm even if one
+were taken for markup.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ SCRIPTS = ("dom.js", "axis.js", "timeline.js", "memory.js", "tables.js", "page.j
 
 
 def write_report(dump_dir: Path, out: Path) -> None:
-    """Write the page for a folder of dumps to `out`: timelines, memory, buckets, what each pass changed, settings.
+    """Write the page for a folder of dumps to `out`: timelines, memory, buckets, what each pass
+    changed, settings.
 
     Raises:
         DumpError: there is no dump, or a file of it is garbled; names the file.
     """
     ranks = read_dump(Path(dump_dir))
-    Path(out).write_text(page(ranks, "/".join(Path(dump_dir).resolve().parts[-2:])), encoding="utf-8")
+    Path(out).write_text(
+        page(ranks, "/".join(Path(dump_dir).resolve().parts[-2:])), encoding="utf-8"
+    )
 
 
 def page(ranks: list[DumpedRank], title: str) -> str:

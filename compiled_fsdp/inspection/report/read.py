@@ -15,7 +15,13 @@ from .check import NUMBER, Check, DumpError, load
 DOING = "reading the dump"
 MEASURED = "measured.json"
 HEAD = {"format": int, "kind": str, "executor": str}
-TIMES = {"issued": NUMBER, "begin": NUMBER, "end": NUMBER, "awaited": (NUMBER, None), "exposed": NUMBER}
+TIMES = {
+    "issued": NUMBER,
+    "begin": NUMBER,
+    "end": NUMBER,
+    "awaited": (NUMBER, None),
+    "exposed": NUMBER,
+}
 RUN = {"total": NUMBER, "times": [TIMES], "compute": [list], "nodes": [NUMBER]}
 COLLECTIVE = {
     "node": str,
@@ -30,19 +36,44 @@ COLLECTIVE = {
     "group": str,
     "module": str,
 }
-COSTS = {"flops": NUMBER, "bandwidth": NUMBER, "overhead": NUMBER, "links": dict, "is_assumed": bool}
+COSTS = {
+    "flops": NUMBER,
+    "bandwidth": NUMBER,
+    "overhead": NUMBER,
+    "links": dict,
+    "is_assumed": bool,
+}
 TIMELINE = {
     **HEAD,
     "costs": COSTS,
-    "settings": {"plan": dict, "versions": dict, "rank": int, "world_size": int, "environment": dict},
+    "settings": {
+        "plan": dict,
+        "versions": dict,
+        "rank": int,
+        "world_size": int,
+        "environment": dict,
+    },
     "groups": dict,
     "collectives": [COLLECTIVE],
     "waits": [int],
     **dict.fromkeys(EXECUTORS, RUN),
 }
-PROFILE = {"peak": NUMBER, "where": int, "at_rest": NUMBER, "during": [NUMBER], "kinds": dict, "storages": [list]}
+PROFILE = {
+    "peak": NUMBER,
+    "where": int,
+    "at_rest": NUMBER,
+    "during": [NUMBER],
+    "kinds": dict,
+    "storages": [list],
+}
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
-MEASURED_RUN = {"total": NUMBER, "times": [{**TIMES, "issuing": NUMBER}], "compute": [list], "has_arrivals": bool, "of": str}
+MEASURED_RUN = {
+    "total": NUMBER,
+    "times": [{**TIMES, "issuing": NUMBER}],
+    "compute": [list],
+    "has_arrivals": bool,
+    "of": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +99,9 @@ class DumpedGraph:
 
 @dataclass(frozen=True, slots=True)
 class DumpedRank:
-    """What one rank dumped, in the order of compilation; `joint`: passes on graphs before they were split."""
+    """What one rank dumped, in the order of compilation; `joint`: passes on graphs before they were
+    split.
+    """
 
     rank: int
     folder: Path
@@ -84,14 +117,19 @@ def read_dump(folder: Path) -> list[DumpedRank]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DumpError(f"{DOING}: {folder} is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote")
+        raise DumpError(
+            f"{DOING}: {folder} is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"
+        )
     ranks = [
-        _rank(int(found[1]), path) for path in sorted(folder.iterdir()) if (found := re.fullmatch(r"rank(\d+)", path.name))
+        _rank(int(found[1]), path)
+        for path in sorted(folder.iterdir())
+        if (found := re.fullmatch(r"rank(\d+)", path.name))
     ]
     ranks = sorted((rank for rank in ranks if rank.graphs), key=lambda rank: rank.rank)
     if not ranks:
         raise DumpError(
-            f"{DOING}: {folder} has no rank0/NNN_forward/timeline.json; finished graphs are written where a sharded model is "
+            f"{DOING}: {folder} has no rank0/NNN_forward/timeline.json; finished graphs are "
+            "written where a sharded model is "
             "compiled inside dumped_to, or with COMPILED_FSDP_DUMP: compile it with one of them"
         )
     return ranks
@@ -112,11 +150,15 @@ def _graph(path: Path, measured: dict[str, Any] | None) -> DumpedGraph:
     timeline, memory = _timeline(path / "timeline.json"), _memory(path / "memory.json")
     if measured is not None:
         check = Check(path.parent / MEASURED, DOING)
-        check.same_length(f"graphs.{path.name} and the collectives", measured["times"], timeline["collectives"])
+        check.same_length(
+            f"graphs.{path.name} and the collectives", measured["times"], timeline["collectives"]
+        )
         if measured["of"] != digest(path):
             check.fail(f"{path.name} was measured before it was dumped again")
     texts = sorted(path.glob("[0-9][0-9]_*.txt"))
-    return DumpedGraph(path.name, timeline, memory, _passes(path), _text(texts[-1]) if texts else "", measured)
+    return DumpedGraph(
+        path.name, timeline, memory, _passes(path), _text(texts[-1]) if texts else "", measured
+    )
 
 
 def digest(path: Path) -> str:
@@ -127,8 +169,12 @@ def digest(path: Path) -> str:
 def _timeline(path: Path) -> dict[str, Any]:
     found, check = _record(path, TIMELINE)
     for executor in EXECUTORS:
-        check.same_length(f"{executor}.times and collectives", found[executor]["times"], found["collectives"])
-        _stretches(found[executor]["compute"], [NUMBER, NUMBER, str, str], f"{executor}.compute", check)
+        check.same_length(
+            f"{executor}.times and collectives", found[executor]["times"], found["collectives"]
+        )
+        _stretches(
+            found[executor]["compute"], [NUMBER, NUMBER, str, str], f"{executor}.compute", check
+        )
     if not all(-1 <= index < len(found["collectives"]) for index in found["waits"]):
         check.fail(f"waits names collectives out of 0 to {len(found['collectives']) - 1}")
     return found
@@ -140,10 +186,23 @@ def _memory(path: Path) -> dict[str, Any]:
         profile = found[executor]
         for kind, curve in profile["kinds"].items():
             check(curve, [NUMBER], f"{executor}.kinds.{kind}")
-            check.same_length(f"{executor}.kinds.{kind}, during and nodes", curve, profile["during"], found["nodes"])
+            check.same_length(
+                f"{executor}.kinds.{kind}, during and nodes",
+                curve,
+                profile["during"],
+                found["nodes"],
+            )
         if not 0 <= profile["where"] < len(found["nodes"]):
-            check.fail(f"{executor}.where is {profile['where']}, should be from 0 to {len(found['nodes']) - 1}")
-        _stretches(profile["storages"], [str, str, NUMBER, NUMBER, NUMBER, list], f"{executor}.storages", check)
+            check.fail(
+                f"{executor}.where is {profile['where']}, should be from 0 to "
+                f"{len(found['nodes']) - 1}"
+            )
+        _stretches(
+            profile["storages"],
+            [str, str, NUMBER, NUMBER, NUMBER, list],
+            f"{executor}.storages",
+            check,
+        )
     return found
 
 

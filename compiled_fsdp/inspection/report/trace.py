@@ -1,4 +1,6 @@
-"""The timelines of a dump as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing: predicted and measured tracks."""
+"""The timelines of a dump as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing:
+predicted and measured tracks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ LANES = {COMPUTE: "training thread", WIRE: "wire"}
 
 
 def write_trace(dump_dir: Path, out: Path) -> None:
-    """Write the predicted timeline of every dumped rank, and the measured one where `add_profile` left it, to `out`.
+    """Write the predicted timeline of every dumped rank, and the measured one where `add_profile`
+    left it, to `out`.
 
     Raises:
         DumpError: there is no dump, or a file of it is garbled; names the file.
@@ -28,7 +31,9 @@ def write_trace(dump_dir: Path, out: Path) -> None:
 
 
 def chrome_trace(ranks: list[DumpedRank]) -> dict[str, Any]:
-    """The trace as an object. A rank's processes are one for what is predicted and one for what was measured."""
+    """The trace as an object. A rank's processes are one for what is predicted and one for what was
+    measured.
+    """
     events: list[dict[str, Any]] = []
     for rank in ranks:
         for source, pid in (("predicted", 2 * rank.rank), ("measured", 2 * rank.rank + 1)):
@@ -38,8 +43,13 @@ def chrome_trace(ranks: list[DumpedRank]) -> dict[str, Any]:
 
 
 def _names(rank: int, source: str, pid: int) -> list[dict[str, Any]]:
-    named = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank}, {source}"}}]
-    named += [{"ph": "M", "pid": pid, "tid": t, "name": "thread_name", "args": {"name": n}} for t, n in LANES.items()]
+    named = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank}, {source}"}}
+    ]
+    named += [
+        {"ph": "M", "pid": pid, "tid": t, "name": "thread_name", "args": {"name": n}}
+        for t, n in LANES.items()
+    ]
     return named
 
 
@@ -64,7 +74,9 @@ def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[s
         node, module = names or ("compute", "")
         events.append(_range(module or node, COMPUTE, start, begin, end, {"node": node}))
     for collective, times in zip(graph.timeline["collectives"], run["times"], strict=True):
-        name = printable(f"{collective['kind']} {', '.join(collective['units']) or collective['module']}")
+        name = printable(
+            f"{collective['kind']} {', '.join(collective['units']) or collective['module']}"
+        )
         details = {
             "parameters": [printable(p["name"]) for p in collective["parameters"]],
             **{key: collective[key] for key in ("node", "op", "bytes", "sent", "dtype", "group")},
@@ -72,19 +84,43 @@ def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[s
         }
         events.append(_range(name, WIRE, start, times["begin"], times["end"], details))
         if times.get("issuing"):
-            events.append(_range(f"start: {name}", COMPUTE, start, times["issued"], times["issued"] + times["issuing"], {}))
+            events.append(
+                _range(
+                    f"start: {name}",
+                    COMPUTE,
+                    start,
+                    times["issued"],
+                    times["issued"] + times["issuing"],
+                    {},
+                )
+            )
         if times["exposed"] and times["awaited"] is not None:
-            events.append(_range(f"wait: {name}", COMPUTE, start, times["awaited"], times["awaited"] + times["exposed"], {}))
+            events.append(
+                _range(
+                    f"wait: {name}",
+                    COMPUTE,
+                    start,
+                    times["awaited"],
+                    times["awaited"] + times["exposed"],
+                    {},
+                )
+            )
     return events
 
 
-def _range(name: str, lane: int, start: float, begin: float, end: float, details: dict[str, Any]) -> dict[str, Any]:
+def _range(
+    name: str, lane: int, start: float, begin: float, end: float, details: dict[str, Any]
+) -> dict[str, Any]:
     when = {"ts": (start + begin) * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
     return {"ph": "X", "name": printable(name), "tid": lane, **when, "args": details}
 
 
-def _memory(graph: DumpedGraph, run: dict[str, Any], start: float, pid: int) -> list[dict[str, Any]]:
-    """A counter of the bytes of each kind; of nodes that begin at the same time the one with the most counts."""
+def _memory(
+    graph: DumpedGraph, run: dict[str, Any], start: float, pid: int
+) -> list[dict[str, Any]]:
+    """A counter of the bytes of each kind; of nodes that begin at the same time the one with the
+    most counts.
+    """
     profile = graph.memory[graph.memory["executor"]]
     most: dict[float, int] = {}
     for index, when in enumerate(run["nodes"]):

@@ -1,4 +1,6 @@
-"""Run the same observation on stock FSDP1 and on ours; as `compat.oracle` for `fully_shard`, whose helpers these are."""
+"""Run the same observation on stock FSDP1 and on ours; as `compat.oracle` for `fully_shard`, whose
+helpers these are.
+"""
 
 from __future__ import annotations
 
@@ -108,12 +110,18 @@ def outcome(run: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def warned() -> Iterator[list[str]]:
-    """The categories and beginnings of the warnings given inside, apart from what torch says of itself."""
+    """The categories and beginnings of the warnings given inside, apart from what torch says of
+    itself.
+    """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as entries:
         warnings.simplefilter("always")
         yield found
-    own = [e for e in entries if not str(e.message).startswith(("compiled_fsdp:", "Dynamo", "torch.jit"))]
+    own = [
+        e
+        for e in entries
+        if not str(e.message).startswith(("compiled_fsdp:", "Dynamo", "torch.jit"))
+    ]
     found += [f"{e.category.__name__}: {str(e.message)[:50]}" for e in own]
 
 

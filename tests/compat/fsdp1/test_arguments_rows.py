@@ -1,4 +1,6 @@
-"""Chapters 1 to 4: the constructor, process groups, wrapping policies, ignored states, initialisation."""
+"""Chapters 1 to 4: the constructor, process groups, wrapping policies, ignored states,
+initialisation.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,35 @@ if TYPE_CHECKING:
 @rows("1.1", "2.1", "3.1", "9.1", "12.2", "16.1")
 def test_signature_and_names() -> None:
     ours, theirs = compiled_fsdp.FullyShardedDataParallel, stock.FullyShardedDataParallel
-    a, b = inspect.signature(ours.__init__).parameters, inspect.signature(theirs.__init__).parameters
-    assert [(p.name, p.kind, p.default) for p in a.values()] == [(p.name, p.kind, p.default) for p in b.values()]
+    a, b = (
+        inspect.signature(ours.__init__).parameters,
+        inspect.signature(theirs.__init__).parameters,
+    )
+    assert [(p.name, p.kind, p.default) for p in a.values()] == [
+        (p.name, p.kind, p.default) for p in b.values()
+    ]
     assert issubclass(ours, theirs)
     for name in stock.__all__:
         assert hasattr(compiled_fsdp, name), name
         assert name in compiled_fsdp.__all__ or name == "DataParallelMeshDims", name
     assert compiled_fsdp.FlatParameter is stock.FlatParameter
     for name in stock.api.__all__:
-        assert getattr(compiled_fsdp, name) is getattr(compiled_fsdp.api, name) is getattr(stock.api, name), name
-    long_name = importlib.import_module("compiled_fsdp.fully_sharded_data_parallel")  # from where tutorials import
+        assert (
+            getattr(compiled_fsdp, name)
+            is getattr(compiled_fsdp.api, name)
+            is getattr(stock.api, name)
+        ), name
+    long_name = importlib.import_module(
+        "compiled_fsdp.fully_sharded_data_parallel"
+    )  # from where tutorials import
     assert long_name.__all__ == stock.fully_sharded_data_parallel.__all__
     for name in (*stock.api.__all__, "OptimStateKeyType", "FullyShardedDataParallel"):
         assert getattr(long_name, name) is getattr(compiled_fsdp, name), name
     assert compiled_fsdp.wrap.__all__ == sorted(stock_wrap.__all__)
-    assert all(getattr(compiled_fsdp.wrap, name) is getattr(stock_wrap, name) for name in stock_wrap.__all__)
+    assert all(
+        getattr(compiled_fsdp.wrap, name) is getattr(stock_wrap, name)
+        for name in stock_wrap.__all__
+    )
     scaler = inspect.signature(compiled_fsdp.sharded_grad_scaler.ShardedGradScaler.__init__)
     assert list(scaler.parameters)[1:] == [
         "device",
@@ -81,8 +97,18 @@ def test_construction(two: Pool) -> None:
 def construction(api: Api) -> Any:
     found: list[Any] = []
     with warned() as given:
-        found.append(outcome(lambda: type(api.FSDP(nn.ModuleList([nn.Linear(2, 2)]), device_id="cpu")).__name__))
-        found.append(outcome(lambda: list(params(api.FSDP(net(), None, ShardingStrategy.NO_SHARD, device_id="cpu")))))
+        found.append(
+            outcome(
+                lambda: type(api.FSDP(nn.ModuleList([nn.Linear(2, 2)]), device_id="cpu")).__name__
+            )
+        )
+        found.append(
+            outcome(
+                lambda: list(
+                    params(api.FSDP(net(), None, ShardingStrategy.NO_SHARD, device_id="cpu"))
+                )
+            )
+        )
     found.append(given)
     mesh = mesh_of(2)
     found.append(outcome(lambda: api.wrap(net(), process_group=dist.group.WORLD, device_mesh=mesh)))
@@ -92,7 +118,11 @@ def construction(api: Api) -> Any:
     empty = api.wrap(nn.Tanh())
     found += [empty._flat_param, empty(batch()), list(empty.state_dict())]
     model = api.wrap(net(), use_orig_params=False)
-    found += [type(model.module).__name__.replace("FSDP", ""), list(params(model)), type(model[0]).__name__]
+    found += [
+        type(model.module).__name__.replace("FSDP", ""),
+        list(params(model)),
+        type(model[0]).__name__,
+    ]
     inner = api.wrap(checkpoint_wrapper(net()))
     found += [type(inner.module).__name__.replace("FSDP", ""), list(params(inner))]
     found += [outcome(lambda: model.nothing), list(params(api.wrap(net(), use_orig_params=True)))]
@@ -133,7 +163,9 @@ def one_rank(api: Api) -> Any:
 
 @rows("1.20", status="improved")
 def test_marks(two: Pool) -> None:
-    """`_fsdp_use_orig_params` is always True, since Dynamo alone asks and traces both ways; ignored modules are not marked."""
+    """`_fsdp_use_orig_params` is always True, since Dynamo alone asks and traces both ways; ignored
+    modules are not marked.
+    """
     two.run(each, marks)
 
 
@@ -174,13 +206,17 @@ def hybrid_groups(api: Api) -> Any:
     shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
     strategy = ShardingStrategy.HYBRID_SHARD
-    model = api.wrap(net(), process_group=(shard, replicate), sharding_strategy=strategy, use_orig_params=True)
+    model = api.wrap(
+        net(), process_group=(shard, replicate), sharding_strategy=strategy, use_orig_params=True
+    )
     return train_step(api.compile(model)), grads(model)
 
 
 @rows("2.9", "2.11", status="improved")
 def test_hybrid_without_groups(two: Pool) -> None:
-    """On a CPU every rank is a node; stock divides gradients there without adding them, ours averages them."""
+    """On a CPU every rank is a node; stock divides gradients there without adding them, ours
+    averages them.
+    """
     two.run(each, hybrid_without_groups)
 
 
@@ -195,7 +231,11 @@ def hybrid_without_groups(api: Api) -> None:
 
 
 def wrapped(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, stock.FullyShardedDataParallel)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, stock.FullyShardedDataParallel)
+    ]
 
 
 @rows("3.2", "3.3", "3.4", "3.7", "3.9", "3.10", "3.11", "3.12", "3.17")
@@ -217,23 +257,42 @@ def policies(api: Api) -> Any:
     choices: dict[str, tuple[nn.Module, Any]] = {
         "callable": (net(), policy),
         "always": (net(), p.always_wrap_policy),
-        "lambda": (net(), functools.partial(p.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))),
-        "transformer": (net(), functools.partial(p.transformer_auto_wrap_policy, transformer_layer_cls={Block})),
+        "lambda": (
+            net(),
+            functools.partial(
+                p.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear)
+            ),
+        ),
+        "transformer": (
+            net(),
+            functools.partial(p.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ),
         "size": (net(), size),
         "leaf": (attention, size),
         "classes": (net(), p.ModuleWrapPolicy({Block})),
         "shared": (shared, p.ModuleWrapPolicy({Block})),
-        "custom": (net(), p.CustomPolicy(lambda m: {"forward_prefetch": True} if isinstance(m, Block) else False)),
+        "custom": (
+            net(),
+            p.CustomPolicy(lambda m: {"forward_prefetch": True} if isinstance(m, Block) else False),
+        ),
         "bad": (net(), p.CustomPolicy(lambda m: "yes")),
         "nested": (nn.Sequential(api.wrap(net())), p.ModuleWrapPolicy({Block})),
     }
     found: dict[str, Any] = {}
     for name, (module, chosen) in choices.items():
-        found[name] = outcome(lambda module=module, chosen=chosen: wrapped(api.wrap(module, auto_wrap_policy=chosen)))
+        found[name] = outcome(
+            lambda module=module, chosen=chosen: wrapped(api.wrap(module, auto_wrap_policy=chosen))
+        )
     custom = api.wrap(net(), auto_wrap_policy=choices["custom"][1])
     ignoring = net()
-    ignored = api.wrap(ignoring, auto_wrap_policy=p.ModuleWrapPolicy({Block}), ignored_modules=[ignoring[1]])
-    own = all(type(m) is api.FSDP for m in custom.modules() if isinstance(m, stock.FullyShardedDataParallel))
+    ignored = api.wrap(
+        ignoring, auto_wrap_policy=p.ModuleWrapPolicy({Block}), ignored_modules=[ignoring[1]]
+    )
+    own = all(
+        type(m) is api.FSDP
+        for m in custom.modules()
+        if isinstance(m, stock.FullyShardedDataParallel)
+    )
     return (
         found,
         asked,
@@ -276,14 +335,23 @@ def policies_and_precision(api: Api) -> Any:
     found = [sorted(given), wrapped(model), train_step(call), plain(grads(model))]
     # The hooks around batch norm keep nothing that a graph guards on.
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found += [train_step(call, 1), plain(grads(model)), model.eval().norm(torch.ones(2, 6, dtype=torch.bfloat16)).dtype]
+        found += [
+            train_step(call, 1),
+            plain(grads(model)),
+            model.eval().norm(torch.ones(2, 6, dtype=torch.bfloat16)).dtype,
+        ]
     frozen = net()
     frozen[1].a.weight.requires_grad_(False)
     found.append(outcome(lambda: api.blocks(frozen, use_orig_params=False))[0])
     frozen = net()
     frozen[1].a.weight.requires_grad_(False)
     with warned() as given:
-        partly = api.FSDP(frozen, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id="cpu")
+        partly = api.FSDP(
+            frozen,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id="cpu",
+        )
     return found, given, train_step(api.compile(partly)), grads(partly)
 
 
@@ -297,7 +365,13 @@ def wrap_and_enable_wrap(api: Api) -> Any:
     with enable_wrap(wrapper_cls=api.FSDP, device_id="cpu", use_orig_params=True):
         inside = wrap(nn.Linear(3, 4), forward_prefetch=True)
         nested = outcome(lambda: enable_wrap(wrapper_cls=api.FSDP).__enter__())
-    return type(outside).__name__, type(inside) is api.FSDP, inside.forward_prefetch, inside._use_orig_params, nested
+    return (
+        type(outside).__name__,
+        type(inside) is api.FSDP,
+        inside.forward_prefetch,
+        inside._use_orig_params,
+        nested,
+    )
 
 
 @rows("4.1", "4.2", "4.5")
@@ -312,16 +386,28 @@ def ignored(api: Api) -> Any:
         outcome(lambda: api.wrap(model, ignored_states=[model[0], model[1].a.weight]))[0],
         outcome(lambda: api.wrap(model, ignored_modules=[model[0].weight]))[0],
         outcome(lambda: api.wrap(model, ignored_modules=3))[0],
-        outcome(lambda: api.wrap(nn.Sequential(inner := api.wrap(net())), ignored_modules=[inner]))[0],
+        outcome(lambda: api.wrap(nn.Sequential(inner := api.wrap(net())), ignored_modules=[inner]))[
+            0
+        ],
     ]
     with warned() as given:
         api.FSDP(other, ignored_modules=[other], device_id="cpu")
     found.append(given)
-    for ignore in ({"ignored_modules": [1]}, {"ignored_states": [1]}, {"ignored_states": "weights"}):
+    for ignore in (
+        {"ignored_modules": [1]},
+        {"ignored_states": [1]},
+        {"ignored_states": "weights"},
+    ):
         model = net()
-        given = list(model[1].parameters()) if ignore.get("ignored_states") == "weights" else [model[1]]
+        given = (
+            list(model[1].parameters()) if ignore.get("ignored_states") == "weights" else [model[1]]
+        )
         sharded = api.wrap(model, use_orig_params=True, **{key: given for key in ignore})
-        found += [train_step(api.compile(sharded)), grads(sharded), [tuple(p.shape) for p in sharded.parameters()]]
+        found += [
+            train_step(api.compile(sharded)),
+            grads(sharded),
+            [tuple(p.shape) for p in sharded.parameters()],
+        ]
     return found
 
 
@@ -332,7 +418,11 @@ def test_meta(two: Pool) -> None:
 
 def meta(api: Api) -> Any:
     with torch.device("meta"):
-        model, again, bad = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(3, 3), nn.Linear(2, 2)
+        model, again, bad = (
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            nn.Linear(3, 3),
+            nn.Linear(2, 2),
+        )
         odd = nn.Sequential(nn.Linear(2, 2), Odd())
     torch.manual_seed(5)
     first = full(api, api.wrap(model))

@@ -7,7 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compat.fsdp1.oracle import STRATEGIES, Api, Block, eager_same, grads, plain, rows, same, train_step
+from compat.fsdp1.oracle import (
+    STRATEGIES,
+    Api,
+    Block,
+    eager_same,
+    grads,
+    plain,
+    rows,
+    same,
+    train_step,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -59,13 +69,17 @@ def test_checkpoints_inside_an_instance(two: Pool) -> None:
 
 
 def checkpoints_inside(api: Api) -> Any:
-    """As `apply_activation_checkpointing` makes them: what is recomputed in backward reads parameters, outside any forward."""
+    """As `apply_activation_checkpointing` makes them: what is recomputed in backward reads
+    parameters, outside any forward.
+    """
     found: list[Any] = []
     for strategy, use_orig_params in itertools.product(STRATEGIES[:2], (True, False)):
         for kind in CheckpointImpl:
             model = api.blocks(sharding_strategy=strategy, use_orig_params=use_orig_params)
             wrapper = partial(checkpoint_wrapper, checkpoint_impl=kind)
             last = model.module[3]
-            apply_activation_checkpointing(model, wrapper, lambda m, last=last: type(m) is Block or m is last)
+            apply_activation_checkpointing(
+                model, wrapper, lambda m, last=last: type(m) is Block or m is last
+            )
             found += [train_step(model), train_step(model, 1), plain(grads(model))]
     return found

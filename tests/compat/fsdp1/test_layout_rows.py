@@ -50,7 +50,11 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.a, self.b, self.c = nn.Linear(3, 5), nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)
+        self.a, self.b, self.c = (
+            nn.Linear(3, 5),
+            nn.Linear(5, 3, bias=False),
+            nn.Linear(5, 3, bias=False),
+        )
         self.c.weight = self.b.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,9 +78,18 @@ class Conv(nn.Module):
 def described(model: Any) -> Any:
     flat = model._flat_param
     infos = [[i.param_name, i.module_name] for i in flat._param_infos]
-    shared = [[i.param_name, i.module_name, i.prim_param_name, i.prim_module_name] for i in flat._shared_param_infos]
+    shared = [
+        [i.param_name, i.module_name, i.prim_param_name, i.prim_module_name]
+        for i in flat._shared_param_infos
+    ]
     shards = [list(i) for i in flat._shard_param_infos]
-    return {name: getattr(flat, name) for name in METADATA}, infos, shared, shards, flat.detach().clone()
+    return (
+        {name: getattr(flat, name) for name in METADATA},
+        infos,
+        shared,
+        shards,
+        flat.detach().clone(),
+    )
 
 
 @rows("5.1", "5.5", "5.6", "5.8", "5.9", "5.10", "5.20")
@@ -96,7 +109,9 @@ def layout(api: Api) -> Any:
                         "mixed_precision": precision,
                     }
                     model = api.wrap(make(), **options)
-                    found.append([described(model), list(map(tuple, model._handle.shard_metadata()))])
+                    found.append(
+                        [described(model), list(map(tuple, model._handle.shard_metadata()))]
+                    )
     model = api.wrap(net())
     train_step(model)
     return found, model._flat_param._padded_unsharded_size
@@ -109,7 +124,9 @@ def test_uneven_shards(four: Pool) -> None:
 
 def uneven_shards(api: Api) -> Any:
     odd = nn.Linear(2, 5, bias=False)
-    return described(api.wrap(odd, use_orig_params=False)), described(api.wrap(nn.Linear(1, 1), use_orig_params=True))
+    return described(api.wrap(odd, use_orig_params=False)), described(
+        api.wrap(nn.Linear(1, 1), use_orig_params=True)
+    )
 
 
 @rows("5.3", "5.4", "5.12")
@@ -126,9 +143,15 @@ def what_cannot_be_flattened(api: Api) -> Any:
     frozen[0].weight.requires_grad_(False)
     partly = net()
     partly[0].weight.requires_grad_(False)
-    found = [outcome(lambda m=m: api.wrap(m, use_orig_params=False)) for m in (mixed, whole, frozen)]
+    found = [
+        outcome(lambda m=m: api.wrap(m, use_orig_params=False)) for m in (mixed, whole, frozen)
+    ]
     flat = api.wrap(net(), use_orig_params=False)._flat_param
-    kinds = [isinstance(flat, FlatParameter), isinstance(torch.ones(2), FlatParameter), type(flat).__name__]
+    kinds = [
+        isinstance(flat, FlatParameter),
+        isinstance(torch.ones(2), FlatParameter),
+        type(flat).__name__,
+    ]
     return found, kinds, api.wrap(partly, use_orig_params=True)._flat_param.requires_grad
 
 
@@ -162,7 +185,9 @@ def test_frozen(two: Pool, use_orig_params: bool) -> None:
 
 def frozen(api: Api, use_orig_params: bool) -> Any:
     model = net()
-    for p in model[1].parameters() if not use_orig_params else [model[1].a.weight, model[2].b.weight]:
+    for p in (
+        model[1].parameters() if not use_orig_params else [model[1].a.weight, model[2].b.weight]
+    ):
         p.requires_grad_(False)
     sharded = api.blocks(model, use_orig_params=use_orig_params)
     call = api.compile(sharded)
@@ -196,7 +221,9 @@ def tensor_parallel() -> None:
         api = Api(kind)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(1)
-        model = parallelize_module(Block(6), mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+        model = parallelize_module(
+            Block(6), mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()}
+        )
         sharded = api.wrap(model, device_mesh=mesh["dp"], use_orig_params=True)
         out = api.compile(sharded)(x[mesh["dp"].get_local_rank()])
         out.square().mean().backward()
@@ -204,7 +231,11 @@ def tensor_parallel() -> None:
         pieces = [torch.empty_like(flat.grad) for _ in range(2)]
         dist.all_gather(pieces, flat.grad, group=mesh["dp"].get_group())
         found = torch.cat(pieces).split(flat._numels_with_padding)
-        real = [piece for piece, is_padding in zip(found, flat._is_padding_mask, strict=True) if not is_padding]
+        real = [
+            piece
+            for piece, is_padding in zip(found, flat._is_padding_mask, strict=True)
+            if not is_padding
+        ]
         for name, shape, piece in zip(flat._fqns, flat._shapes, real, strict=True):
             dim = 1 if name == "b.weight" else 0
             part = expected[name].chunk(2, dim)[mesh["tp"].get_local_rank()]

@@ -1,4 +1,6 @@
-"""Chapters 7, 8 and 11: write-back, `summon_full_params`, `apply`, names, clipping, communication hooks."""
+"""Chapters 7, 8 and 11: write-back, `summon_full_params`, `apply`, names, clipping, communication
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ ORIG = {"use_orig_params": True}
 
 @rows("7.1", "7.2", "7.3", "7.4", "7.5", "7.7", "7.9")
 def test_writeback(two: Pool) -> None:
-    two.run(close, writeback)  # under NO_SHARD stock reduces what it has reduced before once more, with another rounding
+    two.run(
+        close, writeback
+    )  # under NO_SHARD stock reduces what it has reduced before once more, with another rounding
 
 
 def writeback(api: Api) -> Any:
@@ -93,7 +97,9 @@ def test_summon(two: Pool, use_orig_params: bool) -> None:
 def summon_rows(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         same(
-            lambda api, strategy=strategy: summon(api, sharding_strategy=strategy, use_orig_params=use_orig_params),
+            lambda api, strategy=strategy: summon(
+                api, sharding_strategy=strategy, use_orig_params=use_orig_params
+            ),
             kinds=ALL_KINDS if strategy is STRATEGIES[0] else ("eager",),
         )
 
@@ -101,7 +107,11 @@ def summon_rows(use_orig_params: bool) -> None:
 def summon(api: Api, **options: Any) -> Any:
     model = api.blocks(mixed_precision=MixedPrecision(torch.bfloat16), **options)
     fsdp, call = api.FSDP, api.compile(model)
-    found: list[Any] = [full(api, model), full(api, model, recurse=False), full(api, nn.Sequential(model), recurse=False)]
+    found: list[Any] = [
+        full(api, model),
+        full(api, model, recurse=False),
+        full(api, nn.Sequential(model), recurse=False),
+    ]
     train_step(call)
     for writeback in (True, False):
         with fsdp.summon_full_params(model, writeback=writeback):
@@ -127,7 +137,9 @@ def summon(api: Api, **options: Any) -> Any:
     with fsdp.summon_full_params(model):
         found += [list(params(model)), outcome(lambda: full(api, model))[0]]
     inside: list[Any] = []
-    model[1].a.register_forward_pre_hook(lambda *_: inside.append(outcome(lambda: full(api, model))[0]))
+    model[1].a.register_forward_pre_hook(
+        lambda *_: inside.append(outcome(lambda: full(api, model))[0])
+    )
     train_step(model)
     found += [inside, list(params(model)), model.check_is_root(), model[1].check_is_root()]
     roots = [len(fsdp.fsdp_modules(model, root_only=only)) for only in (False, True)]
@@ -149,9 +161,13 @@ def summon_to_cpu(api: Api) -> None:
             for p in model.parameters():
                 p.data.add_(1)
         assert any("offload_to_cpu" in text for text in given), given
-        assert all(torch.equal(a, b) for a, b in zip(found.values(), expected.values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(found.values(), expected.values(), strict=True)
+        )
         after = full(api, model)
-        assert all(torch.equal(a, b + 1) for a, b in zip(after.values(), expected.values(), strict=True))
+        assert all(
+            torch.equal(a, b + 1) for a, b in zip(after.values(), expected.values(), strict=True)
+        )
 
 
 @rows("8.17")
@@ -183,10 +199,15 @@ def apply_rows(api: Api) -> Any:
         seen: list[Any] = []
         model.apply(
             lambda m, seen=seen: seen.append(
-                (type(m).__name__.replace("FSDP", ""), [tuple(p.shape) for p in m._parameters.values() if p is not None])
+                (
+                    type(m).__name__.replace("FSDP", ""),
+                    [tuple(p.shape) for p in m._parameters.values() if p is not None],
+                )
             )
         )
-        model.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
+        model.apply(
+            lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None
+        )
         found += [len(seen), model._is_root, full(api, model)]
         model = api.blocks(use_orig_params=use_orig_params).double()
         call = api.compile(model)
@@ -207,7 +228,12 @@ def clip(api: Api, use_orig_params: bool) -> Any:
     for strategy in (STRATEGIES[0], STRATEGIES[2]):
         model = net()
         unmanaged = model[3]
-        sharded = api.blocks(model, sharding_strategy=strategy, use_orig_params=use_orig_params, ignored_modules=[unmanaged])
+        sharded = api.blocks(
+            model,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            ignored_modules=[unmanaged],
+        )
         call = api.compile(sharded)
         for norm_type in (2.0, 1, torch.inf):
             sharded.zero_grad()
@@ -215,7 +241,8 @@ def clip(api: Api, use_orig_params: bool) -> Any:
             found += [sharded.clip_grad_norm_(0.01, norm_type), plain(grads(sharded))]
         found.append(outcome(lambda sharded=sharded: sharded[1].clip_grad_norm_(1.0)))
     low = api.blocks(
-        mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True), use_orig_params=use_orig_params
+        mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
+        use_orig_params=use_orig_params,
     )
     train_step(api.compile(low))
     found.append(low.clip_grad_norm_(0.1))
@@ -263,7 +290,11 @@ def comm_hook(api: Api) -> Any:
         for use_orig_params in (True, False):
             model = api.blocks(sharding_strategy=strategy, use_orig_params=use_orig_params)
             state: dict[str, int] = {}
-            found += [outcome(lambda m=model: m[1].register_comm_hook(None, halving)) if strategy is STRATEGIES[0] else 0]
+            found += [
+                outcome(lambda m=model: m[1].register_comm_hook(None, halving))
+                if strategy is STRATEGIES[0]
+                else 0
+            ]
             model = api.blocks(sharding_strategy=strategy, use_orig_params=use_orig_params)
             found.append(outcome(lambda m=model: m.register_comm_hook(None, 3)))
             model.register_comm_hook(state, halving)
@@ -275,7 +306,9 @@ def comm_hook(api: Api) -> Any:
 
 @rows("11.11", status="improved")
 def test_low_precision_hook(two: Pool) -> None:
-    """Torch's hooks run on the CPU too: they are the dtype of the reduction, which passes see. Stock needs a stream for them."""
+    """Torch's hooks run on the CPU too: they are the dtype of the reduction, which passes see.
+    Stock needs a stream for them.
+    """
     two.run(each, low_precision_hook)
 
 
@@ -292,7 +325,9 @@ def low_precision_hook(api: Api) -> None:
 
 
 def test_order_of_hooks(two: Pool) -> None:
-    """A unit's gradient is complete when backward has come to the beginning of its forward: the root's is the last."""
+    """A unit's gradient is complete when backward has come to the beginning of its forward: the
+    root's is the last.
+    """
     two.run(eager_same, order_of_hooks)
 
 

@@ -1,4 +1,6 @@
-"""Chapters 6, 9, 10, 14, 15 and 16: the runtime's rules, precision, debug levels, environment variables, the gradient scaler."""
+"""Chapters 6, 9, 10, 14, 15 and 16: the runtime's rules, precision, debug levels, environment
+variables, the gradient scaler.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,15 @@ def lazy_init(api: Api) -> Any:
     for name, first in firsts.items():
         model = api.blocks()
         with warned():
-            found.append([name, model._is_root, outcome(lambda m=model, f=first: f(m)), model._is_root, model[1]._is_root])
+            found.append(
+                [
+                    name,
+                    model._is_root,
+                    outcome(lambda m=model, f=first: f(m)),
+                    model._is_root,
+                    model[1]._is_root,
+                ]
+            )
     model = api.blocks()
     model[1](torch.randn(2, 5))
     found.append(outcome(lambda: model(batch()))[0])
@@ -96,7 +106,9 @@ def cpu_offload(api: Api) -> Any:
 def gathers(api: Api) -> Iterator[list[str]]:
     """The parameters of each gather that this rank starts inside, in order."""
     seen: list[str] = []
-    owner, name = (FlatParamHandle, "_all_gather_flat_param") if api.is_stock else (Runtime, "start_gathers")
+    owner, name = (
+        (FlatParamHandle, "_all_gather_flat_param") if api.is_stock else (Runtime, "start_gathers")
+    )
     original = getattr(owner, name)
 
     def note(self: Any, *args: Any) -> Any:
@@ -115,7 +127,9 @@ class Sized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6), nn.Linear(6, 10), nn.Linear(10, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 4), nn.Linear(4, 6), nn.Linear(6, 10), nn.Linear(10, 2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -137,7 +151,9 @@ def order_rows() -> None:
     for prefetch in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
         for forward in (False, True):
             same(
-                lambda api, p=prefetch, f=forward: order_of_gathers(api, backward_prefetch=p, forward_prefetch=f),
+                lambda api, p=prefetch, f=forward: order_of_gathers(
+                    api, backward_prefetch=p, forward_prefetch=f
+                ),
                 kinds=("eager",),
             )
 
@@ -166,7 +182,9 @@ class Seen(nn.Module):
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("count", torch.ones(1, dtype=torch.long))
 
-    def forward(self, x: torch.Tensor, *, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def forward(
+        self, x: torch.Tensor, *, more: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Any]:
         dtypes = (x.dtype, more["y"].dtype, more["n"].dtype, self.scale.dtype, self.count.dtype)
         y = self.layer(x.to(self.layer.weight.dtype))
         return self.inner(y), dtypes
@@ -176,17 +194,28 @@ def casts(api: Api) -> Any:
     found: list[Any] = []
     for root in (True, False):
         for own in (not root,):
-            policy = MixedPrecision(BF16, buffer_dtype=torch.float16, cast_forward_inputs=own, cast_root_forward_inputs=root)
+            policy = MixedPrecision(
+                BF16,
+                buffer_dtype=torch.float16,
+                cast_forward_inputs=own,
+                cast_root_forward_inputs=root,
+            )
             model = Seen()
             model.inner = api.wrap(model.inner, use_orig_params=True, mixed_precision=policy)
             model = api.wrap(model, use_orig_params=True, mixed_precision=policy)
             more = {"y": torch.ones(2), "n": torch.ones(2, dtype=torch.long)}
-            out, dtypes = api.compile(model)(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), more=more)
+            out, dtypes = api.compile(model)(
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), more=more
+            )
             out.float().sum().backward()
             found += [out.detach(), dtypes, grads(model), [b.dtype for b in model.buffers()]]
     empty = api.wrap(nn.Tanh(), mixed_precision=MixedPrecision(BF16))
     found.append(empty(torch.ones(2)).dtype)
-    outer = api.wrap(nn.Sequential(api.wrap(nn.Tanh(), mixed_precision=MixedPrecision(BF16, cast_forward_inputs=True))))
+    outer = api.wrap(
+        nn.Sequential(
+            api.wrap(nn.Tanh(), mixed_precision=MixedPrecision(BF16, cast_forward_inputs=True))
+        )
+    )
     return found, outer(torch.ones(2)).dtype
 
 
@@ -220,7 +249,11 @@ def test_full_precision_in_eval(two: Pool) -> None:
 
 def full_precision_in_eval(api: Api) -> Any:
     with environment("FSDP_USE_FULL_PREC_IN_EVAL"):
-        model = api.wrap(Seen(), use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16))
+        model = api.wrap(
+            Seen(),
+            use_orig_params=True,
+            mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16),
+        )
     call, found = api.compile(model), []
     more = {"y": torch.ones(2), "n": torch.ones(2, dtype=torch.long)}
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -273,12 +306,18 @@ def test_ablation(two: Pool) -> None:
 
 def ablation(api: Api) -> None:
     """What is faked sends nothing, the other kind as ever."""
-    for name, faked in (("FSDP_USE_FAKE_ALL_GATHER", "all_gather"), ("FSDP_USE_FAKE_REDUCE", "all_to_all")):
+    for name, faked in (
+        ("FSDP_USE_FAKE_ALL_GATHER", "all_gather"),
+        ("FSDP_USE_FAKE_REDUCE", "all_to_all"),
+    ):
         with environment(name):
             model = api.wrap(net(), use_orig_params=True)
         with mock.patch.object(gloo, "_exchange", wraps=gloo._exchange) as exchange:
             train_step(api.compile(model))
-        assert {call.args[0] for call in exchange.call_args_list} == {"all_gather", "all_to_all"} - {faked}
+        assert {call.args[0] for call in exchange.call_args_list} == {
+            "all_gather",
+            "all_to_all",
+        } - {faked}
 
 
 @rows("6.17", status="eager")
@@ -434,7 +473,11 @@ def scaler(api: Api, use_orig_params: bool) -> Any:
         outcome(lambda: scale.update(torch.ones((), requires_grad=True)))[0],
     ]
     off = ShardedGradScaler(device="cpu", enabled=False)
-    found += [off.scale(torch.ones(2)), outcome(lambda: off.unscale_(optimizer)), outcome(off.update)]
+    found += [
+        off.scale(torch.ones(2)),
+        outcome(lambda: off.unscale_(optimizer)),
+        outcome(off.update),
+    ]
     with warned() as given:
         found.append(ShardedGradScaler().is_enabled())
     return found, given

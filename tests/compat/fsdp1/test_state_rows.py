@@ -1,4 +1,6 @@
-"""Chapters 12 and 13: state dicts of models and of optimizers, also from one front end to the other."""
+"""Chapters 12 and 13: state dicts of models and of optimizers, also from one front end to the
+other.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,19 @@ import compiled_fsdp
 if TYPE_CHECKING:
     from pool import Pool
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 
 
 def shown(value: Any) -> Any:
     """A state dict with sharded tensors as this rank's pieces."""
     if isinstance(value, ShardedTensor):
-        pieces = [[s.metadata.shard_offsets, s.tensor.detach().clone()] for s in value.local_shards()]
+        pieces = [
+            [s.metadata.shard_offsets, s.tensor.detach().clone()] for s in value.local_shards()
+        ]
         return {"size": list(value.size()), "pieces": pieces}
     if isinstance(value, dict):
         return {str(k): shown(v) for k, v in value.items()}
@@ -88,16 +96,33 @@ def types(api: Api) -> Any:
     model, fsdp = api.blocks(), api.FSDP
     found = [plain(fsdp.get_state_dict_type(model))]
     with warned() as given:
-        found.append(plain(fsdp.set_state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))))
+        found.append(
+            plain(
+                fsdp.set_state_dict_type(
+                    model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)
+                )
+            )
+        )
     found += [given, plain(fsdp.get_state_dict_type(model))]
-    found += [outcome(lambda: quietly(fsdp.set_state_dict_type, model, FULL, LocalStateDictConfig()))]
-    found += [outcome(lambda: quietly(fsdp.set_state_dict_type, model, FULL, None, LocalOptimStateDictConfig()))]
+    found += [
+        outcome(lambda: quietly(fsdp.set_state_dict_type, model, FULL, LocalStateDictConfig()))
+    ]
+    found += [
+        outcome(
+            lambda: quietly(
+                fsdp.set_state_dict_type, model, FULL, None, LocalOptimStateDictConfig()
+            )
+        )
+    ]
     quietly(fsdp.set_state_dict_type, model[1], LOCAL)
     found += [
         outcome(lambda: fsdp.get_state_dict_type(model))[0],
         outcome(lambda: quietly(fsdp.set_state_dict_type, model, FULL))[0],
     ]
-    found += [quietly(fsdp.set_state_dict_type, nn.Linear(1, 1), FULL), fsdp.get_state_dict_type(nn.Linear(1, 1))]
+    found += [
+        quietly(fsdp.set_state_dict_type, nn.Linear(1, 1), FULL),
+        fsdp.get_state_dict_type(nn.Linear(1, 1)),
+    ]
     other = api.blocks()
     with typed(api, other, SHARDED):
         found.append(plain(fsdp.get_state_dict_type(other)))
@@ -149,7 +174,11 @@ def model_rows(use_orig_params: bool) -> None:
 def model_state(api: Api, **options: Any) -> Any:
     found: list[Any] = []
     for make in (net, Buffered):
-        model = api.blocks(make(), mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16), **options)
+        model = api.blocks(
+            make(),
+            mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16),
+            **options,
+        )
         train_step(api.compile(model))
         for kind in (FULL, SHARDED):
             with typed(api, model, kind), warned() as given:
@@ -160,7 +189,10 @@ def model_state(api: Api, **options: Any) -> Any:
                 result = other.load_state_dict(state)
                 found += [list(result), full(api, other)]
                 if kind is FULL:
-                    broken = {**{k: v for k, v in state.items() if "weight" not in k}, "odd": torch.ones(1)}
+                    broken = {
+                        **{k: v for k, v in state.items() if "weight" not in k},
+                        "odd": torch.ones(1),
+                    }
                     found.append([list(x) for x in other.load_state_dict(broken, strict=False)])
         with typed(api, model, FULL, FullStateDictConfig(rank0_only=True)):
             found.append(shown(model.state_dict()))
@@ -183,7 +215,10 @@ def local(api: Api) -> Any:
         found = [shown(state), list(other.load_state_dict(state))]
         missing = {k: v for k, v in state.items() if not k.startswith("1.")}
         plain_state = {k: torch.ones(3) for k in state}
-        found += [outcome(lambda: other.load_state_dict(missing))[0], outcome(lambda: other.load_state_dict(plain_state))[0]]
+        found += [
+            outcome(lambda: other.load_state_dict(missing))[0],
+            outcome(lambda: other.load_state_dict(plain_state))[0],
+        ]
     found.append(full(api, other))
     meshed = api.blocks(device_mesh=mesh_of(2))
     with typed(api, meshed, LOCAL) if False else warned():
@@ -264,9 +299,23 @@ def optimizer_state(api: Api, *strategies: Any) -> Any:
                 mine = fsdp.optim_state_dict_to_load(other, loaded, state)
                 found.append(shown(mine))
                 loaded.load_state_dict(mine)
-                fsdp.optim_state_dict_to_load(other, loaded, fsdp.optim_state_dict(model, optimizer), load_directly=True)
-                found.append(outcome(lambda o=other, x=loaded: fsdp.optim_state_dict_to_load(o, x, {"param_groups": []}))[0])
-        with typed(api, model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)):
+                fsdp.optim_state_dict_to_load(
+                    other, loaded, fsdp.optim_state_dict(model, optimizer), load_directly=True
+                )
+                found.append(
+                    outcome(
+                        lambda o=other, x=loaded: fsdp.optim_state_dict_to_load(
+                            o, x, {"param_groups": []}
+                        )
+                    )[0]
+                )
+        with typed(
+            api,
+            model,
+            FULL,
+            FullStateDictConfig(rank0_only=True),
+            FullOptimStateDictConfig(rank0_only=True),
+        ):
             found.append(shown(fsdp.optim_state_dict(model, optimizer)))
         found += [train_step(other, 5), full(api, other)]
         with warned() as given:
@@ -276,25 +325,45 @@ def optimizer_state(api: Api, *strategies: Any) -> Any:
             found.append(
                 shown(
                     fsdp.shard_full_optim_state_dict(
-                        fsdp.full_optim_state_dict(model, optimizer, rank0_only=False), other, optim=loaded
+                        fsdp.full_optim_state_dict(model, optimizer, rank0_only=False),
+                        other,
+                        optim=loaded,
                     )
                 )
             )
             found.append(
-                shown(fsdp.scatter_full_optim_state_dict(whole if dist.get_rank() == 0 else None, other, optim=loaded))
+                shown(
+                    fsdp.scatter_full_optim_state_dict(
+                        whole if dist.get_rank() == 0 else None, other, optim=loaded
+                    )
+                )
             )
             found.append(
-                shown(fsdp.flatten_sharded_optim_state_dict(fsdp.sharded_optim_state_dict(model, optimizer), other, loaded))
+                shown(
+                    fsdp.flatten_sharded_optim_state_dict(
+                        fsdp.sharded_optim_state_dict(model, optimizer), other, loaded
+                    )
+                )
             )
-            found.append(outcome(lambda m=model, o=optimizer: fsdp.full_optim_state_dict(m, o, optim_input=[]))[0])
-            found.append(outcome(lambda m=model, o=optimizer: fsdp.full_optim_state_dict(m, o, optim_input=[3]))[0])
+            found.append(
+                outcome(
+                    lambda m=model, o=optimizer: fsdp.full_optim_state_dict(m, o, optim_input=[])
+                )[0]
+            )
+            found.append(
+                outcome(
+                    lambda m=model, o=optimizer: fsdp.full_optim_state_dict(m, o, optim_input=[3])
+                )[0]
+            )
         found.append(sorted(set(given)))
     return found
 
 
 @rows("13.2", status="improved")
 def test_optimizer_of_originals(two: Pool) -> None:
-    """Each state has its own values; stock's FULL one of original parameters has the last state's for all on the CPU."""
+    """Each state has its own values; stock's FULL one of original parameters has the last state's
+    for all on the CPU.
+    """
     two.run(each, optimizer_of_originals)
 
 
@@ -303,7 +372,10 @@ def optimizer_of_originals(api: Api) -> None:
     flat, reference = trained(api, use_orig_params=False)
     for kind in (FULL, SHARDED):
         with typed(api, model, kind), typed(api, flat, kind):
-            ours, theirs = api.FSDP.optim_state_dict(model, optimizer), api.FSDP.optim_state_dict(flat, reference)
+            ours, theirs = (
+                api.FSDP.optim_state_dict(model, optimizer),
+                api.FSDP.optim_state_dict(flat, reference),
+            )
             a, b = shown(ours)["state"], shown(theirs)["state"]
             assert {k: sorted(v) for k, v in a.items()} == {k: sorted(v) for k, v in b.items()}
             for name in a:
@@ -334,8 +406,13 @@ def optimizer_errors(api: Api) -> Any:
         {"exp_avg": torch.ones(7, 5).double()},
     ):
         broken = {**state, "state": {**state["state"], name: {**state["state"][name], **change}}}
-        found.append(outcome(lambda b=broken: fsdp.optim_state_dict_to_load(model, optimizer, b))[0])
-    without = {**state, "state": {k: v for k, v in state["state"].items() if not k.startswith("1.")}}
+        found.append(
+            outcome(lambda b=broken: fsdp.optim_state_dict_to_load(model, optimizer, b))[0]
+        )
+    without = {
+        **state,
+        "state": {k: v for k, v in state["state"].items() if not k.startswith("1.")},
+    }
     found.append(shown(fsdp.optim_state_dict_to_load(model, optimizer, without)))
     partial = {**state, "state": {k: v for k, v in state["state"].items() if k != name}}
     found.append(outcome(lambda: shown(fsdp.optim_state_dict_to_load(model, optimizer, partial))))
@@ -343,7 +420,9 @@ def optimizer_errors(api: Api) -> Any:
     odd["state"] = {**odd["state"], "mine": {"x": 1}}
     with warned() as given:
         found.append(outcome(lambda: list(fsdp.optim_state_dict(model, optimizer, odd)["state"])))
-    mixed = nn.Sequential(api.wrap(nn.Linear(2, 2), use_orig_params=True), api.wrap(nn.Linear(2, 2)))
+    mixed = nn.Sequential(
+        api.wrap(nn.Linear(2, 2), use_orig_params=True), api.wrap(nn.Linear(2, 2))
+    )
     found.append(outcome(lambda: fsdp.optim_state_dict(mixed, adam(mixed)))[0])
     if dist.get_rank() == 1:
         optimizer.state.clear()
@@ -362,12 +441,22 @@ def rekey(api: Api) -> Any:
     named = quietly(fsdp.full_optim_state_dict, model, optimizer, rank0_only=False)
     local = net()
     plain_optimizer = adam(local)
-    by_id = fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer)
+    by_id = fsdp.rekey_optim_state_dict(
+        named, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer
+    )
     plain_optimizer.load_state_dict(by_id)
-    back = fsdp.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, local, optim=plain_optimizer)
-    same_type = fsdp.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer)
+    back = fsdp.rekey_optim_state_dict(
+        by_id, OptimStateKeyType.PARAM_NAME, local, optim=plain_optimizer
+    )
+    same_type = fsdp.rekey_optim_state_dict(
+        by_id, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer
+    )
     broken = {**by_id, "state": {**by_id["state"], "x": {}}}
-    error = outcome(lambda: fsdp.rekey_optim_state_dict(broken, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer))
+    error = outcome(
+        lambda: fsdp.rekey_optim_state_dict(
+            broken, OptimStateKeyType.PARAM_ID, local, optim=plain_optimizer
+        )
+    )
     return shown(by_id), shown(back), same_type is by_id, error[0]
 
 
@@ -391,7 +480,10 @@ def checkpoint_helpers(api: Api) -> Any:
                 found += [shown(state), shown(optim)]
                 set_model_state_dict(other, state, options=options)
                 set_optimizer_state_dict(other, loaded, optim, options=options)
-                found += [full(api, other), shown(get_optimizer_state_dict(other, loaded, options=options))]
+                found += [
+                    full(api, other),
+                    shown(get_optimizer_state_dict(other, loaded, options=options)),
+                ]
         found += [given, [train_step(other, 3), full(api, other)]]
     return found
 
@@ -402,7 +494,9 @@ def test_checkpoints_cross_over(two: Pool) -> None:
 
 
 def cross_over() -> None:
-    """Written by stock FSDP1, ours and `fully_shard`, read by each of them: the same parameters, optimizer state and next step."""
+    """Written by stock FSDP1, ours and `fully_shard`, read by each of them: the same parameters,
+    optimizer state and next step.
+    """
     mesh = mesh_of(2)
 
     def fsdp2(seed: int) -> Any:
@@ -413,7 +507,9 @@ def cross_over() -> None:
 
     makers: dict[str, Any] = {"fsdp2": fsdp2}
     for api in (Api("stock"), Api("eager")):
-        makers[api.kind] = lambda seed, api=api: api.blocks(net(seed=seed), device_mesh=mesh, use_orig_params=True)
+        makers[api.kind] = lambda seed, api=api: api.blocks(
+            net(seed=seed), device_mesh=mesh, use_orig_params=True
+        )
     for writer, make in makers.items():
         model = make(7)
         optimizer = adam(model)
@@ -422,21 +518,35 @@ def cross_over() -> None:
         optimizer.zero_grad()
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)
-        saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+        saved = {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer),
+        }
         dcp.save(saved, checkpoint_id=folder[0])
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         loss = train_step(model, 1)
         for reader, remake in makers.items():
             other = remake(9)
             fresh = adam(other)
-            state = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, fresh)}
+            state = {
+                "model": get_model_state_dict(other),
+                "optim": get_optimizer_state_dict(other, fresh),
+            }
             dcp.load(state, checkpoint_id=folder[0])
             set_model_state_dict(other, state["model"])
             set_optimizer_state_dict(other, fresh, state["optim"])
             found = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
             assert all(torch.equal(found[k], whole[k]) for k in whole), (writer, reader)
             torch.testing.assert_close(train_step(other, 1), loss, rtol=0, atol=0)
-            state_of = get_optimizer_state_dict(other, fresh, options=StateDictOptions(full_state_dict=True))["state"]
-            expected = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+            state_of = get_optimizer_state_dict(
+                other, fresh, options=StateDictOptions(full_state_dict=True)
+            )["state"]
+            expected = get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(full_state_dict=True)
+            )["state"]
             for name in expected:
-                assert torch.equal(state_of[name]["exp_avg_sq"], expected[name]["exp_avg_sq"]), (writer, reader, name)
+                assert torch.equal(state_of[name]["exp_avg_sq"], expected[name]["exp_avg_sq"]), (
+                    writer,
+                    reader,
+                    name,
+                )

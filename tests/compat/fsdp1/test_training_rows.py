@@ -48,7 +48,9 @@ def three_steps(api: Api, **options: Any) -> Any:
     found = []
     for step in range(3):
         found.append([train_step(call, step), plain(grads(model))])
-        if options.get("mixed_precision") is not PRECISIONS[4]:  # no optimizer takes gradients of another dtype
+        if (
+            options.get("mixed_precision") is not PRECISIONS[4]
+        ):  # no optimizer takes gradients of another dtype
             optimizer.step()
         optimizer.zero_grad()
     return found, full(api, model)
@@ -63,7 +65,11 @@ def test_grid(two: Pool, use_orig_params: bool) -> None:
 def grid(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         for precision in PRECISIONS:
-            options = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": use_orig_params}
+            options = {
+                "sharding_strategy": strategy,
+                "mixed_precision": precision,
+                "use_orig_params": use_orig_params,
+            }
             # what the others compile to differs in no other way
             is_compiled = precision is PRECISIONS[2] or (
                 strategy is STRATEGIES[0] and (use_orig_params or precision is None)
@@ -81,7 +87,11 @@ def hybrid() -> None:
     mesh = hybrid_mesh()
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         for use_orig_params in (strategy is ShardingStrategy.HYBRID_SHARD,):
-            options = {"sharding_strategy": strategy, "device_mesh": mesh, "use_orig_params": use_orig_params}
+            options = {
+                "sharding_strategy": strategy,
+                "device_mesh": mesh,
+                "use_orig_params": use_orig_params,
+            }
             same(lambda api, options=options: three_steps(api, **options), rtol=1e-5, atol=1e-6)
     close(lambda api: three_steps(api, use_orig_params=True))
 
@@ -92,7 +102,9 @@ def test_against_one_process(two: Pool) -> None:
 
 
 def against_one_process() -> None:
-    """The unsharded model on both ranks' batches. A mean of two halves, exactly; the loss in another order of additions."""
+    """The unsharded model on both ranks' batches. A mean of two halves, exactly; the loss in
+    another order of additions.
+    """
     model = net()
     optimizer = adam(model)
     for step in range(3):
@@ -122,13 +134,22 @@ def accumulation(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
         # under NO_SHARD stock reduces what it has reduced before once more, with another rounding
-        tolerance = {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
+        tolerance = (
+            {} if strategy is not ShardingStrategy.NO_SHARD else {"rtol": 1e-5, "atol": 1e-7}
+        )
         kinds = ALL_KINDS if strategy is STRATEGIES[0 if use_orig_params else 2] else ("eager",)
         same(lambda api, options=options: accumulate(api, **options), kinds=kinds, **tolerance)
     # what is not reduced yet is added up in the compute dtype, whatever it is reduced in
     for strategy, precision in zip(STRATEGIES, PRECISIONS[2:4], strict=False):
-        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
-        same(lambda api, options=options: accumulate(api, **options), kinds=ALL_KINDS if use_orig_params else ("eager",))
+        options = {
+            "sharding_strategy": strategy,
+            "use_orig_params": use_orig_params,
+            "mixed_precision": precision,
+        }
+        same(
+            lambda api, options=options: accumulate(api, **options),
+            kinds=ALL_KINDS if use_orig_params else ("eager",),
+        )
 
 
 @rows("8.1")
@@ -138,7 +159,11 @@ def test_accumulation_hybrid(four: Pool) -> None:
 
 def accumulation_hybrid() -> None:
     mesh = hybrid_mesh()
-    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
+    options = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "device_mesh": mesh,
+        "use_orig_params": True,
+    }
     close(lambda api: accumulate(api, **options))
 
 
@@ -149,7 +174,12 @@ def accumulate(api: Api, **options: Any) -> Any:
     for p in model.parameters():
         p.grad = None
     with model.no_sync():
-        found += [train_step(call, 2), plain(grads(model)), train_step(call, 3), plain(grads(model))]
+        found += [
+            train_step(call, 2),
+            plain(grads(model)),
+            train_step(call, 3),
+            plain(grads(model)),
+        ]
     found += [train_step(call, 4), plain(grads(model))]
     model.zero_grad()
     with model.no_sync():
@@ -181,17 +211,30 @@ def what_is_registered(api: Api) -> Any:
         flat = model[1]._flat_param if strategy is ShardingStrategy.NO_SHARD else None
         model[1].a.register_forward_pre_hook(partial(note_weight, seen, flat))
         loss = loss_of(model)
-        found += [seen, [tuple(p.shape) for p in model[1].module._parameters], [tuple(p.shape) for p in model.parameters()]]
+        found += [
+            seen,
+            [tuple(p.shape) for p in model[1].module._parameters],
+            [tuple(p.shape) for p in model.parameters()],
+        ]
         loss.backward()
         after = dict(model.named_parameters())
-        found += [[tuple(p.shape) for p in after.values()], grads(model), all(after[n] is before[n] for n in before)]
+        found += [
+            [tuple(p.shape) for p in after.values()],
+            grads(model),
+            all(after[n] is before[n] for n in before),
+        ]
     return found
 
 
 def note_weight(seen: list[Any], flat: torch.Tensor | None, module: Any, args: Any) -> None:
-    """What forward computes with; under NO_SHARD in the memory of the flat parameter: there is no second copy."""
+    """What forward computes with; under NO_SHARD in the memory of the flat parameter: there is no
+    second copy.
+    """
     weight = module.weight
-    is_shared = flat is not None and weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    is_shared = (
+        flat is not None
+        and weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    )
     seen.append((weight.shape, weight.grad_fn is None, is_shared))
 
 
@@ -217,7 +260,9 @@ def changed_between(api: Api) -> Any:
 
 @rows("9.16", status="improved")
 def test_second_backward_in_low_precision(two: Pool) -> None:
-    """Each gradient is reduced once, and added in full precision; stock reduces what it has added up once more, rounded."""
+    """Each gradient is reduced once, and added in full precision; stock reduces what it has added
+    up once more, rounded.
+    """
     two.run(second_backward)
 
 
@@ -231,7 +276,10 @@ def second_backward() -> None:
 
 
 def reduced_gradient(api: Api, steps: tuple[int, ...]) -> list[torch.Tensor]:
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy.NO_SHARD,
+        "use_orig_params": True,
+    }
     model = api.blocks(mixed_precision=MixedPrecision(reduce_dtype=BF16), **options)
     call = api.compile(model)
     for step in steps:
