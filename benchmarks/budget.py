@@ -34,8 +34,8 @@ COLUMNS = (
 )
 NOTES = (
     "**s/step**, **exposed**, **sent**: as in wire.md. **peak**: exact bytes of live tensors at "
-    "the peak of a step, on the rank "
-    "with more; **above rest**: of it, what does not live between steps.",
+    "the peak of a step, on the rank with more; **above rest**: of it, what does not live between "
+    "steps.",
 )
 
 
@@ -91,8 +91,7 @@ def report(
     )
     notes += [
         f"{name}: {peaks[name]['tensor_peak'] / peaks[DDP]['tensor_peak']:.2f} of the peak of DDP, "
-        "and "
-        f"{steps[DDP] / steps[name]:.2f} times as fast"
+        f"and {steps[DDP] / steps[name]:.2f} times as fast"
         + (f" (target: at least {GOAL})." if name == MOST else ".")
         for name in (list(SWEEP)[-1], MOST)
     ]

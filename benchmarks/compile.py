@@ -67,10 +67,8 @@ COLUMNS = (
 )
 NOTES = (
     "**cold**, **warm**: median seconds of compiling (first step less a later one) of rank 0, "
-    "while the other rank compiles too. "
-    "**misses**: entries that the warm start did not find in the cache. **of unsharded**: cold "
-    "over cold of `local_compile` at the "
-    "same depth.",
+    "while the other rank compiles too. **misses**: entries that the warm start did not find in "
+    "the cache. **of unsharded**: cold over cold of `local_compile` at the same depth.",
 )
 
 

@@ -94,17 +94,15 @@ def report(found: dict[str, dict[str, Any]]) -> Report:
         )
         notes.append(
             f"{world} ranks: ours is {step:.3f} times the local compiled step (target {GOAL}), and "
-            "its peak is "
-            f"{ours['peak'] / stock['peak']:.3f} of stock's with compiled blocks (target: at most "
-            "1)."
+            f"its peak is {ours['peak'] / stock['peak']:.3f} of stock's with compiled blocks "
+            "(target: at most 1)."
         )
     facts = [
         machine(),
         f"{torch.cuda.get_device_name()}.",
         f"Llama of {CONFIG.num_layers} layers, width {CONFIG.width}, hidden {CONFIG.hidden}, "
-        f"vocabulary {CONFIG.vocab}; "
-        f"{BATCH} sequences of {LENGTH}; bf16 parameters, fp32 reductions, fused AdamW; "
-        f"median and quartiles of {STEPS} steps after {WARM_UP}.",
+        f"vocabulary {CONFIG.vocab}; {BATCH} sequences of {LENGTH}; bf16 parameters, fp32 "
+        f"reductions, fused AdamW; median and quartiles of {STEPS} steps after {WARM_UP}.",
     ]
     columns = ["", "step, ms", "quartiles", "over local", "peak, GiB", "above rest, GiB"]
     bars = {

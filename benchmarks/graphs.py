@@ -61,18 +61,15 @@ COLUMNS = (
 )
 NOTES = (
     "**ours**: compiled_fsdp, compiled with `fullgraph=True`, backend `compiled_fsdp_eager`; "
-    "**stock**: torch's, compiled without "
-    "`fullgraph`, by AOTAutograd and no Inductor. **fullgraph=True**: what comes of it, for both.",
+    "**stock**: torch's, compiled without `fullgraph`, by AOTAutograd and no Inductor. "
+    "**fullgraph=True**: what comes of it, for both.",
     "**graphs**: what AOTAutograd handed over in three steps, recompiles included; blocks alike "
-    "may share one. **collectives**: "
-    "inside them; stock runs its own in hooks between them. **graph breaks**: as Dynamo counts "
-    "them; where it counts none and "
-    "there is no graph either, it gave up whole frames. **loss gap**: of the three losses from "
-    "stock's eager ones.",
+    "may share one. **collectives**: inside them; stock runs its own in hooks between them. "
+    "**graph breaks**: as Dynamo counts them; where it counts none and there is no graph either, "
+    "it gave up whole frames. **loss gap**: of the three losses from stock's eager ones.",
     "Under NO_SHARD nothing is gathered. HYBRID_SHARD runs on a 2 x 2 mesh, and reduces each "
-    "gradient twice. On four ranks gloo's "
-    "reduce-scatter adds in another order than our all-to-all and local sum: hence a loss gap "
-    "there, and none over two.",
+    "gradient twice. On four ranks gloo's reduce-scatter adds in another order than our all-to-all "
+    "and local sum: hence a loss gap there, and none over two.",
 )
 
 

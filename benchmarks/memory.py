@@ -25,11 +25,9 @@ COLUMNS = (
 )
 NOTES = (
     "**peak**: exact bytes of live tensors, from every allocation and release of a step, on the "
-    "rank with more. **at rest**: of "
-    "it, what lives between two steps (shards and AdamW's state). **of**: the bytes above rest "
-    "over another variant's. "
-    "**resident**: the kernel's high-water mark during a step (VmHWM), code and compiler included; "
-    "at rest after `malloc_trim`.",
+    "rank with more. **at rest**: of it, what lives between two steps (shards and AdamW's state). "
+    "**of**: the bytes above rest over another variant's. **resident**: the kernel's high-water "
+    "mark during a step (VmHWM), code and compiler included; at rest after `malloc_trim`.",
 )
 
 
@@ -64,8 +62,7 @@ def report(job: Job, seen: dict[str, dict[str, float]]) -> Report:
     facts = [
         machine(),
         f"GPT of {job.config.num_layers} layers of width {job.config.width}, fp32, batch "
-        f"{job.batch} x {job.length} per rank, "
-        "fused AdamW, two local ranks.",
+        f"{job.batch} x {job.length} per rank, fused AdamW, two local ranks.",
     ]
     bars = {
         name: {"at rest": s["tensor_at_rest"] / 1e6, "above rest": above[name] / 1e6}

@@ -135,8 +135,7 @@ def is_restarted(out: Path) -> bool:
     if not job() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise UsageError(
             "restarting: torchrun gave the job no name, so that its checkpoints cannot be told "
-            "from an older run's;"
-            " start it with torchrun --standalone, or with --rdzv-id"
+            "from an older run's; start it with torchrun --standalone, or with --rdzv-id"
         )
     return bool(job()) and exists(out) and read_run(out)["job"] == job()
 
@@ -152,8 +151,7 @@ def check_machine(options: Options) -> Text:
         if shutil.which(compiler) is None:
             raise UsageError(
                 f"compiling with Inductor: the C++ compiler {compiler} is not found (CXX names "
-                "another);"
-                f" Inductor makes C++ code for the CPU; {advice}"
+                f"another); Inductor makes C++ code for the CPU; {advice}"
             )
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             raise UsageError(

@@ -75,10 +75,8 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
     facts = [
         machine(),
         "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary "
-        "128256), "
-        f"{WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one sequence of "
-        f"{LENGTH} per rank; "
-        "seconds of processor time, forward and backward.",
+        f"128256), {WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one "
+        f"sequence of {LENGTH} per rank; seconds of processor time, forward and backward.",
     ]
     tables, notes = [], []
     bars: dict[str, dict[str, float]] = {}
@@ -105,13 +103,12 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
         }
         notes.append(
             f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at 126: "
-            f"under {GOAL_S}); "
-            f"per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at {layers[0]}."
+            f"under {GOAL_S}); per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at "
+            f"{layers[0]}."
         )
     notes.append(
         f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: a copy of the joint graph, "
-        "partitioned by torch once; trials on "
-        "copies of both halves."
+        "partitioned by torch once; trials on copies of both halves."
     )
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
     return Report("plan", "Time to plan", tables, panels, notes)

@@ -191,8 +191,8 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     if wrong:
         raise RuntimeError(
             f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more "
-            f"than {TOLERANCE}. "
-            "These sides do not do the same job, so their times must not be compared"
+            f"than {TOLERANCE}. These sides do not do the same job, so their times must not be "
+            "compared"
         )
     return gaps
 

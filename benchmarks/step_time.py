@@ -34,20 +34,15 @@ COLUMNS = (
 )
 _NOTES = (
     "**s/step**: median over the timed steps of the slowest rank, in turns with all other "
-    "variants; two ranks, one core and one "
-    "thread each. **of**: that over the step of another variant. **exposed**: step less its own "
-    "floor (the local variant with "
-    "the same kernels). **hidden**: time during which communication was under way and the training "
-    "thread was not inside it, "
-    "profiled. **waits**: time that the training thread spent inside communication, profiled. "
-    "**core**: "
-    "processor seconds of a step, all threads of the rank; the kernel's work on packets comes on "
-    "top. **sent**: per rank, headers "
-    "included.",
+    "variants; two ranks, one core and one thread each. **of**: that over the step of another "
+    "variant. **exposed**: step less its own floor (the local variant with the same kernels). "
+    "**hidden**: time during which communication was under way and the training thread was not "
+    "inside it, profiled. **waits**: time that the training thread spent inside communication, "
+    "profiled. **core**: processor seconds of a step, all threads of the rank; the kernel's work "
+    "on packets comes on top. **sent**: per rank, headers included.",
     f"**loss gap**: largest difference from stock eager's loss over the first {NUM_COMPARED} steps "
-    "of either rank; above "
-    f"{TOLERANCE} the run fails. Same model, initial weights, batches, fp32 and fused AdamW on all "
-    "sides.",
+    f"of either rank; above {TOLERANCE} the run fails. Same model, initial weights, batches, fp32 "
+    "and fused AdamW on all sides.",
 )
 
 
@@ -112,8 +107,8 @@ def against_floors(result: dict[str, Any]) -> list[str]:
         core = max(floor, seen["local_compile"]["core_s"] + seen["raw_collectives"]["core_s"])
         found += [
             f"{name} over the larger of computing alone and communicating alone: "
-            f"{steps[name] / floor:.2f}; over what a rank's one "
-            f"core needs for both, {core:.3f} s: {steps[name] / core:.2f}."
+            f"{steps[name] / floor:.2f}; over what a rank's one core needs for both, {core:.3f} s: "
+            f"{steps[name] / core:.2f}."
             for name in ("ours", "ours_costs", "ours_overlap")
             if name in steps
         ]
@@ -122,8 +117,7 @@ def against_floors(result: dict[str, Any]) -> list[str]:
             ratio_ = variant["predicted_s"] / variant["measured_s"]
             found.append(
                 f"{name}, forward and backward: {variant['predicted_s']:.3f} s predicted, "
-                f"{variant['measured_s']:.3f} s measured, "
-                f"ratio {ratio_:.2f}."
+                f"{variant['measured_s']:.3f} s measured, ratio {ratio_:.2f}."
             )
     return found
 
@@ -141,6 +135,6 @@ def describe(comparison: Comparison) -> str:
     config, job = comparison.job.config, comparison.job
     return (
         f"GPT of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x "
-        f"{job.length} per rank; "
-        f"{comparison.rounds} rounds of {comparison.steps} timed steps a variant."
+        f"{job.length} per rank; {comparison.rounds} rounds of {comparison.steps} timed steps a "
+        "variant."
     )

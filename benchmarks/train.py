@@ -180,9 +180,8 @@ def describe(options: Options, text: Text) -> str:
     """Return the first line of a run."""
     return (
         f"GPT {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) "
-        "each;"
-        f" text of {text.num_files} files, {len(text.train):,} bytes to train on,"
-        f" {len(text.validation):,} to validate on"
+        f"each; text of {text.num_files} files, {len(text.train):,} bytes to train on, "
+        f"{len(text.validation):,} to validate on"
     )
 
 

@@ -141,6 +141,6 @@ def _note_lists(gm: GraphModule, after: list[tuple[str, ...]], begin: dict[str, 
 def _say_missing(region: Region, units: list[str]) -> None:
     warn_once(
         f"compiled_fsdp: unit {region.spec.unit} is in the prefetch lists of {units}, which "
-        "neither gather nor reduce anything in "
-        "its graph; so the plan decides when its all-gather starts"
+        "neither gather nor reduce anything in its graph; so the plan decides when its all-gather "
+        "starts"
     )

@@ -207,8 +207,7 @@ def main() -> None:
             elapsed = time.perf_counter() - start
             sys.stdout.write(
                 f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} "
-                "live tensor bytes, "
-                f"resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
+                f"live tensor bytes, resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
             )
             sys.stdout.flush()
     if worst > 1e-4:

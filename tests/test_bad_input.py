@@ -481,9 +481,9 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "planned with another field": (
         TypeError,
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
-        "'backward_prefetch', 'reduces_in_flight', "
-        "'bucket_bytes', 'split_bytes', 'own_message', 'reductions', 'copy_out', "
-        "'reduction_bytes', 'recompute', 'memory_budget', 'kept', 'dropped', 'costs']",
+        "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
+        "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'memory_budget', 'kept', "
+        "'dropped', 'costs']",
     ),
     "planned with a bad value": (
         ValueError,

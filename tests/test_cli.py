@@ -71,8 +71,7 @@ def test_dump_lists(dumps, capsys):
     assert status == 0
     assert text.splitlines()[0] == (
         f"rank 0: of 2, fake; torch {torch.__version__}, compiled_fsdp "
-        f"{compiled_fsdp.__version__}, "
-        f"python {sys.version.split()[0]}"
+        f"{compiled_fsdp.__version__}, python {sys.version.split()[0]}"
     )
     assert (
         "    09_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "

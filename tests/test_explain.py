@@ -296,11 +296,9 @@ def test_unused_options_raise():
             explain(model)
         assert str(raised.value) == (
             "explain: these options were set, a step has run since, and nothing took a decision "
-            "from them, so they changed "
-            "nothing:\n"
+            "from them, so they changed nothing:\n"
             "  set_requires_all_reduce=False of layers.0, layers.1, layers.2, Model (without a "
-            "replicate axis (HSDP) there is no "
-            "all-reduce)\n"
+            "replicate axis (HSDP) there is no all-reduce)\n"
             "  Plan.prefetch=3 (a plan is for graphs: compile the model, before the step and after "
             "set_plan)\n"
             "Leave them out, or pass allow_unused=True to see the rest"
@@ -424,8 +422,7 @@ def test_one_summary_after_the_first_step(stderr_of):
         step(model, optimizer)
     assert stderr_of() == (
         "compiled_fsdp: Model of 5 units: 4 in a graph, 1 never gathered; 2 graphs of 3 "
-        "all-gathers and 1 reductions, "
-        f"{explain(model).summary().split('reductions, ')[1]}\n"
+        f"all-gathers and 1 reductions, {explain(model).summary().split('reductions, ')[1]}\n"
     )
 
 

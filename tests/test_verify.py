@@ -348,8 +348,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.broken_detail(gm),
             "after the pipeline: 3 reductions of together 48 bytes; at most 32.\n"
             "Invariant: What a graph leaves in flight for the unit to await is no more than twice "
-            "the bytes of its largest "
-            "reduction.",
+            "the bytes of its largest reduction.",
         )
 
     def test_stepped_last(self):
@@ -366,8 +365,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.broken_detail(gm),
             "after the pipeline: %step__default writes %flat, which is still to be read.\n"
             "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a "
-            "collective that is not awaited by "
-            "then.",
+            "collective that is not awaited by then.",
         )
 
     def test_meaning_of_what_is_left(self):
@@ -412,8 +410,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 f"after the pipeline: the reduce of ['b'] starts ['{said}']; its settings name "
                 "['reduce_scatter_tensor(4 x torch.float32, sum, 2, shard)'].\n"
                 "Invariant: Each communication starts the collectives that its parameters' "
-                "settings name: op, group, size and "
-                "dtype.",
+                "settings name: op, group, size and dtype.",
             )
 
     def test_divided(self):
@@ -423,8 +420,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.broken_detail(gm),
             "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
             "Invariant: Every gradient is divided by what its settings say: before it is reduced, "
-            "and after, or by the unit that "
-            "awaits it.",
+            "and after, or by the unit that awaits it.",
         )
 
     def test_cast_by_policy(self):
@@ -438,11 +434,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: %convert_element_type_default_1 casts from torch.bfloat16 to "
-            "torch.float16 after the gather of w "
-            "in torch.bfloat16.\n"
+            "torch.float16 after the gather of w in torch.bfloat16.\n"
             "Invariant: Parameters are cast to the compute dtype before they are gathered, "
-            "gradients to the reduce dtype and back "
-            "around it.",
+            "gradients to the reduce dtype and back around it.",
         )
         self.assertEqual(cast.args[1], torch.bfloat16)
 
@@ -575,8 +569,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 self.after(change),
                 f"after the pipeline: {said}.\n"
                 "Invariant: The graph returns the values that were captured, with the same "
-                "effects, of the communications that its "
-                "settings name.",
+                "effects, of the communications that its settings name.",
             )
 
     def test_every_invariant_is_tested_and_in_the_readme(self):

@@ -114,10 +114,8 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     if least > budget:
         warn_once(
             f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs "
-            f"{least / 1e6:.1f} MB above what is at "
-            "rest even with every parameter dropped after forward, so that is what it gets. Shard "
-            "into smaller units, or "
-            "checkpoint activations"
+            f"{least / 1e6:.1f} MB above what is at rest even with every parameter dropped after "
+            "forward, so that is what it gets. Shard into smaller units, or checkpoint activations"
         )
         return record(none)
     return record(most(lambda num: trial(num).profile.peak, growth.peak, budget, every))

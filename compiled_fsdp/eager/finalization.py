@@ -80,8 +80,8 @@ class Finalization:
         if backward_number() != -1 or root in self.held or self._is_under_way(root):
             raise RuntimeError(
                 f"{SETTER}({enabled}) on {root.unit.name!r}: cannot change mode after backward "
-                "starts, until it is finalized. Call "
-                "finalize_backward() or reset_iter_state() first"
+                "starts, until it is finalized. Call finalize_backward() or reset_iter_state() "
+                "first"
             )
         (self.manual.add if enabled else self.manual.discard)(root)
 
@@ -100,8 +100,7 @@ class Finalization:
         if inside:
             raise RuntimeError(
                 f"{SETTER}: was called on {inside}, which are inside another sharded module by "
-                "now. It must be called on the "
-                "root module: call it after the last fully_shard"
+                "now. It must be called on the root module: call it after the last fully_shard"
             )
 
     def end_of_backward(self) -> None:
@@ -163,8 +162,7 @@ class Finalization:
             ):
                 raise RuntimeError(
                     f"{what}: gradients of {unit.name!r} are not all-reduced over the replicate "
-                    "axis "
-                    "(set_requires_all_reduce(False)). Let autograd finalize, or call "
+                    "axis (set_requires_all_reduce(False)). Let autograd finalize, or call "
                     "set_requires_all_reduce(True) before backward"
                 )
 
@@ -172,8 +170,7 @@ class Finalization:
         if self.handle is not None:
             raise RuntimeError(
                 f"{what}: the previous gradient reduction must be waited on before. Call wait() on "
-                "what "
-                "finalize_backward(async_op=True) returned"
+                "what finalize_backward(async_op=True) returned"
             )
 
     def wait(self, handle: GradientReductionHandle, root: Runtime) -> None:

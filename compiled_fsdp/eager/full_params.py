@@ -353,9 +353,8 @@ class FullParams:
         if meta:
             raise RuntimeError(
                 f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have "
-                "no values to gather. "
-                "Call module.to_empty(device=...) and then reset_parameters(), or load a state "
-                "dict, before the first use"
+                "no values to gather. Call module.to_empty(device=...) and then "
+                "reset_parameters(), or load a state dict, before the first use"
             )
 
 
@@ -408,8 +407,7 @@ def say_they_are_lost(fqns: Sequence[str]) -> None:
     others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
     warn_once(
         f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. "
-        "What follows in the same forward "
-        "sees it; the sharded parameter is not changed, so the write is lost when the full "
-        "parameter is freed, as in "
-        "torch's FSDP2. To keep it, write to the sharded parameter, outside of forward"
+        "What follows in the same forward sees it; the sharded parameter is not changed, so the "
+        "write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, write "
+        "to the sharded parameter, outside of forward"
     )

@@ -55,9 +55,8 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
         if unit.reshard is not False:
             warn_once(
                 f"compiled_fsdp: set_reshard_after_backward(False) on {unit.name!r} changes "
-                "nothing in a graph while its "
-                "parameters are dropped after forward, since backward gathers them. Set "
-                "reshard_after_forward=False to keep them"
+                "nothing in a graph while its parameters are dropped after forward, since "
+                "backward gathers them. Set reshard_after_forward=False to keep them"
             )
             continue
         unit.options.consume(

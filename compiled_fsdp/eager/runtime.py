@@ -194,8 +194,8 @@ class Runtime(FullParams):
             if tensor._is_view():
                 warn_once(
                     f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on "
-                    "it may drop the hook that "
-                    "gathers before backward. Return a copy, or do not write to it"
+                    "it may drop the hook that gathers before backward. Return a copy, or do not "
+                    "write to it"
                 )
             tensor.register_hook(self._pre_backward)
         return tensor
@@ -316,13 +316,11 @@ class Runtime(FullParams):
             return
         warn_once(
             f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that "
-            "reduces gradients, since "
-            "set_reshard_after_backward(False) was called. Until they are dropped, parameters() "
-            "gives these, whose .grad is None, "
-            "as in torch's FSDP2: clip_grad_norm_ and loops over gradients pass over "
-            f"{trained[0].fqn}. Give them the optimizer's "
-            "parameters, call reshard() before, or set_reshard_after_backward(True) before the "
-            "last backward of a step",
+            "reduces gradients, since set_reshard_after_backward(False) was called. Until they "
+            "are dropped, parameters() gives these, whose .grad is None, as in torch's FSDP2: "
+            f"clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the "
+            "optimizer's parameters, call reshard() before, or set_reshard_after_backward(True) "
+            "before the last backward of a step",
             about="kept full parameters",
         )
 

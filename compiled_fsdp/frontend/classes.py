@@ -181,10 +181,9 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     param = sharded[0]
     raise RuntimeError(
         f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit "
-        f"{state.unit.name!r} was not "
-        "entered by its forward, but from another method. Either call "
-        "register_fsdp_forward_method(sharded_module, name) "
-        "for that method, or sharded_module.unshard() before and .reshard() after it"
+        f"{state.unit.name!r} was not entered by its forward, but from another method. Either call "
+        "register_fsdp_forward_method(sharded_module, name) for that method, or "
+        "sharded_module.unshard() before and .reshard() after it"
     )
 
 

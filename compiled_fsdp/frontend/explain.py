@@ -92,8 +92,7 @@ def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
     if wrong:
         raise UnusedOptionError(
             "explain: these options were set, a step has run since, and nothing took a decision "
-            "from them, so they changed "
-            "nothing:\n"
+            "from them, so they changed nothing:\n"
             + "\n".join(wrong)
             + "\nLeave them out, or pass allow_unused=True to see the rest",
             found,

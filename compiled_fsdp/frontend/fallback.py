@@ -99,10 +99,8 @@ def note_skipped(unit: Unit) -> None:
     """
     text = (
         f"compiled_fsdp: unit {unit.name!r} runs eagerly although its call is compiled, and Dynamo "
-        "has broken no graph: "
-        "it has given up the call for good, as after an exception while that was traced. "
-        "torch._dynamo.reset() lets it "
-        "begin anew. Results are the same"
+        "has broken no graph: it has given up the call for good, as after an exception while that "
+        "was traced. torch._dynamo.reset() lets it begin anew. Results are the same"
     )
     unit.why_eager["Dynamo has given up its call, as after an exception while it was traced"] = None
     if _policy == "error":
@@ -144,8 +142,7 @@ def _tell_overrun(unit: Unit, what: str) -> None:
     """Once for each unit."""
     text = (
         f"compiled_fsdp: {what}. Results are the same. Mark sizes that change from call to call "
-        "with "
-        "torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
+        "with torch._dynamo.mark_dynamic, pass numbers that change as tensors, or raise the limit"
     )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')
@@ -162,11 +159,11 @@ def note_larger(unit: Unit, code: CodeType, why: str) -> None:
         FallbackError: `set_fallback("error")` was called.
     """
     text = (
-        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n  "
-        f"last because {why}\n"
+        f"compiled_fsdp: {_place(code)}, which calls unit {unit.name!r}, has reached {LIMIT}\n"
+        f"  last because {why}\n"
         "It is compiled on for every new kind of input, since other ranks may be in a graph. Mark "
-        "sizes that change from call to "
-        "call with torch._dynamo.mark_dynamic, or pass numbers that change as tensors"
+        "sizes that change from call to call with torch._dynamo.mark_dynamic, or pass numbers "
+        "that change as tensors"
     )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')

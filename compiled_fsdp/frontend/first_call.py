@@ -82,8 +82,8 @@ def check_devices(units: Iterable[Unit]) -> None:
         if wrong:
             raise RuntimeError(
                 f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, "
-                "so they cannot be gathered. "
-                f"Move the whole sharded model with .to({device.type!r})"
+                "so they cannot be gathered. Move the whole sharded model with "
+                f".to({device.type!r})"
             )
 
 
@@ -96,10 +96,9 @@ def warn_unread(units: Sequence[Unit]) -> None:
         if count and not unit.was_read and unit.key not in TRACED:
             warn_once(
                 f"compiled_fsdp: unit {unit.name!r} was not gathered in the first step: nothing "
-                "called its forward or read its "
-                f"{count} parameters, so they are not trained. If another method than forward uses "
-                "them, call "
-                "register_fsdp_forward_method(module, name) for it"
+                f"called its forward or read its {count} parameters, so they are not trained. If "
+                "another method than forward uses them, call register_fsdp_forward_method(module, "
+                "name) for it"
             )
 
 
@@ -116,8 +115,8 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
-            "from before the call. Read the "
-            "module's attributes inside forward, or call full_tensor() on it"
+            "from before the call. Read the module's attributes inside forward, or call "
+            "full_tensor() on it"
         ) from error
     raise RuntimeError(
         f"{told}: one of another unit "
@@ -148,9 +147,8 @@ def check_buffers(
     if forgotten:
         raise RuntimeError(
             f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta "
-            "device, and nothing wrote them "
-            "since to_empty(). Initialise them (non-persistent ones are not in a state dict), for "
-            "example with reset_parameters()"
+            "device, and nothing wrote them since to_empty(). Initialise them (non-persistent "
+            "ones are not in a state dict), for example with reset_parameters()"
         )
     group = unit.mesh_info.shard_group
     locals_ = {name: local_tensor(b) for name, b in buffers.items()}
@@ -169,8 +167,8 @@ def check_buffers(
     if names:
         warn_once(
             f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP "
-            "never synchronises buffers: if "
-            "they should be equal, broadcast them from one rank after to_empty()"
+            "never synchronises buffers: if they should be equal, broadcast them from one rank "
+            "after to_empty()"
         )
 
 
@@ -230,8 +228,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if stale:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: fully_shard replaced {len(stale)} of its parameters "
-            f"({stale[0]!r} is the first) "
-            "after the optimizer was built, so the step would change nothing that the model uses. "
-            "Build the optimizer after "
-            "fully_shard"
+            f"({stale[0]!r} is the first) after the optimizer was built, so the step would change "
+            "nothing that the model uses. Build the optimizer after fully_shard"
         )

@@ -72,8 +72,8 @@ def measure_kernels(model: nn.Module, *example: Any, **more: Any) -> Costs:
     if costs is None:
         raise ValueError(
             "measure_kernels: no group of the model's meshes has two ranks, so nothing is "
-            "communicated, and there is nothing to "
-            "plan. Leave it out, or shard over at least two ranks"
+            "communicated, and there is nothing to plan. Leave it out, or shard over at least two "
+            "ranks"
         )
     found = {
         key: statistics.median(t for step in seen[1:] for t in step.get(key, ()))

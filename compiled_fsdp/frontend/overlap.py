@@ -125,8 +125,8 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
     if not units:
         raise ValueError(
             "overlap_optimizer: the model has no sharded module. Call fully_shard first, build the "
-            "optimizer from the sharded "
-            "model's parameters, then call overlap_optimizer(model, optimizer)"
+            "optimizer from the sharded model's parameters, then call overlap_optimizer(model, "
+            "optimizer)"
         )
     if any(unit.is_flat for unit in units):
         raise NotImplementedError(
@@ -138,15 +138,14 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
     if type(optimizer) not in ONE_BY_ONE:
         raise TypeError(
             f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose "
-            "step can be taken unit by unit; "
-            f"known are {[kind.__name__ for kind in ONE_BY_ONE]} of torch.optim, not subclasses. "
-            "Leave out overlap_optimizer"
+            f"step can be taken unit by unit; known are {[kind.__name__ for kind in ONE_BY_ONE]} "
+            "of torch.optim, not subclasses. Leave out overlap_optimizer"
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
             f"overlap_optimizer: step of this {name} was replaced already, as a learning rate "
-            "scheduler does. Call "
-            "overlap_optimizer directly after building the optimizer, then build the scheduler"
+            "scheduler does. Call overlap_optimizer directly after building the optimizer, then "
+            "build the scheduler"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p.sharded) in held for unit in units for p in unit.params):
@@ -177,8 +176,7 @@ def _overlapped(base: type[optim.Optimizer]) -> type[optim.Optimizer]:
         if closure is not None:
             raise ValueError(
                 f"{base.__name__}.step(closure): not with overlap_optimizer, since a closure runs "
-                "backward inside the step. Run "
-                "backward before, and call step()"
+                "backward inside the step. Run backward before, and call step()"
             )
         self._fsdp_overlap.step(self)
 
@@ -270,9 +268,8 @@ class Overlap:
                 self._said.add(why)
                 warn_once(
                     f"compiled_fsdp: overlap_optimizer(in_backward=True): {flat.unit.name} is "
-                    "stepped by optimizer.step(), not "
-                    f"inside backward, since {why}. The numbers are the same; of other units it is "
-                    "not said again"
+                    f"stepped by optimizer.step(), not inside backward, since {why}. The numbers "
+                    "are the same; of other units it is not said again"
                 )
             return False
         flat.settle()
@@ -331,17 +328,15 @@ class Overlap:
         if taken := [p.fqn for p in params if is_spent(p.sharded.grad)]:
             raise RuntimeError(
                 f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which "
-                "still has a gradient of an "
-                "earlier backward. Each backward is a step: call zero_grad() between them, add up "
-                "gradients by "
-                "set_requires_gradient_sync(False), or leave out in_backward=True"
+                "still has a gradient of an earlier backward. Each backward is a step: call "
+                "zero_grad() between them, add up gradients by set_requires_gradient_sync(False), "
+                "or leave out in_backward=True"
             )
         # Its own; among those of all optimizers are Dynamo's.
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise RuntimeError(
                 f"overlap_optimizer(in_backward=True): the {name} has hooks on its step, which is "
-                "taken in parts inside backward. "
-                "Remove the hooks, or leave out in_backward=True"
+                "taken in parts inside backward. Remove the hooks, or leave out in_backward=True"
             )
 
     def _start_early(self) -> None:

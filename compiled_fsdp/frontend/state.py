@@ -166,11 +166,9 @@ class State:
             if self.unit.is_outermost and traces_autograd():
                 warn_once(
                     "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph "
-                    "break separates the call of "
-                    "a model from loss.backward() in the same compiled function, torch traces a "
-                    "backward that trains "
-                    "nothing, sharded or not, and does not say so. Call loss.backward() outside, "
-                    "or set it to False"
+                    "break separates the call of a model from loss.backward() in the same compiled "
+                    "function, torch traces a backward that trains nothing, sharded or not, and "
+                    "does not say so. Call loss.backward() outside, or set it to False"
                 )
             prepare(called)
 
@@ -197,10 +195,8 @@ class State:
             more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
             warn_once(
                 f"compiled_fsdp: `.data` of parameter {ignored[0]}{more} was assigned to while it "
-                "is sharded. "
-                "DTensor ignores that, as with torch's FSDP2: the parameter has the values of "
-                "before. "
-                "Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
+                "is sharded. DTensor ignores that, as with torch's FSDP2: the parameter has the "
+                "values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
                 about="assigned data",
             )
 
@@ -213,11 +209,10 @@ class State:
         if kept:
             warn_once(
                 f"compiled_fsdp: an exception left a forward while {kept[0]} keeps gradients of a "
-                "backward without synchronization "
-                "(set_requires_gradient_sync(False)). zero_grad() does not drop them, as in "
-                "torch's FSDP2: the next backward that "
-                "reduces adds them. To drop them, call reset_iter_state() on the outermost sharded "
-                "module",
+                "backward without synchronization (set_requires_gradient_sync(False)). "
+                "zero_grad() does not drop them, as in torch's FSDP2: the next backward that "
+                "reduces adds them. To drop them, call reset_iter_state() on the outermost "
+                "sharded module",
                 about="kept gradients",
             )
 
@@ -230,19 +225,17 @@ class State:
         if traces_autograd() and not TRACES_TO_DTENSORS:
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
-                "module is called in a compiled "
-                "function. If loss.backward() is called there too, Dynamo of this torch ends in an "
-                "AssertionError without a text, "
-                "as for any DTensor. Call loss.backward() outside, or set it to False"
+                "module is called in a compiled function. If loss.backward() is called there too, "
+                "Dynamo of this torch ends in an AssertionError without a text, as for any "
+                "DTensor. Call loss.backward() outside, or set it to False"
             )
         called = self.runtime.tree.in_order() if self.unit.is_outermost else []
         for runtime in called:
             if not runtime.unit.settings.reshard_after_backward:
                 warn_once(
                     f"compiled_fsdp: set_reshard_after_backward(False) on {runtime.unit.name!r} "
-                    "changes nothing where the call of "
-                    "the sharded module is compiled as part of a larger function. Compile the "
-                    "sharded module itself"
+                    "changes nothing where the call of the sharded module is compiled as part of "
+                    "a larger function. Compile the sharded module itself"
                 )
             drop(runtime)
         module.__dict__["_fsdp_watched"] = [

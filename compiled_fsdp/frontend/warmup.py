@@ -90,7 +90,7 @@ def run_both(model: nn.Module, example: tuple[Any, ...], more: dict[str, Any], d
         if not outputs:
             raise ValueError(
                 f"{doing}: none of the {len(leaves)} outputs of {named(model)} requires a "
-                "gradient, so there is no backward "
-                f"to run. Unfreeze a parameter, or leave {doing} out"
+                f"gradient, so there is no backward to run. Unfreeze a parameter, or leave {doing} "
+                "out"
             )
         sum(x.float().sum() for x in outputs).backward()  # type: ignore[union-attr]

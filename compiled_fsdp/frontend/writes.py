@@ -183,12 +183,10 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
         if any(_key(n)[1:] == key[1:] for n in elsewhere):
             _refuse(
                 f"torch.compile of a forward that writes to parameter {spec.fqn} in place: it is "
-                "read both inside and "
-                "outside a region that is captured by itself (activation checkpointing, "
-                "torch.cond, ...), and the "
-                "graph cannot show the write to both. Write outside the forward, or leave this "
-                "unit out of the graph "
-                "with torch.compiler.disable"
+                "read both inside and outside a region that is captured by itself (activation "
+                "checkpointing, torch.cond, ...), and the graph cannot show the write to both. "
+                "Write outside the forward, or leave this unit out of the graph with "
+                "torch.compiler.disable"
             )
         lost.append(spec.fqn)
         _merge(graph, nodes)
@@ -281,12 +279,10 @@ def _check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool],
     if users:
         _refuse(
             f"torch.compile of a forward that writes to the sharded parameter {fqn} in place and "
-            "also trains its unit: "
-            "backward, which gathers the unit again, would find other values than forward. Write "
-            "to it outside of "
-            "forward (after optimizer.step(), say), in a function decorated with "
-            "torch.compiler.disable, or freeze "
-            "it with requires_grad_(False) if it is not trained"
+            "also trains its unit: backward, which gathers the unit again, would find other "
+            "values than forward. Write to it outside of forward (after optimizer.step(), say), "
+            "in a function decorated with torch.compiler.disable, or freeze it with "
+            "requires_grad_(False) if it is not trained"
         )
 
 
@@ -306,10 +302,9 @@ def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
         if hidden:
             _refuse(
                 "torch.compile of a function that writes in place to a tensor of state_dict() "
-                f"({node.name}) and reads parameters "
-                f"in whose memory it lies ({hidden[0]}): the graph cannot show the write to the "
-                "reads. Write to it outside of what "
-                "is compiled, or to the module's own parameter"
+                f"({node.name}) and reads parameters in whose memory it lies ({hidden[0]}): the "
+                "graph cannot show the write to the reads. Write to it outside of what is "
+                "compiled, or to the module's own parameter"
             )
 
 

@@ -40,8 +40,8 @@ def check_arguments(module: object, options: Mapping[str, Any]) -> None:
         if options[name] is not None and not isinstance(options[name], kind):
             raise TypeError(
                 f"FullyShardedDataParallel: {name} must be a "
-                f"torch.distributed.fsdp.{kind.__name__} or None, got "
-                f"{options[name]!r}. {type(module).__name__} is as it was"
+                f"torch.distributed.fsdp.{kind.__name__} or None, got {options[name]!r}. "
+                f"{type(module).__name__} is as it was"
             )
     offload, device_id = options["cpu_offload"], options["device_id"]
     # On the CPU stock's own error comes, at the first forward: there is no pinned memory.
@@ -51,8 +51,7 @@ def check_arguments(module: object, options: Mapping[str, Any]) -> None:
     if offload is not None and offload.offload_params and not is_cpu:
         raise NotImplementedError(
             f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, "
-            "or use "
-            "torch.distributed.fsdp.FullyShardedDataParallel for this model"
+            "or use torch.distributed.fsdp.FullyShardedDataParallel for this model"
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(

@@ -219,9 +219,8 @@ def _rest_first(module: Any, *_: object) -> None:
         if instance.training_state == TrainingState.FORWARD_BACKWARD:
             raise AssertionError(
                 f"Expects the handle training to be IDLE but got {instance.training_state}: the "
-                "state of "
-                f"{type(instance.module).__name__} cannot be saved or loaded while its forward or "
-                "backward is running"
+                f"state of {type(instance.module).__name__} cannot be saved or loaded while its "
+                "forward or backward is running"
             )
     rest(module)
 

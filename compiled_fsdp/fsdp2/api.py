@@ -199,8 +199,7 @@ def _check_reshard(reshard: bool | int | None, params: Sequence[Original]) -> No
             )
             raise NotImplementedError(
                 f"fully_shard: reshard_after_forward={reshard} as an int is not supported for "
-                f"parameter {entry.path}, which {why}. "
-                "Pass True or False"
+                f"parameter {entry.path}, which {why}. Pass True or False"
             )
 
 
@@ -210,14 +209,12 @@ def _check_offload(info: MeshInfo, offload: OffloadPolicy) -> None:
     if info.mesh.device_type != "cpu":
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload!r} is not supported on {info.mesh.device_type} "
-            "yet. Leave it out, or use "
-            "torch.distributed.fsdp.fully_shard for this model"
+            "yet. Leave it out, or use torch.distributed.fsdp.fully_shard for this model"
         )
     if offload.pin_memory and not torch.accelerator.is_available():
         raise RuntimeError(
             f"fully_shard: offload_policy={offload!r} asks for pinned memory, which needs an "
-            "accelerator. "
-            "Pass CPUOffloadPolicy(pin_memory=False)"
+            "accelerator. Pass CPUOffloadPolicy(pin_memory=False)"
         )
 
 
@@ -234,8 +231,7 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"fully_shard: {type(module).__name__} has no forward, so nothing would gather its "
-            "parameters. "
-            "Shard its members, or pass them as a list"
+            "parameters. Shard its members, or pass them as a list"
         )
     below = {id(m) for entry in given for m in entry.modules() if m is not entry}
     roots = tuple(entry for entry in given if id(entry) not in below)
@@ -353,8 +349,7 @@ def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Paramete
             if id(parameter) in managed and parameter.dim() == 0:
                 raise ValueError(
                     f"fully_shard: parameter {plain_name(path)} is a scalar and cannot be cut. "
-                    "Change it to a 1D tensor with numel "
-                    "equal to 1, or name it in ignored_params"
+                    "Change it to a 1D tensor with numel equal to 1, or name it in ignored_params"
                 )
 
 
@@ -367,16 +362,14 @@ def _check_param(name: str, parameter: nn.Parameter, device: torch.device) -> No
         is_other = parameter.device_mesh.device_type != device.type
         raise (ValueError if is_other else AssertionError)(
             f"fully_shard: parameter {name} is a DTensor on {parameter.device} and a mesh of "
-            f"{parameter.device_mesh.device_type}; "
-            f"it should be on {device}, where the mesh passed to fully_shard is. Distribute it "
-            "there"
+            f"{parameter.device_mesh.device_type}; it should be on {device}, where the mesh passed "
+            "to fully_shard is. Distribute it there"
         )
     has_extension(type(local_tensor(parameter)), name)
     if not (parameter.is_contiguous() and local_tensor(parameter).is_contiguous()):
         raise NotImplementedError(
             f"fully_shard: parameter {name} is not contiguous ({parameter.shape=} "
-            f"{parameter.stride()=}). "
-            "Call .contiguous() on it before sharding"
+            f"{parameter.stride()=}). Call .contiguous() on it before sharding"
         )
     check_grad_dtype(parameter, name)
 

@@ -236,8 +236,7 @@ class FSDPModule(StockFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward: got {reshard_after_forward!r}; reshard_after_forward "
-                "should be a bool. "
-                "Pass an int to fully_shard(reshard_after_forward=...)"
+                "should be a bool. Pass an int to fully_shard(reshard_after_forward=...)"
             )
         for state in self._fsdp_below(recurse):
             _check_sharding(state, "set_reshard_after_forward")
@@ -529,8 +528,8 @@ class FSDPModule(StockFSDPModule):
         if len({flat.mesh_info for flat in state.unit.flats}) > 1:
             raise ValueError(
                 f"{method} is not supported with multiple param groups (from per-param mesh via "
-                "shard_placement_fn). "
-                f"{what} would be ambiguous across groups with different meshes."
+                f"shard_placement_fn). {what} would be ambiguous across groups with different "
+                "meshes."
             )
         return state
 
@@ -574,8 +573,7 @@ def _check_sharding(state: State, method: str) -> None:
     if not state.unit.mesh_info.is_sharding:
         raise AssertionError(
             f"{method}: {state.unit.name!r} is not sharded, only replicated: its dp_mesh_dims "
-            "names no dim to shard over. "
-            "Leave it out"
+            "names no dim to shard over. Leave it out"
         )
 
 

@@ -68,8 +68,8 @@ def share_params(
         ) or unit.mesh_info != borrower.unit.mesh_info:
             warn_once(
                 f"fully_shard: parameter {param.fqn} is shared with an earlier call, whose mesh, "
-                "placement and mp_policy hold "
-                f"for it; those of {borrower.unit.name} differ and do not"
+                f"placement and mp_policy hold for it; those of {borrower.unit.name} differ and do "
+                "not"
             )
         lender = get_state(unit.modules[0])
         assert lender is not None

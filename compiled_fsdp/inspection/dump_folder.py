@@ -143,8 +143,7 @@ def read_folder(folder: Path) -> list[DumpedRank]:
     if not any(rank.graphs for rank in ranks):
         raise DumpFolderError(
             f"{folder} holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model "
-            "inside dumped_to, or with "
-            "COMPILED_FSDP_DUMP"
+            "inside dumped_to, or with COMPILED_FSDP_DUMP"
         )
     return ranks
 

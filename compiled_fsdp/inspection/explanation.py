@@ -284,8 +284,7 @@ def _graphs(graphs: list[GraphInfo]) -> str:
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in graph.peak_kinds.items())
         lines += [
             f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran "
-            f"{_count(graph.num_runs, 'time')}"
-            f"{', compiled by Inductor' if graph.is_fused else ''}",
+            f"{_count(graph.num_runs, 'time')}{', compiled by Inductor' if graph.is_fused else ''}",
             f"    predicted peak {_mb(graph.peak)} above rest at %{graph.peak_at}: "
             f"{kinds or 'nothing'}",
         ]

@@ -39,15 +39,12 @@ import torch
 
 SPEC = (
     "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, "
-    "str gather_algorithm, "
-    "str reduce_group, str reshard, SymInt post_size, str post_group, ScalarType reduce_dtype, str "
-    "reduce_op, "
-    "str reduce_algorithm, float pre_divide, float post_divide, SymInt replicate_size, str "
-    "replicate_group, str sync, "
-    "bool is_accumulating, str hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, "
-    "str[] forward_after, "
-    "str[] backward_after, SymInt own_message, float forward_ahead, float backward_ahead, "
-    "ScalarType? retained_dtype"
+    "str gather_algorithm, str reduce_group, str reshard, SymInt post_size, str post_group, "
+    "ScalarType reduce_dtype, str reduce_op, str reduce_algorithm, float pre_divide, float "
+    "post_divide, SymInt replicate_size, str replicate_group, str sync, bool is_accumulating, str "
+    "hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, str[] "
+    "backward_after, SymInt own_message, float forward_ahead, float backward_ahead, ScalarType? "
+    "retained_dtype"
 )
 
 # Each run of these does something on the host: no CUDA graph may replay them.

@@ -162,8 +162,8 @@ class ParamSpec:
         if len(values) != len(fields(cls)):
             raise ValueError(
                 f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of "
-                "fsdp::unshard has "
-                f"{len(fields(cls))} after the flat buffer: {[f.name for f in fields(cls)]}"
+                f"fsdp::unshard has {len(fields(cls))} after the flat buffer: "
+                f"{[f.name for f in fields(cls)]}"
             )
         return cls(*values)
 

@@ -112,8 +112,8 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
         return plan
     warn_once(
         "compiled_fsdp: ranks have batches of other shapes, so that costs differ between them, and "
-        "collectives would start in "
-        "another order on each: their graphs are scheduled at the distances of Plan() instead"
+        "collectives would start in another order on each: their graphs are scheduled at the "
+        "distances of Plan() instead"
     )
     distances = {
         name: d if getattr(plan, name) is None else getattr(plan, name)

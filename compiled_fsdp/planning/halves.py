@@ -103,9 +103,8 @@ def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> 
     if not follows(backward, handed):
         raise ValueError(
             f"profile_step: backward takes {[f'%{p.name}' for p in taken]}, and forward returns "
-            "last "
-            f"{[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of one "
-            "graph"
+            f"last {[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of "
+            "one graph"
         )
     kinds = dict(zip(taken, handed.kinds, strict=True))
     places = {p: place for p, place in zip(taken, handed.places, strict=True) if place is not None}

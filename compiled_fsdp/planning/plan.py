@@ -175,11 +175,9 @@ class Plan:
         if left and self.costs is None:
             warn_once(
                 f"compiled_fsdp: the plan leaves {', '.join(left)} to costs, and no costs are "
-                "known: nothing is measured over a "
-                "fake process group, nor for a plan that is set after the first forward. So they "
-                "are as in Plan(), and units are "
-                "in one part. Set the plan before the first forward, or give it costs: "
-                "Plan(costs=...)"
+                "known: nothing is measured over a fake process group, nor for a plan that is set "
+                "after the first forward. So they are as in Plan(), and units are in one part. "
+                "Set the plan before the first forward, or give it costs: Plan(costs=...)"
             )
 
     def executed_by(self, *, is_fused: bool) -> Plan:

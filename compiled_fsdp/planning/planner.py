@@ -89,8 +89,8 @@ class Timeline:
         on_wire = sum(done - begin for begin, done in self.carried.values())
         lines = [
             f"{self.title}: {_ms(self.total)} predicted, of which "
-            f"{_ms(sum(self.exposed.values()))} are exposed communication; "
-            f"{_ms(on_wire)} on the wire"
+            f"{_ms(sum(self.exposed.values()))} are exposed communication; {_ms(on_wire)} on the "
+            "wire"
         ]
         for start, (begin, done) in self.carried.items():
             tag = get_tag(start)

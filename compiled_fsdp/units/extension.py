@@ -48,9 +48,8 @@ def has_extension(thing: Tensor | type[Tensor], name: str) -> bool:
         kind = thing if isinstance(thing, type) else type(thing)
         raise AssertionError(
             f"fully_shard: parameter {name} is a {kind.__name__} with {PRE if has_pre else POST} "
-            "and without "
-            f"{POST if has_pre else PRE}; an all-gather extension needs both. Define the other, or "
-            "neither"
+            f"and without {POST if has_pre else PRE}; an all-gather extension needs both. Define "
+            "the other, or neither"
         )
     if hasattr(thing, RELEASE) and not has_post:
         raise AssertionError(
@@ -104,8 +103,7 @@ class Extension:
         if len(signature.parameters) not in (1, 5):
             raise AssertionError(
                 f"{self.param.fqn}: {type(local).__name__}.fsdp_pre_all_gather takes {signature}; "
-                "should take (mesh, outer_size, "
-                "outer_stride, module, mp_policy), or (mesh) alone"
+                "should take (mesh, outer_size, outer_stride, module, mp_policy), or (mesh) alone"
             )
         if len(signature.parameters) == 1:
             tensors, self.metadata = local.fsdp_pre_all_gather(self.mesh)
@@ -119,9 +117,8 @@ class Extension:
             if tuple(local.shape) != padded and any(tuple(t.shape) != padded for t in tensors):
                 raise AssertionError(
                     f"{self.param.fqn} of shape {tuple(shape)} is cut unevenly, and "
-                    f"{type(local).__name__}.fsdp_pre_all_gather "
-                    f"returned {[tuple(t.shape) for t in tensors]}; should return the padded size "
-                    f"{padded}"
+                    f"{type(local).__name__}.fsdp_pre_all_gather returned "
+                    f"{[tuple(t.shape) for t in tensors]}; should return the padded size {padded}"
                 )
         self.sizes = [t.shape for t in tensors]
         return [t.reshape(-1) for t in tensors]

@@ -47,14 +47,13 @@ BEFORE_FORWARD = (
 )
 IN_FORWARD = (
     "after the gather for their forward was started: ahead, by the unit before, by a prefetch "
-    "list, or by "
-    f"unshard(async_op=True). {_INSTEAD}, or run the unit's forward under torch.no_grad() if it is "
-    "not trained"
+    f"list, or by unshard(async_op=True). {_INSTEAD}, or run the unit's forward under "
+    "torch.no_grad() if it is not trained"
 )
 WHILE_KEPT = (
     "while the full parameters were kept for another forward (reshard_after_forward=False, "
-    "set_reshard_after_backward(False), or "
-    f"unshard()). {_INSTEAD}, or call reshard() on the module afterwards"
+    f"set_reshard_after_backward(False), or unshard()). {_INSTEAD}, or call reshard() on the "
+    "module afterwards"
 )
 
 
@@ -396,8 +395,8 @@ class FlatParam:
         if wrong:
             raise AssertionError(
                 f"{self.unit.name}: local tensors were replaced by some of another size: "
-                f"{'; '.join(wrong)}. A rank's shard keeps "
-                "its size; load a state dict to change values"
+                f"{'; '.join(wrong)}. A rank's shard keeps its size; load a state dict to change "
+                "values"
             )
 
 

@@ -86,9 +86,8 @@ class Spent:
         """
         raise RuntimeError(
             f"the gradient of {self.name} was read after backward, and the optimizer has used it "
-            "up inside backward already. To "
-            "clip, scale, log or add up gradients, leave out in_backward=True of "
-            "overlap_optimizer; to forget them, call "
+            "up inside backward already. To clip, scale, log or add up gradients, leave out "
+            "in_backward=True of overlap_optimizer; to forget them, call "
             "zero_grad(set_to_none=True)"
         )
 
@@ -148,7 +147,7 @@ def _wait_for(grad: InFlight) -> Tensor:
         if grad.arrived is None:
             raise RuntimeError(
                 "This gradient was still being reduced after backward, and its reduction failed "
-                "(see the first error). Its value "
-                "is lost: call optimizer.zero_grad() and run the step again"
+                "(see the first error). Its value is lost: call optimizer.zero_grad() and run the "
+                "step again"
             )
         return grad.arrived

@@ -143,8 +143,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard: mesh has {mesh.ndim} dimensions ({mesh}); expects a 1D mesh (shard) or "
-            "a 2D mesh "
-            "(replicate, shard). Pass a sub-mesh, for example mesh['dp']"
+            "a 2D mesh (replicate, shard). Pass a sub-mesh, for example mesh['dp']"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError(
@@ -162,8 +161,7 @@ def _resolve_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
     if mesh.mesh_dim_names is None:
         raise ValueError(
             f"fully_shard: dp_mesh_dims={dims} names dims of the mesh, and {mesh} has no "
-            "mesh_dim_names. Pass them to "
-            "init_device_mesh"
+            "mesh_dim_names. Pass them to init_device_mesh"
         )
     absent = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
     if absent or not (replicate or shard):
@@ -194,8 +192,7 @@ def resolve_placement(
     if not default.is_sharding:
         raise ValueError(
             "fully_shard: shard_placement_fn needs a mesh that shards, and dp_mesh_dims names "
-            f"only {default.spmd} to "
-            "replicate over. Leave it out, or name dims to shard over"
+            f"only {default.spmd} to replicate over. Leave it out, or name dims to shard over"
         )
     if hasattr(result, "mesh_info") and hasattr(result, "placement"):
         placement, info = result.placement, MeshInfo(result.mesh_info.mesh)
@@ -204,21 +201,19 @@ def resolve_placement(
     if not isinstance(placement, Shard):
         raise ValueError(
             f"fully_shard: shard_placement_fn returned {result!r} for {name}, an invalid result; "
-            "should be None, a Shard, or a "
-            "ShardPlacementResult"
+            "should be None, a Shard, or a ShardPlacementResult"
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
         raise AssertionError(
             f"fully_shard: shard_placement_fn returned {placement} for {name} of shape "
-            f"{tuple(param.shape)}, which has no dim "
-            f"{placement.dim}"
+            f"{tuple(param.shape)}, which has no dim {placement.dim}"
         )
     if dim and param.shape[dim] % info.shard_size:
         raise NotImplementedError(
             f"fully_shard: FSDP does not support uneven sharding on dim {dim}: {name} has size "
-            f"{param.shape[dim]} there, and the "
-            f"shard mesh has {info.shard_size} ranks. Return Shard(0), or pad the parameter"
+            f"{param.shape[dim]} there, and the shard mesh has {info.shard_size} ranks. Return "
+            "Shard(0), or pad the parameter"
         )
     return dim, info
 
@@ -237,8 +232,7 @@ def resolve_reshard(value: object, shard_size: int) -> bool | int | None:
     if value < 1 or value > shard_size or shard_size % value:
         raise ValueError(
             f"fully_shard: reshard_after_forward={value}; an int should be a factor of the shard "
-            "mesh size "
-            f"{shard_size}, so that slices can be kept on groups of that size"
+            f"mesh size {shard_size}, so that slices can be kept on groups of that size"
         )
     if value == 1:
         _warn_of_one()
@@ -250,8 +244,8 @@ def _warn_of_one() -> None:
     """Once, on the logger and in the sense of stock."""
     logging.getLogger("torch.distributed.fsdp.fully_shard").warning(
         "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
-        "reshard_after_forward=True (bool). "
-        "It is treated as False: parameters stay unsharded after forward"
+        "reshard_after_forward=True (bool). It is treated as False: parameters stay unsharded "
+        "after forward"
     )
 
 

@@ -61,8 +61,8 @@ def ask_override(policy: StockPolicy, parameter: nn.Parameter, name: str) -> tor
         return dtype
     raise ValueError(
         f"fully_shard: mp_policy.param_dtype_override_fn returned {named(dtype)} for parameter "
-        f"{name}, whose own dtype is "
-        f"{parameter.dtype}; should return None, that dtype, or param_dtype={policy.param_dtype}"
+        f"{name}, whose own dtype is {parameter.dtype}; should return None, that dtype, or "
+        f"param_dtype={policy.param_dtype}"
     )
 
 
@@ -93,8 +93,6 @@ def check_grad_dtype(parameter: nn.Parameter, name: str) -> None:
     if wanted != parameter.dtype:
         raise NotImplementedError(
             f"fully_shard: parameter {name} of {parameter.dtype} has grad_dtype={wanted}, which is "
-            "not supported: its gradient is "
-            f"a part of a flat one of {parameter.dtype}. Leave grad_dtype as it is; "
-            "mp_policy.reduce_dtype says what gradients are "
-            "reduced in"
+            f"not supported: its gradient is a part of a flat one of {parameter.dtype}. Leave "
+            "grad_dtype as it is; mp_policy.reduce_dtype says what gradients are reduced in"
         )

@@ -46,8 +46,7 @@ _numbers = itertools.count()
 
 TIED = (
     "parameters() of a module that fully_shard was not given comes to one tied parameter under two "
-    "names, and would yield it "
-    "twice. Iterate over the parameters of the sharded module around it"
+    "names, and would yield it twice. Iterate over the parameters of the sharded module around it"
 )
 
 

@@ -67,9 +67,8 @@ class Full:
         if not isinstance(grad, DTensor):
             raise AssertionError(
                 f"the gradient of a parameter that is a DTensor placed as {self.spec.placements} "
-                f"is a {type(grad).__name__}; "
-                "should be a DTensor. An autograd function in the model returned it so: let it "
-                "return DTensor.from_local(...)"
+                f"is a {type(grad).__name__}; should be a DTensor. An autograd function in the "
+                "model returned it so: let it return DTensor.from_local(...)"
             )
         wanted = tuple(
             given if axis in self.dp_axes else own
@@ -141,24 +140,21 @@ def _on_both_meshes(
     if len(placements) > 2:
         raise NotImplementedError(
             f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh axes, "
-            f"{placements}; FSDP only supports one or "
-            "two axes (TP, EP, or both) besides its own"
+            f"{placements}; FSDP only supports one or two axes (TP, EP, or both) besides its own"
         )
     if info.mesh.mesh_dim_names is None or inner.mesh_dim_names is None:
         raise TypeError(
             f"fully_shard: parameter {name} is a DTensor, so that its mesh {inner} and the "
-            f"data-parallel {info.mesh} are joined; "
-            "both need mesh_dim_names. Take both from one mesh: init_device_mesh(..., "
-            "mesh_dim_names=('dp', 'tp')), then mesh['dp']"
+            f"data-parallel {info.mesh} are joined; both need mesh_dim_names. Take both from one "
+            "mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['dp']"
         )
     try:
         mesh = concatenate([info.mesh, inner])
     except RuntimeError as error:
         raise RuntimeError(
             f"fully_shard: parameter {name} is a DTensor on {inner}, which cannot be joined with "
-            "the data-parallel mesh "
-            f"{info.mesh}: {error}. Take both from one mesh, as different dims: mesh['dp'] and "
-            "mesh['tp']"
+            f"the data-parallel mesh {info.mesh}: {error}. Take both from one mesh, as different "
+            "dims: mesh['dp'] and mesh['tp']"
         ) from error
     cut = cut_inside(dim, _pieces(dim, zip(placements, inner.shape, strict=True)))
     return mesh, (*info.placements(dim)[:-1], cut, *placements)
@@ -170,14 +166,13 @@ def _on_full_mesh(
     if not isinstance(original, DTensor):
         raise ValueError(
             "fully_shard: with dp_mesh_dims, all parameters must be DTensors on the full mesh; "
-            f"{name} is a plain tensor. "
-            "Use distribute_module or distribute_tensor first"
+            f"{name} is a plain tensor. Use distribute_module or distribute_tensor first"
         )
     if original.device_mesh != spmd.mesh:
         raise ValueError(
             f"fully_shard: parameter {name} is a DTensor on {original.device_mesh}; with "
-            "dp_mesh_dims it should be on the mesh "
-            f"that is passed, {spmd.mesh}. Pass the full mesh, or leave dp_mesh_dims out"
+            f"dp_mesh_dims it should be on the mesh that is passed, {spmd.mesh}. Pass the full "
+            "mesh, or leave dp_mesh_dims out"
         )
     placements = list(original.placements)
     for axis in spmd.axes((*spmd.shard, *spmd.replicate)):
@@ -185,8 +180,7 @@ def _on_full_mesh(
             names = spmd.mesh.mesh_dim_names or ()
             raise ValueError(
                 f"fully_shard: parameter {name} is placed as {placements[axis]} on the "
-                f"data-parallel dim {names[axis]!r} (index "
-                f"{axis}); expected Replicate() there"
+                f"data-parallel dim {names[axis]!r} (index {axis}); expected Replicate() there"
             )
     for axis in spmd.axes(spmd.shard):
         later = zip(original.placements[axis + 1 :], spmd.mesh.shape[axis + 1 :], strict=True)

@@ -209,10 +209,9 @@ class Unit:
                 old: Any = param.sharded
                 raise TypeError(
                     f"load_state_dict: parameter {param.fqn} was assigned a "
-                    f"{type(new.data).__name__} of shape "
-                    f"{tuple(new.shape)}; its unit needs a DTensor placed as {old.placements}, "
-                    f"shape {tuple(old.shape)}. "
-                    "Use distribute_tensor, or "
+                    f"{type(new.data).__name__} of shape {tuple(new.shape)}; its unit needs a "
+                    f"DTensor placed as {old.placements}, shape {tuple(old.shape)}. Use "
+                    "distribute_tensor, or "
                     "torch.distributed.checkpoint.state_dict.set_model_state_dict"
                 )
         self._adopt(assigned)
@@ -234,9 +233,8 @@ class Unit:
             if kept:
                 raise RuntimeError(
                     f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it "
-                    "were assigned another "
-                    f"sharded parameter ({kept} were not). Untie weights before fully_shard, or "
-                    "assign to all of them"
+                    f"were assigned another sharded parameter ({kept} were not). Untie weights "
+                    "before fully_shard, or assign to all of them"
                 )
         plain = [
             p.fqn
@@ -246,10 +244,9 @@ class Unit:
         if plain:
             warn_once(
                 f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a "
-                "plain nn.Parameter: it is read "
-                "as it is, neither gathered nor reduced over the ranks, and what was sharded is "
-                "not trained meanwhile. To "
-                "change its values, copy into the sharded parameter, or load a state dict"
+                "plain nn.Parameter: it is read as it is, neither gathered nor reduced over the "
+                "ranks, and what was sharded is not trained meanwhile. To change its values, copy "
+                "into the sharded parameter, or load a state dict"
             )
         self._adopt(fitting)
 
@@ -451,8 +448,8 @@ class Unit:
         if flat.mesh_info in self.post_meshes:
             raise NotImplementedError(
                 f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an "
-                "all-gather extension, which is not "
-                "supported with an int reshard_after_forward. Pass True or False"
+                "all-gather extension, which is not supported with an int reshard_after_forward. "
+                "Pass True or False"
             )
 
     def _after(self, direction: str) -> tuple[str, ...]:
@@ -512,10 +509,9 @@ def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
     if any(module._parameters.get(name) is not new for module, name in param.owners):
         warn_once(
             f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave "
-            "each of its names a parameter of "
-            "its own, which ends the tie of a plain module. Sharded weights stay tied, with the "
-            "values given to one name. "
-            "Untie weights before fully_shard, or load without assign=True"
+            "each of its names a parameter of its own, which ends the tie of a plain module. "
+            "Sharded weights stay tied, with the values given to one name. Untie weights before "
+            "fully_shard, or load without assign=True"
         )
 
 

@@ -91,8 +91,8 @@ def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> 
     return CommunicationError(
         f"compiled_fsdp: {what} over process group {name!r} failed, waiting for {whom}: {said}\n"
         "That rank died, raised an error, or stalls for longer than "
-        f"{group_timeout(process_group).total_seconds():.0f} s, the "
-        "timeout of init_process_group: look at its output first",
+        f"{group_timeout(process_group).total_seconds():.0f} s, the timeout of init_process_group: "
+        "look at its output first",
         said,
         peer,
     )
@@ -239,10 +239,8 @@ def _digests(group: _Group, key: str) -> list[str]:
 def _not_there(ranks: list[int], name: str, run: str, after: str) -> str:
     return (
         f"compiled_fsdp: ranks {ranks} of process group {name!r} have not reached {run} of that "
-        f"group after {after}. They died, "
-        "stall before it, or took another way. If they only need longer, raise the timeout of "
-        "init_process_group, or call "
-        "compiled_fsdp.warmup first"
+        f"group after {after}. They died, stall before it, or took another way. If they only need "
+        "longer, raise the timeout of init_process_group, or call compiled_fsdp.warmup first"
     )
 
 
@@ -284,9 +282,8 @@ def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
             *names,
             *lines,
             "Ranks that share a group must run the same collectives in the same order. Look for "
-            "different models, a branch that "
-            "depends on data or on the rank, or a rank that does not compile; nothing was "
-            "communicated",
+            "different models, a branch that depends on data or on the rank, or a rank that does "
+            "not compile; nothing was communicated",
         ]
     )
 

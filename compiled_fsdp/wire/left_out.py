@@ -50,10 +50,9 @@ def watch(buffers: Sequence[Buffer], num_outputs: int, text: str) -> None:
     if len(outputs) != num_outputs:
         warn_once(
             "compiled_fsdp: a graph returns tensors of a class that wraps others, and some "
-            "parameters lead to some of its outputs "
-            "only. Where the loss leaves an output out, their gradients are zeros instead of None. "
-            "Return plain tensors, or "
-            "compute the loss inside the compiled function"
+            "parameters lead to some of its outputs only. Where the loss leaves an output out, "
+            "their gradients are zeros instead of None. Return plain tensors, or compute the loss "
+            "inside the compiled function"
         )
         return
     references = [weakref.ref(buffer) for buffer in buffers]
@@ -94,10 +93,9 @@ def announce_zeros(grad: Tensor, fqn: str) -> None:
 def _say(what: str) -> None:
     warn_once(
         f"compiled_fsdp: a graph that reached its backend without our passes {what} for gradients "
-        "instead of None, and an "
-        "optimizer with weight decay or momentum moves them. Use torch.compile's default backend "
-        "or 'compiled_fsdp_eager', or "
-        "return only what the loss uses",
+        "instead of None, and an optimizer with weight decay or momentum moves them. Use "
+        "torch.compile's default backend or 'compiled_fsdp_eager', or return only what the loss "
+        "uses",
         about="zeros from a graph without our passes",
     )
 

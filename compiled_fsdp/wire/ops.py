@@ -107,8 +107,7 @@ def owner_of(flat: Tensor, op: str) -> Owner:
     if owner is None:
         raise RuntimeError(
             f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph "
-            "must be given the "
-            "flat buffer itself, not a copy or a view of it"
+            "must be given the flat buffer itself, not a copy or a view of it"
         )
     return owner
 
@@ -152,11 +151,9 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     warn_once(
         "compiled_fsdp: a graph reached its backend without our passes, so every parameter is "
-        "gathered by a collective of its "
-        f"own, none overlapped ({spec.fqn} was the first). The results are right. Use "
-        "torch.compile's default backend or "
-        "'compiled_fsdp_eager', and do not overwrite Inductor's joint_custom_post_pass and "
-        "post_grad_custom_post_pass",
+        f"gathered by a collective of its own, none overlapped ({spec.fqn} was the first). The "
+        "results are right. Use torch.compile's default backend or 'compiled_fsdp_eager', and do "
+        "not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass",
         about="a graph without our passes",
     )
     left_out.announce()
@@ -206,11 +203,9 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         spec = ParamSpec.of(ctx.spec)
         raise NotImplementedError(
             f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by "
-            "loss.backward() or "
-            "torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True). Gradients of "
-            "sharded parameters arrive only in "
-            "a backward that autograd runs: nothing would be trained. Return the loss from the "
-            "compiled function and call "
+            "loss.backward() or torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is "
+            "True). Gradients of sharded parameters arrive only in a backward that autograd runs: "
+            "nothing would be trained. Return the loss from the compiled function and call "
             "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the "
             "graph there"
         )

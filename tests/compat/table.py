@@ -116,10 +116,9 @@ def text(front: Front) -> str:
         f"# Compatibility with `{front.stock}`",
         "",
         "Made from the tests by `python tests/compat/table.py`; do not edit. A row is one "
-        "observable behaviour of stock "
-        f"{front.name.upper()} (torch 2.13, or 2.15 where the row says so). "
-        "Its tests run stock and ours side by side and compare what they return bit for bit "
-        "(at four ranks within a tolerance, where gloo adds in another order).",
+        f"observable behaviour of stock {front.name.upper()} (torch 2.13, or 2.15 where the row "
+        "says so). Its tests run stock and ours side by side and compare what they return bit for "
+        "bit (at four ranks within a tolerance, where gloo adds in another order).",
         "",
         "| status | rows | means |",
         "|---|---|---|",

@@ -762,8 +762,7 @@ def local_tensor_of_another_size_by_name(api: Api) -> None:
     model[0].weight._local_tensor = torch.zeros(8, 3)
     assert message(lambda: model._apply(lambda t: t)) == (
         "Sequential: local tensors were replaced by some of another size: 0.weight: (8, 3) instead "
-        "of (8, 2). A rank's shard keeps "
-        "its size; load a state dict to change values"
+        "of (8, 2). A rank's shard keeps its size; load a state dict to change values"
     )
 
 

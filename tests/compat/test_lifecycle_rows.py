@@ -265,8 +265,7 @@ def warning_about_a_view() -> None:
     assert texts["compiled"] == []
     assert texts["eager"] == [
         "compiled_fsdp: forward of Viewed returns a view; an in-place op on it may drop the hook "
-        "that gathers before backward. "
-        "Return a copy, or do not write to it"
+        "that gathers before backward. Return a copy, or do not write to it"
     ]
 
 

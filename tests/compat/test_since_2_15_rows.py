@@ -170,8 +170,8 @@ def test_bad_overrides_name_the_parameter() -> None:
     text = message(lambda: compiled_fsdp.fully_shard(net(), mp_policy=policy))
     assert text == (
         "fully_shard: mp_policy.param_dtype_override_fn returned dtype torch.float16 for parameter "
-        "0.weight, whose own dtype is "
-        "torch.float32; should return None, that dtype, or param_dtype=torch.bfloat16"
+        "0.weight, whose own dtype is torch.float32; should return None, that dtype, or "
+        "param_dtype=torch.bfloat16"
     )
 
 

@@ -682,8 +682,8 @@ def optimizer_before() -> None:
         optimizer.step()
     assert str(caught.value) == (
         "SGD.step: fully_shard replaced 16 of its parameters ('embed.weight' is the first) after "
-        "the optimizer was built, so the "
-        "step would change nothing that the model uses. Build the optimizer after fully_shard"
+        "the optimizer was built, so the step would change nothing that the model uses. Build the "
+        "optimizer after fully_shard"
     )
 
 
@@ -723,9 +723,8 @@ def nobody_reads(api: Api) -> None:
             backward(call, batch(step))
     assert [str(w.message) for w in caught if "not gathered" in str(w.message)] == [
         "compiled_fsdp: unit 'idle' was not gathered in the first step: nothing called its forward "
-        "or read its 2 parameters, so "
-        "they are not trained. If another method than forward uses them, call "
-        "register_fsdp_forward_method(module, name) for it"
+        "or read its 2 parameters, so they are not trained. If another method than forward uses "
+        "them, call register_fsdp_forward_method(module, name) for it"
     ]
 
 
@@ -746,10 +745,9 @@ def of_another_unit() -> None:
         model(batch())
     assert str(caught.value) == (
         "ReadsAnother: its forward used a parameter that is sharded at that moment, with a plain "
-        "tensor: one of another unit "
-        "(layers.0, layers.1, layers.2), whose own forward is not running. Give both modules to "
-        "one call, fully_shard([a, b]), or "
-        "call unshard() on the other before and reshard() after it"
+        "tensor: one of another unit (layers.0, layers.1, layers.2), whose own forward is not "
+        "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
+        "other before and reshard() after it"
     )
     model.reset_iter_state()
     out = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(batch())
@@ -773,10 +771,8 @@ def of_a_state_dict() -> None:
         model(torch.ones(2, 6))
     assert str(caught.value) == (
         "ReadsItsState: its forward used a parameter that is sharded at that moment, with a plain "
-        "tensor: no other unit has any, "
-        "so it is one that state_dict() gave, or that was kept from before the call. Read the "
-        "module's attributes inside "
-        "forward, or call full_tensor() on it"
+        "tensor: no other unit has any, so it is one that state_dict() gave, or that was kept from "
+        "before the call. Read the module's attributes inside forward, or call full_tensor() on it"
     )
 
 
@@ -789,8 +785,7 @@ def test_parameters_on_another_device() -> None:
         check_devices([unit])
     assert str(caught.value) == (
         "0: parameters ['0.weight'] are not on cuda, where their mesh is, so they cannot be "
-        "gathered. Move the whole sharded "
-        "model with .to('cuda')"
+        "gathered. Move the whole sharded model with .to('cuda')"
     )
     unit.mesh_info.device = torch.device("cpu")
     check_devices([unit])

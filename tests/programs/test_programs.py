@@ -61,8 +61,8 @@ def test_random_programs(pools: dict[int, Pool], first: int) -> None:
         for fault in hunter.check(script(program)).faults[:1]:
             small, verdict = hunter.shrink(program, fault.kind)
             raise AssertionError(
-                f"seed {seed}: {fault.kind} "
-                f"{verdict.detail}\n{script(small).header()}{render(small)}"
+                f"seed {seed}: {fault.kind} {verdict.detail}\n"
+                f"{script(small).header()}{render(small)}"
             )
 
 

@@ -323,7 +323,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     if not all(o.error == first.error for o in mine):
         return Verdict(kind, "fault", f"raises on some ranks only {text}")
     if kind != "stock" and _refuses_what_runs(first, outcomes):
-        word = "refused" if "._parameters[" in script.source else "fault"  # a limit: docs/limits.md
+        is_limit = any(words in script.source for words in ("._parameters[", ".data = "))
+        word = "refused" if is_limit else "fault"  # docs/limits.md
         return Verdict(kind, word, f"refuses what eager and stock run: {text}")
     is_named = names_a_cause(first.text, script.source)
     if first.error in NAMED and first.is_ours:

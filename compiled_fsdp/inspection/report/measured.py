@@ -115,8 +115,8 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
     if not graphs:
         raise DumpError(
             f"add_profile: {source} has {sum(e.name == AGREE for e in events)} runs of graphs "
-            f"({AGREE}), none with the collectives "
-            f"of {', '.join(g.name for g in ranks[rank].graphs)}; profile a step of the model that "
+            f"({AGREE}), none with the collectives of "
+            f"{', '.join(g.name for g in ranks[rank].graphs)}; profile a step of the model that "
             f"was dumped, on rank {rank}"
         )
     out = ranks[rank].folder / MEASURED
@@ -141,9 +141,8 @@ def read_events(path: Path) -> list[Event]:
     if any(event.get("cat") == "kernel" for event in found["traceEvents"]):
         raise NotImplementedError(
             f"{DOING}: {path.name} has kernels of a device; only a step on the CPU can be laid "
-            "over the predicted one so far, "
-            "since on a device starts and waits return at once. Look at it beside the trace that "
-            "write_trace writes"
+            "over the predicted one so far, since on a device starts and waits return at once. "
+            "Look at it beside the trace that write_trace writes"
         )
     for index, event in enumerate(found["traceEvents"]):
         if event.get("ph") == "X":

@@ -129,8 +129,8 @@ def read_dump(folder: Path) -> list[DumpedRank]:
     if not ranks:
         raise DumpError(
             f"{DOING}: {folder} has no rank0/NNN_forward/timeline.json; finished graphs are "
-            "written where a sharded model is "
-            "compiled inside dumped_to, or with COMPILED_FSDP_DUMP: compile it with one of them"
+            "written where a sharded model is compiled inside dumped_to, or with "
+            "COMPILED_FSDP_DUMP: compile it with one of them"
         )
     return ranks
 
