@@ -2,10 +2,11 @@
 
     wire      two hosts joined by a wire of 0.5, 1, 2, 4 Gbit/s and unshaped; needs root
     latency   24 layers of width 64 on two local ranks: many tiny parameters
-    budget    step time against memory: what keeping parameters for backward buys, up to DDP's
-    memory; needs root memory    exact peak tensor bytes, and resident memory compile   seconds to
-    compile, cold and warm, from 4 to 48 layers plan      seconds to plan a 405 B Llama on 1,024
-    ranks that do not exist graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
+    budget    step time against memory: what keeping parameters for backward buys; needs root
+    memory    exact peak tensor bytes, and resident memory
+    compile   seconds to compile, cold and warm, from 4 to 48 layers
+    plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
+    graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.

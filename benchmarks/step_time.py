@@ -1,12 +1,11 @@
-"""What `wire` and `latency` make of a comparison: the table of step times, and where each step
-goes.
+"""What `wire` and `latency` make of a comparison: the table of step times, and where each step goes.
 
 A step is split into computing alone, computing while communication is under way (hidden), and
 exposed communication:
 
-    exposed  the step less its floor, the local variant with the same kernels; what the wire really
-    costs hidden   the profiled time of communication during which the training thread was not
-    inside it compute  the rest
+    exposed  the step less its floor, the local variant with the same kernels: what the wire costs
+    hidden   the profiled time of communication while the training thread was not inside it
+    compute  the rest
 """
 
 from __future__ import annotations

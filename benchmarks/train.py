@@ -1,10 +1,11 @@
 """Train a byte-level GPT on the standard library, sharded over ranks and compiled as one graph.
 
-    python benchmarks/train.py                          # starts 2 ranks, about five minutes
-    torchrun --nproc-per-node 2 benchmarks/train.py     # the same, started by hand
+    python benchmarks/train.py                       # starts 2 ranks, about five minutes
+    python benchmarks/train.py --compare             # beside stock FSDP2, about twelve minutes
+    torchrun --nproc-per-node 2 benchmarks/train.py  # the same, started by hand
+
+    # survives lost ranks
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 benchmarks/train.py --save-every 50
-    # survives lost ranks python benchmarks/train.py --compare                # beside stock FSDP2,
-    about twelve minutes
 
 At the end: a table, a picture of the losses, results as JSON, and a sharded checkpoint in --out.
 """

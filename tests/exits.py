@@ -1,9 +1,10 @@
 """Short jobs of two ranks, one after another, and the exit code of every process: a finished job
 must not end with another.
 
-    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 200             # a fifth of them in
-    each way to end PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 20 --period 0   # the
-    watcher is always inside the store
+    # a fifth of them in each way to end
+    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 200
+    # the watcher is always inside the store
+    PYTHONPATH=.:tests:benchmarks python tests/exits.py --runs 20 --period 0
 
 Every process is forked from this one, which has imported torch, and ends as any interpreter does.
 They train a few steps and go on for up to a second, so that the exit falls anywhere between two

@@ -3,11 +3,13 @@
 `train(kind, options)` runs inside a worker of a `Pool` and returns a `Trace`: losses, and after
 each step this rank's shard of every gradient and parameter. The kinds:
 
-unsharded       the model as it is; each backward's gradients are averaged over the ranks, in an
-order written down here stock           torch.distributed.fsdp.fully_shard, eager eager
-ours, not compiled compiled        ours, torch.compile(backend="compiled_fsdp_eager",
-fullgraph=True) inductor        ours, torch.compile(fullgraph=True) aot_eager       ours, the ops
-run as they are, unlowered
+unsharded  the model as it is; each backward's gradients are averaged over the ranks, in an order
+           written down here
+stock      torch.distributed.fsdp.fully_shard, eager
+eager      ours, not compiled
+compiled   ours, torch.compile(backend="compiled_fsdp_eager", fullgraph=True)
+inductor   ours, torch.compile(fullgraph=True)
+aot_eager  ours, the ops run as they are, unlowered
 """
 
 from __future__ import annotations

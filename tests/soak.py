@@ -1,9 +1,9 @@
 """2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore,
 beside the unsharded model.
 
-    make soak                                   # two ranks; prints one line per 200 steps and a
-    verdict make soak ARGS="--front-end fsdp1"          # through `FullyShardedDataParallel`;
-    "fsdp1_orig": with `use_orig_params`
+    make soak                                # two ranks; a line every 200 steps, and a verdict
+    make soak ARGS="--front-end fsdp1"       # through `FullyShardedDataParallel`
+    make soak ARGS="--front-end fsdp1_orig"  # with `use_orig_params`
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """

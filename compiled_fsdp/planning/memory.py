@@ -1,10 +1,9 @@
 """The memory model: how many bytes are alive at each node of a final graph, the peak, and what is
 alive there.
 
-    profile(forward)                  what the caller holds (parameters, batch) is at rest and
-    counts nothing profile(backward)                 what forward saved is alive from the start,
-    each until its last use profile_step(forward, backward)   both, and the outputs that the user
-    holds
+    profile(forward)                 what the caller holds (parameters, batch) counts nothing
+    profile(backward)                what forward saved is alive from the start, to its last use
+    profile_step(forward, backward)  both, and the outputs that the user holds
 
 How long each storage lives: `lifetimes.py`.
 """

@@ -3,12 +3,14 @@
 [Note: names of tensors]
 original   the parameter as the user made it
 shard      one rank's part of it: `torch.chunk(original, N, dim)[rank]`; on dim 0, fewer or no rows
-on the last ranks padded     the shard filled up with zero rows, so that it has as many on every
-rank flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back
-to back: the autograd leaf, the
-           graph input, the input of the all-gather; the gradient has the same layout
+           on the last ranks
+padded     the shard filled up with zero rows, so that it has as many on every rank
+flat       the padded shards of a unit's parameters of one dtype and one `requires_grad`, back to
+           back: the autograd leaf, the graph input, the input of the all-gather; the gradient has
+           the same layout
 gathered   the flat buffers of all ranks, in rank order: [N, flat_numel]; parameter p is columns
-[offset, offset + shard_numel) unsharded  the whole parameter again, in the compute dtype
+           [offset, offset + shard_numel)
+unsharded  the whole parameter again, in the compute dtype
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     def test_reshard_after_forward(two):
         two.run(same, reshard_after_forward)
 
-    def reshard_after_forward(api):          # called with stock's `Api`, then ours eager, then ours
-        compiled model = api.fully_shard(net()) out = api.compile(model)(batch()) return out,
-        api.is_sharded(model)    # compared bit for bit
+    def reshard_after_forward(api):          # stock's `Api`, then ours eager, then ours compiled
+        model = api.fully_shard(net())
+        out = api.compile(model)(batch())
+        return out, api.is_sharded(model)    # compared bit for bit
 
 `rows` names the rows of the specification (`fsdp2_rows.tsv`) that the test pins; the table in
 `docs/fsdp2.md` is made from these marks. What a test knows to differ is not returned but asserted

@@ -1,8 +1,7 @@
 """`docs/fsdp2.md` and `docs/fsdp1.md`: every row of the specifications and what pins it, from the
 marks in the tests.
 
-    python tests/compat/table.py        # writes the files; `test_table.py` fails if one is out of
-    date
+    python tests/compat/table.py  # writes both; `test_table.py` fails if one is out of date
 
 A row's status comes from the tests that carry it (`rows(..., status=...)`): both, eager, improved;
 "differs" where such a test is expected to fail. Rows without a test are "not on this hardware" (tag

@@ -1,9 +1,9 @@
 """Random programs from the command line.
 
-python tests/programs --count 1000 --jobs 6 --out results.jsonl     # a table, and a line of JSON
-for each program python tests/programs --count 1000 --jobs 6 --seconds 540           # as many as
-fit; it says how many python tests/programs --singles             # each statement by itself python
-tests/programs --seed 17 --count 1 --show    # one program, every kind, without shrinking
+python tests/programs --count 1000 --jobs 6 --out results.jsonl  # a table; a line of JSON for each
+python tests/programs --count 1000 --jobs 6 --seconds 540        # as many as fit; it says how many
+python tests/programs --singles                                  # each statement by itself
+python tests/programs --seed 17 --count 1 --show                 # one program, every kind
 """
 
 from __future__ import annotations

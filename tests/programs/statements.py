@@ -1,13 +1,16 @@
-"""What random programs are made of: statements of a forward, of the set-up around sharding, and of
-a training loop.
+"""What random programs are made of: statements of a forward, of the set-up around sharding, and of a
+training loop.
 
 Each is a few lines of Python under a heading: its name, and what it needs. `{m}` is a linear layer
 (`self.up` in a block, `self.a` in the model), `{d}` the width. A forward statement turns `x` [rows,
 d] into another `x`; `ids` [rows] are tokens.
 
-    at=PLACE    where in the set-up or in the loop (`source.py`); in the loop forward, step and zero
-    replace that line breaks      Dynamo cannot trace it, so no full graph is asked for for_block
-    `{m}` may be a block, too needs=WHAT  see `legal.py` init: LINE  for `__init__`
+    at=PLACE    where in the set-up or in the loop (`source.py`); in the loop forward, step and
+                zero replace that line
+    breaks      Dynamo cannot trace it, so no full graph is asked for
+    for_block   `{m}` may be a block, too
+    needs=WHAT  see `legal.py`
+    init: LINE  for `__init__`
 """
 
 from __future__ import annotations
