@@ -364,7 +364,8 @@ class PostForward:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What the caller is to get."""
         if torch.compiler.is_dynamo_compiling():
-            end_forward(self.unit_key)
+            stays = self.state.unit.reshard is False and torch.is_grad_enabled()
+            end_forward(self.unit_key, stays=stays)
         else:
             output = self.state.runtime.post_forward(module, output)
         dtype = self.state.unit.mp_policy.output_dtype

@@ -50,7 +50,7 @@ from compiled_fsdp.torch_private.dynamo import (
     before_backend,
     give_up_graph,
 )
-from compiled_fsdp.units.registered import sharded_behind
+from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def settle_writes(gm: GraphModule) -> None:
     A write that the graph cannot show to what comes after it, named by its parameter, is a graph
     break: an error with `fullgraph=True`, else the frame runs eagerly.
     """
+    _check_inputs(gm.graph)
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     written = _written_storages(graphs)
     if not written:
@@ -106,6 +107,30 @@ def settle_writes(gm: GraphModule) -> None:
     _write_to_flats(gm.graph, graphs, written)
     _check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
+
+
+def _check_inputs(graph: Graph) -> None:
+    """Full parameters that were gathered outside of the graph, and not for it, have no place in it:
+    nothing would reduce their gradients. No graph break, since the frame's parts would be graphs.
+
+    Raises:
+        RuntimeError: one is an input.
+    """
+    gathered = {
+        id(param.unsharded): param.fqn
+        for unit in list(UNITS)
+        if not unit.is_resident
+        for param in unit.params
+        if param.unsharded is not None and param.unsharded.requires_grad and not param.is_open()
+    }
+    for node in graph.find_nodes(op="placeholder") if gathered else ():
+        fqn = gathered.get(id(real_input(node)))
+        if fqn is not None:
+            raise RuntimeError(
+                f"compiled_fsdp: the full parameter {fqn}, which unshard() has gathered, is an "
+                "input of a graph, which would not reduce its gradient: it was read as "
+                "module._parameters[name], or is held by other code. Read it as module.name"
+            )
 
 
 def _written_residents(graph: Graph, written: set[int]) -> list[str]:

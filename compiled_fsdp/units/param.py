@@ -140,6 +140,10 @@ class ShardedParam:
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""
 
+    def is_open(self) -> bool:
+        """Whether an eager forward, whose runtime reduces gradients, has the full one registered."""
+        return any(not module.__dict__["_fsdp_handles"][name].key for module, name in self.owners)
+
     def show_handle(self, handle: Handle) -> None:
         """Make `handle` what a traced read finds; compiled code guards on it."""
         for module, name in self.owners:

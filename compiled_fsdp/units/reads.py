@@ -87,9 +87,9 @@ def begin_forward(unit: str) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def end_forward(unit: str) -> None:
-    """It has ended."""
-    if unit in _of_this_trace():
+def end_forward(unit: str, *, stays: bool = False) -> None:
+    """It has ended; where full parameters stay for backward, they are found until the trace ends."""
+    if unit in _of_this_trace() and not stays:
         _in_forward.remove(unit)
 
 

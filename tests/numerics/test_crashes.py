@@ -347,9 +347,49 @@ def assigned_data() -> None:
             other.to(torch.float64).to(torch.float32)
 
 
+class Adds(Net):
+    """Reads a parameter past the module's attributes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.first._parameters["bias"]
+        return super().forward(x + bias)
+
+
+def read_past_the_attributes() -> None:
+    """Of a unit that was gathered by hand it would be a leaf whose gradient nothing reduces."""
+    model = Adds()
+    model = shard(model, model.first)
+    model.first.unshard()
+    with pytest.raises(Exception, match=r"first.bias, which unshard\(\) has gathered, is an input"):
+        torch.compile(model, backend=BACKEND)(batch())
+
+
+class SumsAfter(Net):
+    """Iterates over a unit's parameters behind its forward."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * sum(p.sum() for p in self.first.parameters())
+
+
+def iterated_while_they_stay() -> None:
+    """`reshard_after_forward=False`: full parameters are there until backward, in a trace too."""
+    wanted, model = SumsAfter(), SumsAfter()
+    model.load_state_dict(wanted.state_dict())
+    for module in (model.first, model):
+        fully_shard(module, mesh=mesh_of("1d"), reshard_after_forward=False)
+    wanted(batch()).sum().backward()
+    for call in (model, torch.compile(model, backend=BACKEND, fullgraph=True)):
+        model.zero_grad()
+        call(batch()).sum().backward()
+        for param, expected in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert torch.allclose(param.grad.full_tensor(), expected.grad)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        read_past_the_attributes,
+        iterated_while_they_stay,
         iterated_after_a_tie,
         tied_on_meta,
         gradients_kept_after_an_exception,
