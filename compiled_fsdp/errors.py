@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def named(thing: object) -> str:
@@ -10,6 +14,11 @@ def named(thing: object) -> str:
     text = repr(thing)
     kind = type(thing).__name__
     return kind if len(text) > 60 or "\n" in text else f"{kind} {text}"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
 _said: set[str] = set()

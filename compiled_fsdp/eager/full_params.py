@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import first_of, warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
@@ -51,6 +51,7 @@ class FullParams:
     """Gathers and frees the parameters of one unit.
 
     is_unsharded: the modules hold full parameters.
+    is_left_over: a forward has left them, and no backward has come since.
     full_versions: of the full parameters when they were filled: users may write to them.
     full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count
         writes through `.data`.
@@ -73,7 +74,7 @@ class FullParams:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.is_unsharded = False
+        self.is_unsharded = self.is_left_over = False
         self.full_versions: list[tuple[ShardedParam, tuple[int, int]]] = []
         self.full_checksums: list[tuple[ShardedParam, Tensor]] = []
         self.were_trained: list[tuple[ShardedParam, bool]] = []
@@ -217,7 +218,7 @@ class FullParams:
         say_they_are_lost([p.fqn for p in self._own_memory() if p in written])
         for param in self.unit.params:
             param.register(param.sharded)
-        self.is_unsharded = False
+        self.is_unsharded = self.is_left_over = False
         self.kept = []
         if not keeps_storage:
             self.free()
@@ -388,7 +389,12 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
                 param.local.detach()
             )  # with its version: autograd sees an optimizer's step before backward
         return
-    if param.unsharded is None or param.is_borrowed or param.unsharded.dtype != spec.dtype:
+    if (
+        param.unsharded is None
+        or param.is_borrowed
+        or param.unsharded.dtype != spec.dtype
+        or param.gathered.is_inference()  # `.data = x` under inference_mode; nobody may fill it
+    ):
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.set_gathered(full)
     full = param.gathered
@@ -404,9 +410,8 @@ def say_they_are_lost(fqns: Sequence[str]) -> None:
     """Announce writes to full parameters, which last no longer than those do."""
     if not fqns:
         return
-    others = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
     warn_once(
-        f"compiled_fsdp: parameter {fqns[0]}{others} is written to in place while it is gathered. "
+        f"compiled_fsdp: parameter {first_of(fqns)} is written to in place while it is gathered. "
         "What follows in the same forward sees it; the sharded parameter is not changed, so the "
         "write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, write "
         "to the sharded parameter, outside of forward"

@@ -24,6 +24,7 @@ from compiled_fsdp.torch_private.autograd import accumulates
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire.ops import TRACED
 
 from .full_params import WHO, FullParams, span
 from .tree import Reduction, Tree, in_backward, log, map_tensors
@@ -230,8 +231,10 @@ class Runtime(FullParams):
             if not lender.is_in_forward:
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
-        if not self.is_unsharded or (self.unit.reshard is False and torch.is_grad_enabled()):
+        stays = self.unit.reshard is False and torch.is_grad_enabled() and not self._is_for_graphs()
+        if stays or not self.is_unsharded:
             self.keep()
+            self.is_left_over = self.is_unsharded
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
@@ -417,6 +420,21 @@ class Runtime(FullParams):
     def reshard_if_idle(self) -> None:
         """Reshard, unless the backward that is running still needs the full parameters."""
         if self not in self.tree.backward and self.unit.settings.reshard_after_backward:
+            self.reshard()
+
+    def _is_frozen(self) -> bool:
+        return not any(param.sharded.requires_grad for param in self.unit.params)
+
+    def _is_for_graphs(self) -> bool:
+        """Whether graphs gather the unit, and no gradient of theirs will drop what is left."""
+        return self._is_frozen() and self.unit.key in TRACED
+
+    def drop_left_over(self) -> None:
+        """Before a compiled call: graphs gather for themselves, and do not see what is written to
+        full parameters that an eager forward has left registered. Gradients drop those of others.
+        """
+        is_idle = not self.is_in_forward and self not in self.tree.backward
+        if self.is_left_over and is_idle and self._is_frozen():
             self.reshard()
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import first_of, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
 from compiled_fsdp.torch_private.dynamo import (
@@ -158,10 +158,9 @@ class State:
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         self._say_what_was_ignored(called)
         for runtime in called:
-            if runtime.unit.was_assigned:
-                runtime.unit.adopt_assigned()
-            runtime.follow_requires_grad()
-            runtime.unit.follow_requires_grad()
+            _follow_user(runtime)
+            if is_compiled or is_traced:
+                runtime.drop_left_over()
         if is_compiled:
             if self.unit.is_outermost and traces_autograd():
                 warn_once(
@@ -192,9 +191,8 @@ class State:
             p.fqn for runtime in called for p in runtime.unit.params if p.was_data_assigned()
         ]
         if ignored:
-            more = f" (and {len(ignored) - 1} more)" if len(ignored) > 1 else ""
             warn_once(
-                f"compiled_fsdp: `.data` of parameter {ignored[0]}{more} was assigned to while it "
+                f"compiled_fsdp: `.data` of parameter {first_of(ignored)} was assigned to while it "
                 "is sharded. DTensor ignores that, as with torch's FSDP2: the parameter has the "
                 "values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
                 about="assigned data",
@@ -241,6 +239,14 @@ class State:
         module.__dict__["_fsdp_watched"] = [
             p.sharded for runtime in called for p in runtime.unit.params
         ]
+
+
+def _follow_user(runtime: Runtime) -> None:
+    """Take over what was assigned, frozen or unfrozen since the last call."""
+    if runtime.unit.was_assigned:
+        runtime.unit.adopt_assigned()
+    runtime.follow_requires_grad()
+    runtime.unit.follow_requires_grad()
 
 
 # For each code object (by identity, see `limits.py`): the states of modules that were called below

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.eager.full_params import say_they_are_lost
 from compiled_fsdp.eager.resident import shown
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import first_of, warn_once
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
 from compiled_fsdp.ir.schema import UNSHARD
@@ -105,8 +105,10 @@ def settle_writes(gm: GraphModule) -> None:
     for graph in graphs:
         _share_reads(graph, graphs, written)
     _write_to_flats(gm.graph, graphs, written)
+    _write_without_autograd(gm.graph)
     _check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
+    _announce_before_backward(gm.graph, written)
 
 
 def _check_inputs(graph: Graph) -> None:
@@ -140,6 +142,30 @@ def _written_residents(graph: Graph, written: set[int]) -> list[str]:
     names = shown()
     inputs = [node for node in graph.find_nodes(op="placeholder") if id(real_input(node)) in names]
     return [names[id(real_input(node))] for node in inputs if _is_written(node, written)]
+
+
+def _announce_before_backward(graph: Graph, written: set[int]) -> None:
+    """Say so where a part of a forward writes to a sharded parameter that is trained: graphs that
+    ran before may have kept it for their backward, or gather it again then.
+    """
+    inputs = {node: real_input(node) for node in graph.find_nodes(op="placeholder")}
+    is_differentiated = torch.is_grad_enabled() and (
+        any(isinstance(value, Tensor) and value.grad_fn is not None for value in inputs.values())
+        or bool(graph.find_nodes(op="call_function", target=UNSHARD))
+    )
+    owners = [
+        sharded_behind(value)
+        for node, value in inputs.items()
+        if is_differentiated and _is_written(node, written)
+    ]
+    trained = [owner[1].fqn for owner in owners if owner and owner[1].sharded.requires_grad]
+    if trained:
+        warn_once(
+            f"compiled_fsdp: the sharded parameter {first_of(trained)} is written to in a graph "
+            "that is part of a forward. The backward of graphs that ran before it finds the old "
+            "value where the full parameter was kept and the new one where it is gathered again; "
+            "the plan decides which. Write to it after backward, or freeze it if it is not trained"
+        )
 
 
 def _storages(value: object) -> Iterator[int]:
@@ -289,6 +315,30 @@ def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> Non
             shard = graph.call_function(shard_of, (buffer, _places.key(place)))
         traced_as(shard, node)
         node.replace_all_uses_with(shard)
+
+
+def _write_without_autograd(graph: Graph) -> None:
+    """Let writes to a sharded parameter through `.data` or `detach()` be under `no_grad`: of
+    others AOTAutograd says that they are differentiated, and gives the parameter a gradient of
+    zeros, a plain tensor, where eager mode gives none.
+    """
+    sharded = {
+        storage
+        for node in graph.find_nodes(op="placeholder")
+        if sharded_behind(real_input(node)) is not None
+        for storage in _storages(traced_value(node))
+    }
+    modes = _grad_modes(graph) if sharded else {}
+    for node in [node for node in modes if modes[node]]:
+        targets = list(_written_by(node))
+        if targets and all(
+            not traced_value(target).requires_grad and _is_written(target, sharded)
+            for target in targets
+        ):
+            with graph.inserting_before(node):
+                graph.call_function(SET_GRAD_ENABLED, (False,))
+            with graph.inserting_after(node):
+                graph.call_function(SET_GRAD_ENABLED, (True,))
 
 
 def _check_not_differentiated(node: Node, buffer: Node, modes: dict[Node, bool], fqn: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -358,18 +359,25 @@ class FlatParam:
         replaced = [
             a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
         ]
-        held = [a for a, p in zip(locals_, self.params, strict=True) if p.owners] or locals_
-        if not replaced or any(a.device.type == "meta" for a in held):
+        if not replaced:
+            return
+        holds = self.unit.in_use()
+        held = [a for a, p in zip(locals_, self.params, strict=True) if p.is_held_in(holds)]
+        if any(a.device.type == "meta" for a in held or locals_):
             return
         self._check_sizes(locals_)
-        first = replaced[0] if is_moved else locals_[0]
+        given = [local for local in locals_ if local.device.type != "meta"]
+        first = replaced[0] if is_moved else (given or locals_)[0]
         fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)
                 if local.device.type == "meta":  # nobody holds it, so nobody gave it values
+                    if view.is_floating_point():
+                        view.fill_(math.nan)
                     placed = make_dtensor(view.data, param.sharded)
                     param.sharded = nn.Parameter(placed, requires_grad=param.sharded.requires_grad)
+                    param.register(param.sharded)
                     continue
                 view.copy_(local)
                 placed = make_dtensor(view.data, param.sharded)

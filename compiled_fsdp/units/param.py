@@ -140,6 +140,10 @@ class ShardedParam:
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""
 
+    def is_held_in(self, modules: set[nn.Module]) -> bool:
+        """Whether one of these modules holds it."""
+        return any(module in modules for module, _ in self.owners)
+
     def is_open(self) -> bool:
         """Whether an eager forward, whose runtime reduces gradients, has the full one registered."""
         return any(not module.__dict__["_fsdp_handles"][name].key for module, name in self.owners)

@@ -136,6 +136,19 @@ class Unit:
             (*self.modules, *(module for param in self.params for module, _ in param.owners))
         )
 
+    def in_use(self) -> set[nn.Module]:
+        """The modules from which a forward can come to the unit's parameters; not those that a
+        user has taken out of the model (`model.b = model.a`).
+        """
+        borrowers = [
+            module.__dict__["_fsdp_owner"].unit
+            for param in self.params
+            for module, _ in param.owners
+            if "_fsdp_owner" in module.__dict__
+        ]
+        roots = {root for unit in (self, *borrowers) for root in unit.modules}
+        return {module for root in roots for module in root.modules()}
+
     def _make_flat(self, group: list[Original]) -> FlatParam:
         info = group[0].mesh_info
         first = group[0].parameter

@@ -385,9 +385,90 @@ def iterated_while_they_stay() -> None:
             assert torch.allclose(param.grad.full_tensor(), expected.grad)
 
 
+class WritesBehindABreak(Net):
+    """The sharded parameters of a unit whose forward is over, in a graph of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        torch._foreach_mul_([p.data for p in self.first.parameters()], 0.9)
+        return self.second(x)
+
+
+def written_between_graphs() -> None:
+    """AOTAutograd gives a parameter that a graph only writes to a gradient of zeros, which no
+    module wants; whether the graph before has kept the old values is the plan's to say.
+    """
+    model = WritesBehindABreak()
+    model = shard(model, model.first, model.second)
+    wanted = [p.full_tensor() * 0.9 for p in model.first.parameters()]
+    compiled = torch.compile(model, backend=BACKEND)
+    with pytest.warns(UserWarning, match=r"first.weight \(and 1 more\) is written to in a graph"):
+        loss = compiled(batch()).sum()
+    loss.backward()
+    for p, expected in zip(model.first.parameters(), wanted, strict=True):
+        assert torch.equal(p.full_tensor(), expected)
+        assert isinstance(p.grad, DTensor)
+        assert p.grad.full_tensor().any()
+
+
+def left_by_an_eager_forward() -> None:
+    """A frozen unit's full parameters, which no gradient would drop: what the loop writes to
+    `parameters()` comes to the shards.
+    """
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    for module in (model.first, model):
+        fully_shard(module, mesh=mesh_of("1d"), reshard_after_forward=False)
+    loss_of = torch.compile(lambda x: model(x).sum(), backend=BACKEND)
+    for module in (model, plain):
+        module.first.requires_grad_(False)
+    for _ in range(3):
+        model(batch()), plain(batch())
+        loss, wanted = loss_of(batch()), plain(batch()).sum()
+        loss.backward()
+        assert torch.equal(loss, wanted)
+        for p in [*model.parameters(), *plain.parameters()]:
+            p.data.mul_(0.5)
+
+
+class AssignsInside(Net):
+    """Puts tensors of inference mode into a unit whose parameters are gathered."""
+
+    def between(self, x: Tensor) -> Tensor:
+        for p in self.first.parameters():
+            p.data = p.data * 0.5
+        return x
+
+
+def assigned_in_inference_mode() -> None:
+    """Nobody may fill an inference tensor outside of the mode, so it is not filled again."""
+    model = shard(AssignsInside())
+    with torch.inference_mode():
+        model(batch())
+    model(batch()).sum().backward()
+    assert model.first.weight.grad.full_tensor().any()
+
+
+def taken_out_on_meta() -> None:
+    """A module that is no longer in the model gets no values, and none are missed."""
+    with torch.device("meta"):
+        model = shard(Net())
+    model.second = model.first
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    for call in (model, torch.compile(model, backend=BACKEND, fullgraph=True)):
+        assert torch.allclose(call(torch.ones(2, 4)), torch.full((2, 4), 4 * 0.1 * 0.5 + 0.1))
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        written_between_graphs,
+        left_by_an_eager_forward,
+        assigned_in_inference_mode,
+        taken_out_on_meta,
         read_past_the_attributes,
         iterated_while_they_stay,
         iterated_after_a_tie,

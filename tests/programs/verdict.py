@@ -56,6 +56,7 @@ EXPLAIN = {
     "trains nothing": ("", ""),
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
+    "in a graph that is part of a forward": (r"foreach|\.data|_\(", r"grad|value"),
     "gives these, whose .grad is None": (r"p\.grad|clip_grad", r"grad|value"),
     "DTensor ignores that": (r"\.data = ", ""),
     "zero_grad() does not drop them": ("zero_grad", ""),
