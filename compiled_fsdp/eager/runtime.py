@@ -429,13 +429,17 @@ class Runtime(FullParams):
         """Whether graphs gather the unit, and no gradient of theirs will drop what is left."""
         return self._is_frozen() and self.unit.key in TRACED
 
-    def drop_left_over(self) -> None:
+    def drop_left_over(self) -> bool:
         """Before a compiled call: graphs gather for themselves, and do not see what is written to
         full parameters that an eager forward has left registered. Gradients drop those of others.
+
+        Returns whether there were any.
         """
         is_idle = not self.is_in_forward and self not in self.tree.backward
-        if self.is_left_over and is_idle and self._is_frozen():
+        is_dropped = self.is_left_over and is_idle and self._is_frozen()
+        if is_dropped:
             self.reshard()
+        return is_dropped
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients that a failed backward has not reduced are

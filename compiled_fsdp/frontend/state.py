@@ -24,6 +24,7 @@ from compiled_fsdp.torch_private.dynamo import (
     codes_under_way,
     never_trace_hooks_alone,
     never_traced_alone,
+    trace_again,
     traces_autograd,
     untraced,
 )
@@ -159,8 +160,8 @@ class State:
         self._say_what_was_ignored(called)
         for runtime in called:
             _follow_user(runtime)
-            if is_compiled or is_traced:
-                runtime.drop_left_over()
+        if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
+            trace_again("full parameters that an eager forward had left are dropped")
         if is_compiled:
             if self.unit.is_outermost and traces_autograd():
                 warn_once(

@@ -11,7 +11,7 @@ import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import RestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -73,6 +73,14 @@ def give_up_graph(text: str) -> NoReturn:
     `fullgraph=True`. Tried on 2.13.
     """
     raise Unsupported(text)
+
+
+def trace_again(why: str) -> NoReturn:
+    """From a function that Dynamo calls while it traces: begin this trace anew, since what it has
+    seen is no longer so. Tried on 2.11, 2.13 and 2.15.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()  # it expects the same path again
+    raise RestartAnalysis(restart_reason=why)
 
 
 # What Dynamo's graphs call to switch autograd on and off, for inference mode, and for `.data`.
