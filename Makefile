@@ -11,7 +11,11 @@ PY := $(VENV)/bin/python
 TYPED := build/typed/$(notdir $(VENV))
 MYPY := $(VENV)/bin/mypy --cache-dir .mypy_cache/$(notdir $(VENV))
 
-.PHONY: train test test-browser test-clients soak lint types unit bench clean
+.DEFAULT_GOAL := help
+.PHONY: help train test test-browser test-clients soak lint types unit bench docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for example ARGS="--compare"
 	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
@@ -48,6 +52,11 @@ soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model
 
 bench: $(VENV)/installed  ## all benchmarks; parts by ARGS="wire --rates 1", in small by ARGS=--quick; wire needs root
 	$(PY) benchmarks/bench.py $(ARGS)
+
+docs: $(VENV)/installed  ## the documents and the API as a site, in out/site
+	$(PY) -m pip install --quiet --editable ".[docs]"
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going -c docs/site . out/site
+	cp out/site/README.html out/site/index.html
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

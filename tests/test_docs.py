@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import compiled_fsdp
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
@@ -25,6 +27,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_first_page_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_reference_has_every_name_of_ours() -> None:
+    """`docs/site/api.md`: what the package hands on, besides torch's own names."""
+    things = {name: value for name, value in vars(compiled_fsdp).items() if name[0] != "_"}
+    ours = {
+        name
+        for name, value in things.items()
+        if callable(value) and value.__module__.startswith("compiled_fsdp.")
+    }
+    page = (ROOT / "docs/site/api.md").read_text()
+    listed = set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+    assert listed == ours
 
 
 def test_each_document_is_reached_from_the_first_page() -> None:
