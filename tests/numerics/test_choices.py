@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Options, check_parity
+from kit.harness import Options, check_parity
+from kit.pool import Pool
 from numerics.test_graphs import captured
 from numerics.test_inductor import ROUNDING
-from pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import planned
@@ -74,8 +74,8 @@ def test_four_ranks(four: Pool) -> None:
 
 def collectives_of(plan: dict[str, Any]) -> tuple[int, int, int, int]:
     """Gathers and reductions of forward and backward; of these, reduce-scatters and all-to-alls."""
-    from harness import batch_of, make
-    from models import loss_of
+    from kit.harness import batch_of, make
+    from kit.models import loss_of
 
     with planned(bucket_bytes=0, **plan), captured() as halves:
         _, call, _ = make("compiled", Options("gpt"))

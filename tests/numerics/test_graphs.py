@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import Options, batch_of, make
-from models import loss_of
-from pool import Pool
+from kit.harness import Options, batch_of, make
+from kit.models import loss_of
+from kit.pool import Pool
 
 import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp.ir.collectives import ALL_GATHER, STARTS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mesh_of
+from kit.harness import mesh_of
 from torch import Tensor, nn
 
 from compiled_fsdp import errors, fully_shard, overlap_optimizer
@@ -17,7 +17,7 @@ from compiled_fsdp import errors, fully_shard, overlap_optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 class Heads(nn.Module):

@@ -19,18 +19,18 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from compat.oracle import each, same
-from compat.test_accumulation_rows import gradient_sync
-from compat.test_layout_rows import other_dims
-from compat.test_lifecycle_rows import int_reshard, reshard_counts
-from compat.test_methods_rows import all_reduce_hook, custom_communication
-from compat.test_precision_rows import nested_policies
-from compat.test_state_rows import set_model, while_unsharded
-from harness import Options, batch_of, check_parity, make
-from models import loss_of
+from compat.fsdp2.test_accumulation_rows import gradient_sync
+from compat.fsdp2.test_layout_rows import other_dims
+from compat.fsdp2.test_lifecycle_rows import int_reshard, reshard_counts
+from compat.fsdp2.test_methods_rows import all_reduce_hook, custom_communication
+from compat.fsdp2.test_precision_rows import nested_policies
+from compat.fsdp2.test_state_rows import set_model, while_unsharded
+from kit.harness import Options, batch_of, check_parity, make
+from kit.models import loss_of
+from kit.oracle import each, same
+from kit.pool import Pool
 from numerics import test_mixed as mixed
 from numerics import test_surface as surface
-from pool import Pool
 from torch import nn
 from torch._inductor import comms
 from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Options, batch_of, build, shard
-from models import loss_of
-from pool import Pool
+from kit.harness import Options, batch_of, build, shard
+from kit.models import loss_of
+from kit.pool import Pool
 from torch import nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Options, check_parity
-from pool import Pool
+from kit.harness import Options, check_parity
+from kit.pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 # A mean over four ranks in one axis has several orders of summation: gloo's ring, our local sum,

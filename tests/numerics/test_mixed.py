@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.oracle import communications
+from kit.oracle import communications
 from torch import nn
 
 import compiled_fsdp
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
     from torch import Tensor
 
 BACKEND = "compiled_fsdp_eager"

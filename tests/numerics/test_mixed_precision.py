@@ -11,8 +11,8 @@ import itertools
 
 import pytest
 import torch
-from harness import Options, check_parity, train
-from pool import Pool
+from kit.harness import Options, check_parity, train
+from kit.pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

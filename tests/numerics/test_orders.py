@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mean_over_ranks, mesh_of, quiet
+from kit.harness import mean_over_ranks, mesh_of, quiet
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
@@ -21,7 +21,7 @@ from compiled_fsdp.torch_private.dynamo import TRACES_TO_DTENSORS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 NUM_BLOCKS = 3
 

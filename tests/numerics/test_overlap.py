@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, Options, batch_of, build, local, shard
-from models import loss_of
+from kit.harness import BACKENDS, Options, batch_of, build, local, shard
+from kit.models import loss_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
@@ -24,7 +24,7 @@ from compiled_fsdp.wire import gloo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pool import Pool
+    from kit.pool import Pool
 
 KINDS = ("compiled", "eager")
 BF16 = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

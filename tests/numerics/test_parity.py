@@ -8,8 +8,8 @@ Kernels are those of eager mode in every case compared here.
 from __future__ import annotations
 
 import pytest
-from harness import Options, check_parity
-from pool import Pool
+from kit.harness import Options, check_parity
+from kit.pool import Pool
 
 MODELS = (
     "gpt",

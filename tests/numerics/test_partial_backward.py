@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import mesh_of
+from kit.harness import mesh_of
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
@@ -21,7 +21,7 @@ from compiled_fsdp.frontend.state import states_below
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 KINDS = ("unsharded", "eager", "compiled")
 BACKENDS = {"compiled": "compiled_fsdp_eager", "aot_eager": "aot_eager"}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import Api, grads, params, plain
-from compat.oracle import check_equal
-from numerics.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
-from numerics.random_models import build, shrink
+from kit.oracle import check_equal
+from kit.oracle_fsdp1 import Api, grads, params, plain
+from kit.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
+from kit.random_models import build, shrink
 from numerics.test_random_models import batch, problem_of
 
 if TYPE_CHECKING:

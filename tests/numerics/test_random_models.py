@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from numerics.random_models import P, Program, Spec, build, make, shard, shrink, smaller
+from kit.random_models import P, Program, Spec, build, make, shard, shrink, smaller
 from torch import Tensor
 
 from compiled_fsdp import planned

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Options, batch_of, check_parity, make
-from models import loss_of
+from kit.harness import Options, batch_of, check_parity, make
+from kit.models import loss_of
+from kit.pool import Pool
 from numerics.test_graphs import captured, communications, step
 from numerics.test_inductor import ROUNDING, SLOW
-from pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 

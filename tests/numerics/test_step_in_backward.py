@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Options, batch_of
-from models import loss_of
+from kit.harness import Options, batch_of
+from kit.models import loss_of
 from numerics.test_graphs import captured
 from numerics.test_overlap import (
     BF16,
@@ -34,7 +34,7 @@ from compiled_fsdp.units.in_flight import is_spent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 def begin(

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compat.oracle import Api, communications, each, no_recompiles
+from kit.oracle import Api, communications, each, no_recompiles
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -44,7 +44,7 @@ from compiled_fsdp.frontend.first_call import check_devices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from compat.oracle import check_equal, mesh_of, plain
+from kit.oracle import check_equal, mesh_of, plain
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pool import Pool
+    from kit.pool import Pool
 
 SLOW = 400.0  # seconds: a C++ compiler runs
 # Columns and heads that are cut are added in another order than whole ones, and Inductor fuses.

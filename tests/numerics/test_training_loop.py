@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Options, build, check_parity, mesh_of, shard
-from harness import batch_of as batch
-from models import loss_of
-from pool import Pool
+from kit.harness import Options, build, check_parity, mesh_of, shard
+from kit.harness import batch_of as batch
+from kit.models import loss_of
+from kit.pool import Pool
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
 from programs.verdict import Verdict, judge, quirk_of
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 NUM_PROGRAMS, CHUNK = (
     int(os.environ.get("RANDOM_PROGRAMS", "100")),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.oracle_fsdp1 import (
     STRATEGIES,
     Api,
     Block,
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 METADATA = (
     "_fqns",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
     Api,
@@ -35,7 +35,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 ORIG = {"use_orig_params": True}
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.oracle_fsdp1 import (
     Api,
     Block,
     batch,
@@ -41,7 +41,7 @@ from compiled_fsdp.wire import gloo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pool import Pool
+    from kit.pool import Pool
 
 BF16 = torch.bfloat16
 
