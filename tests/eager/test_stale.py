@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kit.harness import mesh_of
+from kit.harness import mesh_of, train
 from torch import Tensor, nn
 
 from compiled_fsdp import fully_shard
@@ -84,17 +84,12 @@ def shard(model: Any, *modules: nn.Module) -> Any:
     return model
 
 
-def train(model: Any, trained: nn.Module, steps: int = 4, **options: bool) -> list[float]:
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05, **options)
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = model(torch.randn(3, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def losses_of(model: Any, trained: nn.Module, **options: bool) -> list[float]:
+    """Of four steps."""
+    batches = [
+        (torch.randn(3, 4, generator=torch.Generator().manual_seed(step)),) for step in range(4)
+    ]
+    return train(model, torch.optim.AdamW(trained.parameters(), lr=0.05, **options), batches)
 
 
 def seeded(make: Callable[[], Any]) -> Any:
@@ -113,8 +108,8 @@ def kept_after_backward(options: dict[str, bool]) -> None:
     """
     model, reference = seeded(net), seeded(net)
     shard(model, model[0], model[2]).set_reshard_after_backward(False)
-    assert train(model, model, **options) == pytest.approx(
-        train(reference, reference, **options), rel=1e-5
+    assert losses_of(model, model, **options) == pytest.approx(
+        losses_of(reference, reference, **options), rel=1e-5
     )
 
 
@@ -150,7 +145,9 @@ def test_momentum_encoder(two: Pool, update: Any, frozen: bool) -> None:
 def momentum_encoder(update: Any, frozen: bool) -> None:
     model, reference = (seeded(lambda: Byol(update, frozen=frozen)) for _ in range(2))
     shard(model, *(layer for part in (model.online, model.target) for layer in (part[0], part[2])))
-    assert train(model, model.online) == pytest.approx(train(reference, reference.online), rel=1e-5)
+    assert losses_of(model, model.online) == pytest.approx(
+        losses_of(reference, reference.online), rel=1e-5
+    )
 
 
 def test_written_in_forward(two: Pool) -> None:

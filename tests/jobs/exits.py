@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from kit import harness
 from kit.pool import IMPORTS
 from torch import nn
 
@@ -45,10 +46,7 @@ def train(compiled: bool) -> None:
         fully_shard(module)
     call = torch.compile(model, backend="compiled_fsdp_eager") if compiled else model
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        call(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    harness.train(call, optimizer, [(torch.randn(2, 8),) for _ in range(3)])
     state = get_state(model)
     assert state is not None
     assert state.together is not None

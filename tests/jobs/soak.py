@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit import random_fsdp1
 from kit.oracle_fsdp1 import Api
-from kit.random_models import Model, Program, Spec, build, shard
+from kit.random_models import Model, Program, Spec, batch, build, shard
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -46,10 +46,6 @@ PROGRAM = Program(
         Spec(kind="normed", width=5, reshard=False),
     ),
 )
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
 
 
 def resident() -> int:

@@ -8,7 +8,7 @@ an output that `loss_of` squares.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,39 @@ def _tokens(generator: torch.Generator, vocabulary: int = 64) -> tuple[Tensor, .
 
 def _rows(width: int, count: int = 6) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
     return lambda generator: (torch.randn(count, width, generator=generator),)
+
+
+class Block(nn.Module):
+    """A residual layer of two matmuls."""
+
+    def __init__(self, width: int = 6, hidden: int = 24) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Net(nn.Module):
+    """Three blocks between two layers; `around` says how a block is called (activation
+    checkpointing of one kind or another), `middle` what the second one is.
+    """
+
+    def __init__(
+        self,
+        around: Callable[[nn.Module, Tensor], Tensor] | None = None,
+        middle: Callable[[], nn.Module] = Block,
+    ) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.layers = nn.ModuleList((Block(), middle(), Block()))
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = self.around(layer, x) if self.around else layer(x)
+        return self.head(x)
 
 
 class LlamaBlock(nn.Module):
@@ -240,6 +273,11 @@ class Halves(nn.Module):
 
 RECIPES: dict[str, Recipe] = {
     "gpt": Recipe(lambda: GPT(SIZES["tiny"]), lambda m: [*m.layers, [m.norm, m.head], m], _tokens),
+    "gpt_of_one_layer": Recipe(
+        lambda: GPT(replace(SIZES["tiny"], num_layers=1)),
+        lambda m: [*m.layers, [m.norm, m.head], m],
+        _tokens,
+    ),
     "llama": Recipe(Llama, lambda m: [*m.layers, m], _tokens),
     "llama_tied_unit": Recipe(
         Llama, lambda m: [*m.layers, [m.embedding, m.norm, m.head], m], _tokens

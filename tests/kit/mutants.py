@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kit.simulation import Hang, is_same
+from kit.compare import is_same
+from kit.simulation import Hang
 from kit.subjects import Subject, subjects
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 

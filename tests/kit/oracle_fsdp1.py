@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from kit import oracle
-from kit.oracle import grads, mesh_of, params, plain, rows
+from kit.compare import plain
+from kit.oracle import grads, mesh_of, params, rows
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["grads", "mesh_of", "params", "plain", "rows"]
+__all__ = ["grads", "mesh_of", "params", "rows"]
 
 ALL_KINDS = oracle.KINDS
 STRATEGIES = tuple(stock.ShardingStrategy)[:3]  # of one group

@@ -12,9 +12,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from compiled_fsdp import MixedPrecisionPolicy, fully_shard
+from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Program:
     low_precision: bool = False
 
 
+BUCKETS = (0, 1 << 20, 400)  # bytes up to which units share collectives: none, all, some; by seed
 P = TypeVar("P", bound=Program)
 
 
@@ -168,3 +170,24 @@ def shrink(program: P, fails: Callable[[P], str | None], tries: int = 40) -> tup
                 program, reason, is_smaller = candidate, found, True
                 break
     return program, reason
+
+
+def batch(number: int) -> Tensor:
+    """Different on every rank."""
+    return torch.randn(
+        6, 4, generator=torch.Generator().manual_seed(100 * number + dist.get_rank())
+    )
+
+
+def problem_of(compare: Callable[[P], None], program: P) -> str | None:
+    """What `compare` raises for a program on any rank; None if it returns on all."""
+    torch._dynamo.reset()
+    problem = None
+    try:
+        with planned(bucket_bytes=BUCKETS[program.seed % len(BUCKETS)]):
+            compare(program)
+    except Exception as error:  # noqa: BLE001
+        problem = f"{type(error).__name__}: {str(error)[:500]}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    return next(filter(None, everyone), None)

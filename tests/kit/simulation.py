@@ -160,15 +160,3 @@ def _rows(spec: ParamSpec, rank: int) -> int:
     return max(
         0, min(spec.rows, spec.shape[spec.dim] - min(rank * spec.rows, spec.shape[spec.dim]))
     )
-
-
-def is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
-        )
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and a == b

@@ -175,8 +175,8 @@ def subjects() -> list[Subject]:
             )  # whatever ran before
             if name == "flat retained":
                 with model.no_sync():
-                    train(call)
-            train(call)
+                    step(call)
+            step(call)
             groups = _groups(mesh)
         for i, gm in enumerate(captured):
             kind = ("forward", "backward")[i % 2] + ("" if i < 2 else " again")
@@ -205,7 +205,7 @@ def wrapped(mesh: Any, settings: dict[str, Any]) -> Any:
         )
 
 
-def train(call: Any) -> None:
+def step(call: Any) -> None:
     """One step, which compiles."""
     call(torch.ones(3, 4)).float().sum().backward()
 

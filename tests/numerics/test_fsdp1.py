@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.oracle import check_equal
+from kit.compare import check_equal, plain
+from kit.graphs import captured
 from kit.oracle_fsdp1 import (
     Api,
     Block,
@@ -22,11 +23,9 @@ from kit.oracle_fsdp1 import (
     grads,
     hybrid_mesh,
     net,
-    plain,
     same,
     train_step,
 )
-from numerics.test_graphs import captured
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy

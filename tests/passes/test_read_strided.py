@@ -13,7 +13,7 @@ from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.read_strided import read_strided
 from compiled_fsdp.passes.verify import check
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, numel, ops, unit
-from planning.test_planner import costs
+from kit.schedules import costs
 from torch.fx import GraphModule
 
 from compiled_fsdp import fully_shard, planned

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from kit.graphs import captured
 from kit.pool import Pool
-from numerics.test_graphs import captured
 
 import compiled_fsdp
 from compiled_fsdp import fully_shard

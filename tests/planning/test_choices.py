@@ -12,7 +12,7 @@ from compiled_fsdp.passes.base import run_pipeline
 from compiled_fsdp.passes.choose_collectives import reduced_by
 from compiled_fsdp.passes.pipeline import HALF
 from kit.passes_harness import PLAN, Hand, numel, unit
-from planning.test_planner import chain, costs
+from kit.schedules import chain, costs
 
 from compiled_fsdp.compiler import budget
 from compiled_fsdp.compiler.splitting import fit_split

@@ -10,27 +10,35 @@ import sys
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
-from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.delay_wait import delay_wait
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
 from compiled_fsdp.passes.verify import bounded_in_flight
 from kit.passes_harness import PLAN, Hand, aten, numel, unit
+from kit.schedules import (
+    BYTES,
+    GRADIENT,
+    MATMUL,
+    MM,
+    WIDTH,
+    backward,
+    chain,
+    costs,
+    marks,
+    planned_backward,
+    scheduled,
+)
 from torch.fx import GraphModule
 from torch.utils.flop_counter import flop_registry
 
 import compiled_fsdp.compiler.backend  # noqa: F401  # registers "compiled_fsdp_eager"
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compiler.inductor import HalfPass, JointPass
-from compiled_fsdp.ir.collectives import STARTS, WAIT
-from compiled_fsdp.ir.graph import find, is_matmul, starts
-from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.graph import find, starts
 from compiled_fsdp.planning.costs import Costs, Link, flops, traffic
 from compiled_fsdp.planning.plan import Plan, current_plan, planned
 from compiled_fsdp.planning.planner import (
@@ -41,74 +49,6 @@ from compiled_fsdp.planning.planner import (
     simulate,
     wait_anchors,
 )
-
-MM = torch.ops.aten.mm.default
-WIDTH = 64
-MATMUL = 2 * WIDTH**3  # operations of each matmul below
-GRADIENT = WIDTH * WIDTH * 4  # bytes
-BYTES = WIDTH * WIDTH * 4 / 2  # that each of two ranks sends for a weight
-
-
-def costs(matmul: float, transfer: float) -> Costs:
-    """A machine on which a matmul and a weight's all-gather take these times, and nothing else
-    takes any.
-    """
-    return Costs(MATMUL / matmul, 1e30, 0.0, (("shard", Link(0.0, BYTES / transfer)),))
-
-
-def chain(layers: int, matmuls: int = 4) -> GraphModule:
-    """A forward of units of one weight, each used in several matmuls, lowered."""
-    hand = Hand()
-    x = hand.input("x", WIDTH, WIDTH)
-    flats = []
-    for n in range(layers):
-        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)})
-        flats.append((hand.input(f"flat{n}", numel([spec])), spec))
-    for flat, spec in flats:
-        w = hand.unshard(flat, spec)
-        for _ in range(matmuls):
-            x = hand(MM, x, w)
-    return bucket_all_gather(lower(hand.returns(x), PLAN), PLAN)
-
-
-def backward(layers: int, matmuls: int = 4, is_kept: bool = False, **changes: Any) -> GraphModule:
-    """A backward of such units, the last first, each with one reduction; `is_kept`: nothing is
-    gathered again.
-    """
-    hand = Hand()
-    x = hand.input("tangents_1", WIDTH, WIDTH)
-    flats = []
-    for n in reversed(range(layers)):
-        (spec,) = unit(f"u{n}", {"w": (WIDTH, WIDTH)}, **changes)
-        flats.append((hand.input(f"flat{n}", numel([spec])), spec))
-    grads = []
-    kept = hand.input("kept", WIDTH, WIDTH)
-    for flat, spec in flats:
-        w = kept if is_kept else hand.unshard(flat, spec)
-        for _ in range(matmuls):
-            x = hand(MM, x, w)
-        grads.append(hand.reduce_grad(hand(MM, x, x), flat, spec))
-    return bucket_reduce_scatter(bucket_all_gather(lower(hand.returns(*grads), PLAN), PLAN), PLAN)
-
-
-def marks(gm: GraphModule) -> str:
-    """The order of a graph: G starts a gather, R a reduction, lower case awaits it, m is a
-    matmul.
-    """
-    letters = []
-    for node in gm.graph.nodes:
-        if node.target in STARTS:
-            letters.append("G" if "gather" in node.name else "R")
-        elif node.target is WAIT:
-            letters.append("g" if "gather" in node.all_input_nodes[0].name else "r")
-        elif is_matmul(node):
-            letters.append("m")
-    return "".join(letters)
-
-
-def scheduled(gm: GraphModule, machine: Costs) -> GraphModule:
-    plan = Plan(prefetch=None, backward_prefetch=None, reduces_in_flight=None, costs=machine)
-    return delay_wait(prefetch_all_gather(gm, plan), plan)
 
 
 def under_way(gm: GraphModule) -> int:
@@ -379,13 +319,9 @@ def test_every_field_is_part_of_the_compile_caches_key():
 PROGRAM = """
 import sys
 sys.path[:0] = %r
-from planning.test_planner import planned_backward
+from kit.schedules import planned_backward
 sys.stdout.write(planned_backward())
 """
-
-
-def planned_backward() -> str:
-    return show(scheduled(backward(6), costs(1.0, 2.5)).graph)
 
 
 def test_the_same_in_every_process():

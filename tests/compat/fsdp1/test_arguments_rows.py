@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 import torch.distributed.fsdp.wrap as stock_wrap
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     Api,
     Block,
@@ -26,7 +27,6 @@ from kit.oracle_fsdp1 import (
     net,
     outcome,
     params,
-    plain,
     rows,
     same,
     train_step,

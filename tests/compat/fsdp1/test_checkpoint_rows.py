@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     STRATEGIES,
     Api,
     Block,
     eager_same,
     grads,
-    plain,
     rows,
     same,
     train_step,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     STRATEGIES,
     Api,
@@ -17,7 +18,6 @@ from kit.oracle_fsdp1 import (
     grads,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,

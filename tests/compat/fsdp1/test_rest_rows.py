@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
@@ -24,7 +25,6 @@ from kit.oracle_fsdp1 import (
     net,
     outcome,
     params,
-    plain,
     rows,
     same,
     train_step,

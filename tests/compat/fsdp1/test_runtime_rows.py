@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     Api,
     Block,
@@ -23,7 +24,6 @@ from kit.oracle_fsdp1 import (
     loss_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit.oracle import check_equal
+from kit.compare import check_equal, plain
 from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
@@ -24,7 +24,6 @@ from kit.oracle_fsdp1 import (
     mesh_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,

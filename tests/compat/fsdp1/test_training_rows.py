@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from kit.compare import plain
 from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
@@ -20,7 +21,6 @@ from kit.oracle_fsdp1 import (
     loss_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,

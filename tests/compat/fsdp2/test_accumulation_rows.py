@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kit.compare import plain
+from kit.harness import SLOW
 from kit.oracle import (
     Api,
     against_stock,
@@ -16,11 +18,11 @@ from kit.oracle import (
     each,
     eager_same,
     grads,
+    inductor_same,
     is_sharded,
     mesh_of,
     net,
     params,
-    plain,
     raised,
     rows,
     same,
@@ -88,6 +90,10 @@ def repeated_backward(api: Api) -> Any:
 @rows("10.2", "10.3", "10.4")
 def test_gradient_sync(two: Pool) -> None:
     two.run(same, gradient_sync)
+
+
+def test_gradient_sync_with_inductor(two: Pool) -> None:
+    two.run(inductor_same, gradient_sync, timeout=SLOW)
 
 
 def gradient_sync(api: Api) -> Any:

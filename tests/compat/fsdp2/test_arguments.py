@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from kit.compare import plain
 from kit.oracle import (
     Api,
     ShardPlacementResult,
@@ -30,7 +31,6 @@ from kit.oracle import (
     message,
     net,
     params,
-    plain,
     raised,
     rows,
     same,

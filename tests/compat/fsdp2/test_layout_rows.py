@@ -7,6 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kit.compare import plain
+from kit.harness import SLOW
 from kit.oracle import (
     Api,
     ShardPlacementResult,
@@ -15,13 +17,13 @@ from kit.oracle import (
     communications,
     each,
     grads,
+    inductor_same,
     is_sharded,
     mesh_of,
     message,
     needs_meshes_of_their_own,
     net,
     params,
-    plain,
     raised,
     rows,
     same,
@@ -442,6 +444,10 @@ def one_rank(api: Api) -> Any:
 @rows("4.7", "4.13")
 def test_other_dims(four: Pool) -> None:
     four.run(close, other_dims)
+
+
+def test_other_dims_with_inductor(four: Pool) -> None:
+    four.run(inductor_same, other_dims, timeout=SLOW)
 
 
 def other_dims(api: Api) -> Any:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kit.compare import plain
+from kit.harness import SLOW
 from kit.oracle import (
     Api,
     batch,
@@ -16,11 +18,11 @@ from kit.oracle import (
     each,
     eager_same,
     grads,
+    inductor_same,
     input_step,
     is_sharded,
     net,
     params,
-    plain,
     raised,
     rows,
     same,
@@ -419,6 +421,10 @@ def test_reshard_after_forward(two: Pool) -> None:
         two.run(eager_same, reshard_registration, value)
 
 
+def test_reshard_counts_with_inductor(two: Pool) -> None:
+    two.run(inductor_same, reshard_counts, False, timeout=SLOW)
+
+
 def reshard_counts(api: Api, value: Any) -> Any:
     model = api.units(net(), "0", "2", reshard_after_forward=value)
     call = api.compile(model)
@@ -443,6 +449,10 @@ def reshard_registration(api: Api, value: Any) -> Any:
 @rows("7.5")
 def test_int_reshard(four: Pool) -> None:
     four.run(close, int_reshard)
+
+
+def test_int_reshard_with_inductor(four: Pool) -> None:
+    four.run(inductor_same, int_reshard, timeout=SLOW)
 
 
 def int_reshard(api: Api) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import plain
+from kit.harness import SLOW
 from kit.oracle import (
     Api,
     ShardPlacementResult,
@@ -22,6 +24,7 @@ from kit.oracle import (
     each,
     eager_same,
     grads,
+    inductor_same,
     input_step,
     is_sharded,
     mesh_of,
@@ -30,7 +33,6 @@ from kit.oracle import (
     net,
     ours_eager,
     params,
-    plain,
     raised,
     rows,
     same,
@@ -236,6 +238,10 @@ def test_custom_communication(two: Pool) -> None:
     two.run(same, custom_communication, True)
 
 
+def test_custom_communication_with_inductor(two: Pool) -> None:
+    two.run(inductor_same, custom_communication, True, timeout=SLOW)
+
+
 def custom_communication(api: Api, returns_work: bool) -> Any:
     model = api.units(net(), "0", "2")
     gather, reduce = LoggedGather(returns_work), LoggedReduce()
@@ -327,6 +333,10 @@ def no_allocation_for_one_rank(api: Api) -> None:
 @rows("12.10", "12.11")
 def test_all_reduce_hook(two: Pool) -> None:
     two.run(same, all_reduce_hook)
+
+
+def test_all_reduce_hook_with_inductor(two: Pool) -> None:
+    two.run(inductor_same, all_reduce_hook, timeout=SLOW)
 
 
 def all_reduce_hook(api: Api) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.harness import SLOW
 from kit.oracle import (
     Api,
     batch,
@@ -15,6 +16,7 @@ from kit.oracle import (
     communications,
     eager_same,
     grads,
+    inductor_same,
     is_sharded,
     mesh_of,
     net,
@@ -190,6 +192,14 @@ def casts_of_containers(api: Api) -> Any:
 @rows("9.9", "9.13")
 def test_nested_policies(two: Pool) -> None:
     two.run(same, nested_policies)
+
+
+def test_nested_policies_with_inductor(two: Pool) -> None:
+    two.run(inductor_in_bf16, nested_policies, timeout=SLOW)
+
+
+def inductor_in_bf16(observe: Any) -> None:
+    inductor_same(observe, is_low=True)
 
 
 def nested_policies(api: Api) -> Any:

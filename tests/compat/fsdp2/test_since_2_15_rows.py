@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat.fsdp2.test_extension_rows import Quantised, Wrapped, two_layers
+from kit.compare import check_equal, plain
+from kit.extensions import Quantised, Wrapped, two_layers
 from kit.oracle import (
     Api,
     against_stock,
     batch,
-    check_equal,
     each,
     eager_same,
     grads,
@@ -24,7 +24,6 @@ from kit.oracle import (
     net,
     ours_alike,
     params,
-    plain,
     raised,
     rows,
     same,

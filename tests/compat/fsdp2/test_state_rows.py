@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import plain
 from kit.oracle import (
     Api,
     batch,
@@ -17,7 +18,6 @@ from kit.oracle import (
     message,
     net,
     params,
-    plain,
     raised,
     rows,
     same,
