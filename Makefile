@@ -41,14 +41,14 @@ unit: $(VENV)/installed
 test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the path, CHROMIUM, or else the one that playwright fetches
 	$(PY) -m pip install --quiet --editable ".[browser]"
 	test -n "$$CHROMIUM" || command -v chromium-headless-shell chromium google-chrome || $(PY) -m playwright install --only-shell chromium
-	$(PY) -m pytest tests/test_report_browser.py $(ARGS)
+	$(PY) -m pytest tests/inspection/test_report_browser.py $(ARGS)
 
 # In an environment of their own: these libraries are large, and must not change what the other tests run on.
 test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric on sharded models
 	$(VENV)-clients/bin/python -m pytest tests/clients tests/test_examples.py $(ARGS)
 
 soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model
-	PYTHONPATH=.:tests:benchmarks $(VENV)/bin/torchrun --nproc-per-node 2 tests/soak.py $(ARGS)
+	PYTHONPATH=.:tests:benchmarks $(VENV)/bin/torchrun --nproc-per-node 2 tests/jobs/soak.py $(ARGS)
 
 bench: $(VENV)/installed  ## all benchmarks; parts by ARGS="wire --rates 1", in small by ARGS=--quick; wire needs root
 	$(PY) benchmarks/bench.py $(ARGS)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
-from pool import Pool
-from reported import record
+from kit.pool import Pool
+from kit.reported import record
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, errors, set_plan

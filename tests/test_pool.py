@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, WorkerError
+from kit.pool import Pool, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

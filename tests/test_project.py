@@ -12,7 +12,7 @@ import unittest
 from importlib import import_module
 from pathlib import Path
 
-from rooms import (
+from kit.rooms import (
     LEAVES,
     MAY_IMPORT,
     PUBLIC,
@@ -32,6 +32,10 @@ from compiled_fsdp.compiler.inductor import sources
 
 FILES = files()
 PASSES = [path for path in FILES if path.parent.name == "passes"]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+FOLDERS = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+# The folders of tests/ from which test files import, and what of it these import themselves.
+SHARED = {"kit": {"kit"}, "programs": {"kit", "programs"}, "jobs": {"kit", "jobs"}}
 # Of what users read: what it imports, and what it says of the package by name.
 IMPORTED = re.compile(r"^from (compiled_fsdp(?:\.\w+)*) import ([\w, ]+)", re.MULTILINE)
 NAMED = re.compile(r"`compiled_fsdp\.(\w+(?:\.\w+)*)\b(?!/)")
@@ -124,6 +128,27 @@ class TestPublic(unittest.TestCase):
                 )
 
 
+class TestTests(unittest.TestCase):
+    """What test files share stands in `tests/kit`; what they start, in `tests/jobs`; random
+    programs, in `tests/programs`.
+    """
+
+    def test_only_shared_folders_hold_other_files_than_tests(self):
+        for path in TESTS:
+            is_test = path.name.startswith("test_") or path.name == "conftest.py"
+            self.assertTrue(is_test or folder_of(path) in SHARED, path)
+
+    def test_tests_import_no_tests(self):
+        for path in TESTS:
+            for name in imports(path):
+                parts = name.split(".")
+                self.assertFalse([p for p in parts if p.startswith("test_")], f"{path}: {name}")
+                if parts[0] in FOLDERS:
+                    is_test = path.name.startswith("test_") or path.name == "conftest.py"
+                    allowed = {*SHARED} if is_test else SHARED[folder_of(path)]
+                    self.assertIn(parts[0], allowed, f"{path} imports {name}")
+
+
 class TestProject(unittest.TestCase):
     def test_passes_do_not_know_each_other(self):
         """Only the list knows them all."""
@@ -186,11 +211,16 @@ class TestProject(unittest.TestCase):
         self.assertIn("ImportError: import compiled_fsdp.passes, not passes", done.stderr)
 
     def test_one_test_file_for_each_pass(self):
-        passes = {p.stem for p in PASSES} - {"__init__", "base", "pipeline", "verify"}
+        passes = {p.stem for p in PASSES} - {"__init__", "base", "verify"}
         tests = {
             p.stem.removeprefix("test_") for p in (ROOT / "tests" / "passes").glob("test_*.py")
         }
         self.assertEqual(passes, tests)
+
+
+def folder_of(path: Path) -> str:
+    """The folder of tests/ in which a file is; "" for those that stand in none."""
+    return "".join(path.relative_to(ROOT / "tests").parts[:-1][:1])
 
 
 def is_allowed(path: Path, attribute: ast.Attribute) -> bool:

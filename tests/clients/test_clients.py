@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.oracle import communications, mesh_of
+from kit.oracle import communications, mesh_of
 from torch._dynamo.utils import counters
 
 import compiled_fsdp.compiler.backend as backend_module
@@ -26,7 +26,7 @@ from compiled_fsdp.ir.collectives import STARTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pool import Pool
+    from kit.pool import Pool
     from torch import Tensor, nn
 
 

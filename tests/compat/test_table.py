@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from compat.table import FRONTS, MEANINGS, Front, absent, marks, specification, statuses, text
+from kit.table import FRONTS, MEANINGS, Front, absent, marks, specification, statuses, text
 
 ROWS = {"fsdp2": 266, "fsdp1": 191}
 
@@ -19,4 +19,4 @@ def test_every_row_is_accounted_for(front: Front) -> None:
 
 @pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.name)
 def test_the_document_is_up_to_date(front: Front) -> None:
-    assert front.document.read_text() == text(front), "run: python tests/compat/table.py"
+    assert front.document.read_text() == text(front), "run: python tests/kit/table.py"

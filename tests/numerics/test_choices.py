@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Options, check_parity
-from numerics.test_graphs import captured
-from numerics.test_inductor import ROUNDING
-from pool import Pool
+from kit.graphs import captured
+from kit.harness import ROUNDING, Options, batch_of, check_parity, make
+from kit.models import loss_of
+from kit.pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 from compiled_fsdp import planned
@@ -53,7 +53,7 @@ MIXED = Options("llama", steps=2, policies=(Policy(torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_same_as_stock(two: Pool, plan: str) -> None:
-    two.run(planned_parity, Options("gpt", steps=2), PLANS[plan], "compiled", 0.0, 0.0)
+    two.run(planned_parity, Options("gpt_of_one_layer", steps=2), PLANS[plan], "compiled", 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,9 @@ def test_four_ranks(four: Pool) -> None:
 
 def collectives_of(plan: dict[str, Any]) -> tuple[int, int, int, int]:
     """Gathers and reductions of forward and backward; of these, reduce-scatters and all-to-alls."""
-    from harness import batch_of, make
-    from models import loss_of
-
     with planned(bucket_bytes=0, **plan), captured() as halves:
-        _, call, _ = make("compiled", Options("gpt"))
-        loss_of(call(*batch_of("gpt", 0))).backward()
+        _, call, _ = make("compiled", Options("gpt_of_one_layer"))
+        loss_of(call(*batch_of("gpt_of_one_layer", 0))).backward()
     gathers, reductions = (
         sum(bool(r.starts) for h in halves for r in find_regions(h, kind))
         for kind in ("gather", "reduce")

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import Options, batch_of, build, local, make, optimizer_of, shard
-from models import loss_of
+from kit.harness import Options, batch_of, build, local, make, optimizer_of, shard
+from kit.models import loss_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim import optimizer as torch_optimizer
@@ -25,7 +25,7 @@ from compiled_fsdp.frontend import first_call
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 def graphs_of(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:

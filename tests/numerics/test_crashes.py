@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import mesh_of
+from kit.harness import mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard, overlap_optimizer
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 BACKEND = "compiled_fsdp_eager"
 

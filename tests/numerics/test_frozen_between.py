@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import mesh_of
+from kit.compare import check_equal, whole
+from kit.harness import mesh_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,7 @@ from compiled_fsdp import fully_shard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 KINDS = ("eager", "compiled")
 
@@ -77,15 +78,10 @@ class Training:
     def step(self) -> None:
         """The optimizer's own parameters: the module's may be full ones."""
         params = self.optimizer.param_groups[0]["params"]
-        self.values += [None if p.grad is None else full(p.grad).clone() for p in params]
+        self.values += [None if p.grad is None else whole(p.grad) for p in params]
         self.optimizer.step()
-        self.values += [full(p.detach()).clone() for p in params]
+        self.values += [whole(p) for p in params]
         self.optimizer.zero_grad()
-
-
-def full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 def freeze_with_gradients_kept(this: Training) -> None:
@@ -147,7 +143,7 @@ def write_in_a_forward_that_is_no_graph(this: Training) -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
             this.values.append(this.call(torch.randn(4, 4)))
-    this.values += [full(p.detach()).clone() for p in this.optimizer.param_groups[0]["params"]]
+    this.values += [whole(p) for p in this.optimizer.param_groups[0]["params"]]
 
 
 def _forward_that_writes(self: Model, x: Tensor) -> Tensor:
@@ -182,18 +178,7 @@ def check(case: Callable[[Training], None]) -> None:
         case(this)
         found[kind] = this.values
     for kind in KINDS:
-        for i, (ours, wanted) in enumerate(zip(found[kind], found["unsharded"], strict=True)):
-            assert (ours is None) == (wanted is None), (
-                f"{kind}, value {i}: {ours} instead of {wanted}"
-            )
-            if ours is not None and wanted is not None:
-                torch.testing.assert_close(
-                    ours,
-                    wanted,
-                    rtol=1e-4,
-                    atol=1e-6,
-                    msg=lambda text, k=kind, n=i: f"{k}, {n}: {text}",
-                )
+        check_equal(found[kind], found["unsharded"], kind, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("case", ["kept", "written", "tied"])

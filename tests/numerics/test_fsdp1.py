@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from compat.fsdp1.oracle import (
+from kit.compare import check_equal, plain
+from kit.graphs import captured
+from kit.oracle_fsdp1 import (
     Api,
     Block,
     adam,
@@ -21,12 +23,9 @@ from compat.fsdp1.oracle import (
     grads,
     hybrid_mesh,
     net,
-    plain,
     same,
     train_step,
 )
-from compat.oracle import check_equal
-from numerics.test_graphs import captured
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -40,7 +39,7 @@ from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 
 def test_one_graph_each_way(two: Pool, four: Pool) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mesh_of
+from kit.compare import CLOSE, check_equal, whole
+from kit.harness import mesh_of
 from torch import Tensor, nn
 
 from compiled_fsdp import errors, fully_shard, overlap_optimizer
@@ -17,7 +18,7 @@ from compiled_fsdp import errors, fully_shard, overlap_optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 class Heads(nn.Module):
@@ -79,22 +80,10 @@ class Training:
         self.optimizer.zero_grad()
 
     def grads(self) -> list[Tensor | None]:
-        return [None if p.grad is None else full(p.grad) for p in self.model.parameters()]
+        return [None if p.grad is None else whole(p.grad) for p in self.model.parameters()]
 
     def params(self) -> list[Tensor | None]:
-        return [full(p.detach()) for p in self.model.parameters()]
-
-
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
-def check(found: list[list[Tensor | None]], expected: list[list[Tensor | None]]) -> None:
-    for n, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert (a is None) == (b is None), f"observation {n}: {i} is {a}, should be {b}"
-            if a is not None and b is not None:
-                torch.testing.assert_close(a, b)
+        return [whole(p) for p in self.model.parameters()]
 
 
 def one_after_the_other(training: Training) -> list[list[Tensor | None]]:
@@ -149,7 +138,8 @@ def test_overlap(two: Pool, overlap: str) -> None:
 
 
 def compare(scenario: Any, options: dict[str, Any]) -> None:
-    check(scenario(Training(**{"backend": "compiled_fsdp_eager", **options})), scenario(Training()))
+    ours = Training(**{"backend": "compiled_fsdp_eager", **options})
+    check_equal(scenario(ours), scenario(Training()), "ours against unsharded", *CLOSE)
 
 
 def test_unused_heads_unlowered(two: Pool) -> None:
@@ -177,7 +167,7 @@ def different_heads() -> None:
     training.backward(0, "first" if dist.get_rank() == 0 else "second")
     reference = Training()
     _both(reference)
-    check([training.grads()[:6]], [reference.grads()[:6]])
+    check_equal(training.grads()[:6], reference.grads()[:6], "the mean over ranks", *CLOSE)
     assert training.grads()[6:] == [None, None]
 
 

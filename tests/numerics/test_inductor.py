@@ -19,18 +19,11 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from compat.oracle import each, same
-from compat.test_accumulation_rows import gradient_sync
-from compat.test_layout_rows import other_dims
-from compat.test_lifecycle_rows import int_reshard, reshard_counts
-from compat.test_methods_rows import all_reduce_hook, custom_communication
-from compat.test_precision_rows import nested_policies
-from compat.test_state_rows import set_model, while_unsharded
-from harness import Options, batch_of, check_parity, make
-from models import loss_of
-from numerics import test_mixed as mixed
-from numerics import test_surface as surface
-from pool import Pool
+from kit.graphs import captured
+from kit.harness import ROUNDING, SLOW, Options, batch_of, check_parity, make
+from kit.models import Net, loss_of
+from kit.oracle import batch
+from kit.pool import Pool
 from torch import nn
 from torch._inductor import comms
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -45,12 +38,9 @@ from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.costs import Costs, Link
 
-ROUNDING = (1e-4, 1e-5)
-SLOW = 400.0  # seconds: a C++ compiler runs
-
 
 def test_gpt(two: Pool) -> None:
-    options = Options("gpt", steps=3, optimizer="sgd")
+    options = Options("gpt_of_one_layer", steps=3, optimizer="sgd")
     two.run(check_parity, options, ("stock", "unsharded"), ("inductor",), *ROUNDING, timeout=SLOW)
 
 
@@ -67,66 +57,6 @@ def test_hsdp(four: Pool) -> None:
     four.run(check_parity, options, ("stock",), ("inductor",), *ROUNDING, timeout=SLOW)
 
 
-# -- what the other tests observe without Inductor
-
-OBSERVED = {
-    "no sync": (gradient_sync,),
-    "reshard_after_forward=True": (reshard_counts, True),
-    "reshard_after_forward=False": (reshard_counts, False),
-    "state_dict while unsharded": (while_unsharded,),
-    "set_model_state_dict": (set_model,),
-    "all-reduce hook": (all_reduce_hook,),
-    "custom communication": (custom_communication, True),
-}
-OBSERVED_ON_FOUR = {"another dim": other_dims, "int reshard": int_reshard}
-TRAINED = {
-    "checkpointing": (surface.checkpointing, surface.not_reentrant),
-    "selective checkpointing": (surface.checkpointing, surface.selective),
-    "tied over units": (surface.tied, ("head",)),
-    "freezing and unfreezing": (surface.requires_grad_changes,),
-    "growing inputs": (surface.growing_inputs,),
-    "inference, then training": (surface.inference_then_training,),
-    "fp16 with a scaler": (surface.fp16_with_a_scaler,),
-}
-MIXED = (("item in a unit", "compile(shard(m))"), ("disabled unit", "shard(compile(m))"))
-
-
-@pytest.mark.parametrize("case", OBSERVED)
-def test_as_stock(two: Pool, case: str) -> None:
-    two.run(as_stock, *OBSERVED[case], timeout=SLOW)
-
-
-@pytest.mark.parametrize("case", OBSERVED_ON_FOUR)
-def test_as_stock_on_four(four: Pool, case: str) -> None:
-    four.run(as_stock, OBSERVED_ON_FOUR[case], timeout=SLOW)
-
-
-def test_policies_as_stock(two: Pool) -> None:
-    two.run(as_stock_in_bf16, nested_policies, timeout=SLOW)
-
-
-def as_stock(observe: Any, *args: Any) -> None:
-    same(observe, *args, kinds=("inductor",), rtol=1e-5, atol=1e-6)
-
-
-def as_stock_in_bf16(observe: Any) -> None:
-    same(observe, kinds=("inductor",), rtol=0.03, atol=3e-3)
-
-
-@pytest.mark.parametrize("case", TRAINED)
-def test_as_unsharded(two: Pool, case: str) -> None:
-    two.run(by_inductor, *TRAINED[case], timeout=SLOW)
-
-
-def by_inductor(observe: Any, *args: Any) -> None:
-    each(observe, *args, kinds=("inductor",))
-
-
-@pytest.mark.parametrize(("name", "order"), MIXED)
-def test_graphs_and_eager_units(two: Pool, name: str, order: str) -> None:
-    two.run(mixed.check, name, order, {}, 1e-6, "inductor", timeout=SLOW)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rank_that_comes_late(two: Pool, dtype: torch.dtype) -> None:
     """What a communication sends from is not written to before it is awaited: buffers of a cast, or
@@ -137,7 +67,7 @@ def test_a_rank_that_comes_late(two: Pool, dtype: torch.dtype) -> None:
 
 def comes_late(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    models = [surface.Net() for _ in range(2)]
+    models = [Net() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         for module in (*model.layers, model):
@@ -151,7 +81,7 @@ def comes_late(dtype: torch.dtype) -> None:
                 if call is not model and dist.get_rank() == 1:
                     time.sleep(0.2)  # gloo sends when the other side is ready to receive
                 if half == "forward":
-                    loss = call(surface.batch(step)).float().square().mean()
+                    loss = call(batch(step=step)).float().square().mean()
                 else:
                     loss.backward()
             results.append([loss.detach(), *(p.grad.to_local() for p in model.parameters())])
@@ -182,24 +112,17 @@ class Recorder(CustomGraphPass):
 
 
 def with_users_hook() -> None:
-    before, after = Recorder(), Recorder()
-    original = inductor.run_half
-
-    def run_half(gm: Any, **options: Any) -> Any:
-        result = original(gm, **options)
-        after(result.graph)
-        return result
-
-    with inductor_config.patch(post_grad_custom_post_pass=before, joint_custom_post_pass=None):
-        inductor.run_half = run_half
-        try:
-            _, call, _ = make("inductor", Options("one_unit"))
-            loss_of(call(*batch_of("one_unit", 0))).backward()
-        finally:
-            inductor.run_half = original
-    for recorder, has_ours, has_collectives in ((before, True, False), (after, False, True)):
-        assert len(recorder.seen) == 2, "forward and backward"
-        for targets in recorder.seen:
+    before = Recorder()
+    with (
+        captured(inductor) as graphs,
+        inductor_config.patch(post_grad_custom_post_pass=before, joint_custom_post_pass=None),
+    ):
+        _, call, _ = make("inductor", Options("one_unit"))
+        loss_of(call(*batch_of("one_unit", 0))).backward()
+    after = [{n.target for n in graph.nodes} for graph in graphs]
+    for seen, has_ours, has_collectives in ((before.seen, True, False), (after, False, True)):
+        assert len(seen) == 2, "forward and backward"
+        for targets in seen:
             assert bool(targets & {UNSHARD, REDUCE_GRAD}) == has_ours
             assert bool(targets & set(STARTS)) == has_collectives
 
@@ -296,41 +219,38 @@ def planned_order(plan: Plan) -> None:
     )
     for block in model:
         fully_shard(block)
-    graphs: list[str] = []
-    hidden: list[int] = []  # collectives under way during a matmul
-    original = inductor.run_half
-
-    def run_half(gm: Any, **options: Any) -> Any:
-        result = original(gm, **options)
-        letters = [(n, "G" if n.target in GATHERS else "R") for n in starts(result.graph)]
-        letters += [(n, "w") for n in find(result.graph, WAIT)]
-        letters += [(n, "m") for n in result.graph.nodes if is_matmul(n)]
-        graphs.append("".join(letter for _, letter in sorted(letters)))
-        pairs = [(start, next(iter(start.users))) for start in starts(result.graph)]
-        matmuls = [n for n, letter in letters if letter == "m"]
-        hidden.append(sum(any(start < m < wait for m in matmuls) for start, wait in pairs))
-        return result
-
-    inductor.run_half = run_half
-    try:
-        with (
-            planned(**{f.name: getattr(plan, f.name) for f in fields(plan)}),
-            inductor_config.patch(force_disable_caches=True),
-        ):
-            call = torch.compile(fully_shard(model), fullgraph=True)
-            _, codes = run_and_get_code(lambda: call(torch.randn(8, 96)).square().mean().backward())
-    finally:
-        inductor.run_half = original
+    with (
+        captured(inductor) as graphs,
+        planned(**{f.name: getattr(plan, f.name) for f in fields(plan)}),
+        inductor_config.patch(force_disable_caches=True),
+    ):
+        call = torch.compile(fully_shard(model), fullgraph=True)
+        _, codes = run_and_get_code(lambda: call(torch.randn(8, 96)).square().mean().backward())
     pattern = re.compile("|".join(f"({p})" for p in (p.replace("(mm", "(?:mm") for p in CALLS)))
     found = [
         "".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code))
         for code in codes
     ]
-    assert found == graphs
-    assert graphs[0].count("m") == 10
-    assert hidden == [4, 8], (
+    assert found == list(map(order_of, graphs))
+    assert found[0].count("m") == 10
+    assert list(map(num_hidden, graphs)) == [4, 8], (
         "all gathers but the first in forward; in backward, gathers and reductions"
     )
+
+
+def order_of(graph: Any) -> str:
+    """A letter of `CALLS` for each node that has one."""
+    letters = [(n, "G" if n.target in GATHERS else "R") for n in starts(graph)]
+    letters += [(n, "w") for n in find(graph, WAIT)]
+    letters += [(n, "m") for n in graph.nodes if is_matmul(n)]
+    return "".join(letter for _, letter in sorted(letters))
+
+
+def num_hidden(graph: Any) -> int:
+    """Collectives that are under way during a matmul."""
+    pairs = [(start, next(iter(start.users))) for start in starts(graph)]
+    matmuls = [n for n in graph.nodes if is_matmul(n)]
+    return sum(any(start < m < wait for m in matmuls) for start, wait in pairs)
 
 
 @pytest.mark.skipif(not hasattr(comms, "simple_overlap"), reason="torch has it since 2.15")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Options, check_parity
-from pool import Pool
+from kit.harness import Options, check_parity
+from kit.pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 
 # A mean over four ranks in one axis has several orders of summation: gloo's ring, our local sum,
@@ -18,37 +18,27 @@ SUM_OF_FOUR = (1e-4, 1e-6)
 
 @pytest.mark.parametrize(
     ("model", "reshard"),
-    [
-        ("odd", True),
-        ("odd", False),
-        ("odd", None),
-        ("tied", True),
-        ("frozen", False),
-        ("llama", None),
-    ],
+    [("odd", None), ("tied", True), ("frozen", False)],
 )
 def test_one_axis(four: Pool, model: str, reshard: bool | None) -> None:
     options = Options(model, steps=3, reshard=reshard, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize(
-    "model", ["odd", "tied", "moe", "frozen", "unused", "list_units", "read_twice", "called_twice"]
-)
+@pytest.mark.parametrize("model", ["odd", "tied", "unused", "called_twice"])
 def test_int_reshard(four: Pool, model: str) -> None:
     options = Options(model, steps=3, reshard=2, optimizer="sgd")
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize("model", ["odd", "tied", "frozen", "unused"])
+@pytest.mark.parametrize("model", ["tied", "unused"])
 def test_hsdp(four: Pool, model: str) -> None:
     # Two sums of two: one order, so every bit is equal, also over ten AdamW steps.
     four.run(check_parity, Options(model, mesh="hsdp"))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_hsdp_and_reshard(four: Pool, reshard: bool) -> None:
-    four.run(check_parity, Options("odd", mesh="hsdp", reshard=reshard, steps=3))
+def test_hsdp_and_reshard(four: Pool) -> None:
+    four.run(check_parity, Options("odd", mesh="hsdp", reshard=False, steps=3))
 
 
 def test_hsdp_and_int_reshard(four: Pool) -> None:
@@ -57,9 +47,8 @@ def test_hsdp_and_int_reshard(four: Pool) -> None:
     four.run(check_parity, options, ("stock", "unsharded"), ("eager", "compiled"), *SUM_OF_FOUR)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_hsdp_in_bf16(four: Pool, reduce_dtype: torch.dtype | None) -> None:
-    policy = Policy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+def test_hsdp_in_bf16(four: Pool) -> None:
+    policy = Policy(param_dtype=torch.bfloat16)
     four.run(check_parity, Options("odd", mesh="hsdp", policies=(policy,), steps=4), ("stock",))
 
 

@@ -15,26 +15,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.oracle import communications
+from kit.harness import SLOW
+from kit.models import Block, Net
+from kit.oracle import communications
 from torch import nn
 
 import compiled_fsdp
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
     from torch import Tensor
 
 BACKEND = "compiled_fsdp_eager"
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
 
 
 class Breaks(Block):
@@ -83,31 +76,23 @@ class ThirdParty(Block):
         return x + self.second(doubled(torch.tanh(self.first(x)), self.first.weight))
 
 
-class Net(nn.Module):
-    def __init__(self, middle: type[Block], breaks: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 6)
-        self.layers = nn.ModuleList((Block(), middle(), Block()))
-        self.head = nn.Linear(6, 3)
-        self.breaks = breaks
-
+class BreaksInTheRoot(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        if self.breaks:
-            print(end="")
-            torch._dynamo.graph_break()
+        print(end="")
+        torch._dynamo.graph_break()
         return self.head(x)
 
 
 MODELS = {
-    "whole": lambda: Net(Block),
-    "break in a unit": lambda: Net(Breaks),
-    "item in a unit": lambda: Net(ReadsItem),
-    "disabled unit": lambda: Net(Disabled),
-    "third-party function": lambda: Net(ThirdParty),
-    "break in the root": lambda: Net(Block, breaks=True),
+    "whole": Net,
+    "break in a unit": lambda: Net(middle=Breaks),
+    "item in a unit": lambda: Net(middle=ReadsItem),
+    "disabled unit": lambda: Net(middle=Disabled),
+    "third-party function": lambda: Net(middle=ThirdParty),
+    "break in the root": BreaksInTheRoot,
 }
 ORDERS = (
     "compile(shard(m))",
@@ -186,11 +171,7 @@ def check(
     assert not any("_orig_mod" in name for name in model.state_dict()) or order.startswith("blocks")
 
 
-CASES = (
-    {(name, ORDERS[0]) for name in MODELS}
-    | {("whole", order) for order in ORDERS[::2]}
-    | {("disabled unit", order) for order in ORDERS}
-)
+CASES = {(name, ORDERS[0]) for name in MODELS} | {("disabled unit", order) for order in ORDERS}
 
 
 @pytest.mark.parametrize(("name", "order"), sorted(CASES))
@@ -198,7 +179,11 @@ def test_as_unsharded_with_each_gather_once(two: Pool, name: str, order: str) ->
     two.run(check, name, order, {}, 1e-6)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+def test_graphs_and_eager_units_with_inductor(two: Pool) -> None:
+    two.run(check, "item in a unit", ORDERS[0], {}, 1e-6, "inductor", timeout=SLOW)
+
+
+@pytest.mark.parametrize("order", ORDERS[::2])
 def test_with_casts_at_the_boundaries(two: Pool, order: str) -> None:
     """A cast makes the pre-forward hook worth a graph of its own, which must not be split from its
     forward.

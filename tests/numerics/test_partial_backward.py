@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import mesh_of
+from kit.compare import CLOSE, check_equal, whole
+from kit.harness import mesh_of
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
@@ -21,7 +22,7 @@ from compiled_fsdp.frontend.state import states_below
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 KINDS = ("unsharded", "eager", "compiled")
 BACKENDS = {"compiled": "compiled_fsdp_eager", "aot_eager": "aot_eager"}
@@ -64,21 +65,10 @@ class Setup:
             self.model.set_requires_gradient_sync(value)
 
     def grads(self) -> list[Tensor | None]:
-        return [None if p.grad is None else full(p.grad) for p in self.model.parameters()]
+        return [None if p.grad is None else whole(p.grad) for p in self.model.parameters()]
 
     def params(self) -> list[Tensor]:
-        return [full(p.detach()) for p in self.model.parameters()]
-
-
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
-def check(found: list[Tensor | None], expected: list[Tensor | None], what: str) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert (a is None) == (b is None), f"{what}: gradient {i} is {a}, should be {b}"
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, msg=lambda m, i=i: f"{what}: {i}: {m}")
+        return [whole(p) for p in self.model.parameters()]
 
 
 def observe(scenario: Callable[..., list[Any]], kinds: tuple[str, ...], **options: Any) -> None:
@@ -88,10 +78,7 @@ def observe(scenario: Callable[..., list[Any]], kinds: tuple[str, ...], **option
         donated_buffer=False
     ):  # which torch wants where a graph is retained
         for kind in kinds:
-            for i, (a, b) in enumerate(
-                zip(scenario(Setup(kind, **options)), expected, strict=True)
-            ):
-                check(a, b, f"{kind}, observation {i}")
+            check_equal(scenario(Setup(kind, **options)), expected, kind, *CLOSE)
 
 
 def alone(setup: Setup, how: str) -> list[Any]:

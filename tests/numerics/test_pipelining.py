@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.oracle import mesh_of
+from kit.oracle import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from compiled_fsdp import fully_shard
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 NUM_MICRO = 4
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

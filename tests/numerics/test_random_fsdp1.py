@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import Api, grads, params, plain
-from compat.oracle import check_equal
-from numerics.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
-from numerics.random_models import build, shrink
-from numerics.test_random_models import batch, problem_of
+from kit.compare import check_equal, plain
+from kit.oracle_fsdp1 import (
+    Api,
+    grads,
+    params,
+)
+from kit.random_fsdp1 import HYBRID, Wrapped, legal, shard, unreduced, whole, wrapped
+from kit.random_models import batch, build, problem_of, shrink
 
 if TYPE_CHECKING:
     from torch import Tensor

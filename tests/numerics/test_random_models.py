@@ -10,29 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from numerics.random_models import P, Program, Spec, build, make, shard, shrink, smaller
+from kit.random_models import Program, Spec, batch, build, make, problem_of, shard, shrink, smaller
 from torch import Tensor
 
-from compiled_fsdp import planned
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 NUM_MODELS, CHUNK = (
-    int(os.environ.get("RANDOM_MODELS", "30")),
-    10,
+    int(os.environ.get("RANDOM_MODELS", "18")),
+    6,
 )  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
-BUCKETS = (0, 1 << 20, 400)  # bytes up to which units share collectives: none, all, some; by seed
 # fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes
 # in fp32.
 TOLERANCE = {False: 2e-5, True: 0.05}
-
-
-def batch(number: int) -> Tensor:
-    return torch.randn(
-        6, 4, generator=torch.Generator().manual_seed(100 * number + dist.get_rank())
-    )
 
 
 def gradients(program: Program, kind: str) -> list[Tensor | None]:
@@ -64,20 +55,6 @@ def gradients(program: Program, kind: str) -> list[Tensor | None]:
 def fails(program: Program) -> str | None:
     """What is wrong with a program on any rank; None if nothing is."""
     return problem_of(compare, program)
-
-
-def problem_of(compare: Callable[[P], None], program: P) -> str | None:
-    """What `compare` raises for a program on any rank; None if it returns on all."""
-    torch._dynamo.reset()
-    problem = None
-    try:
-        with planned(bucket_bytes=BUCKETS[program.seed % len(BUCKETS)]):
-            compare(program)
-    except Exception as error:  # noqa: BLE001
-        problem = f"{type(error).__name__}: {str(error)[:500]}"
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    return next(filter(None, everyone), None)
 
 
 def compare(program: Program) -> None:

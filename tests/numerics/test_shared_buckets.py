@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Options, batch_of, check_parity, make
-from models import loss_of
-from numerics.test_graphs import captured, communications, step
-from numerics.test_inductor import ROUNDING, SLOW
-from pool import Pool
+from kit.graphs import captured
+from kit.harness import ROUNDING, SLOW, Options, batch_of, check_parity, make, train
+from kit.models import loss_of
+from kit.oracle import communications
+from kit.pool import Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
@@ -39,9 +39,6 @@ def shared(
     [
         (Options("gpt", steps=4), 300_000),  # the others have fewer bytes than that
         (Options("gpt", steps=4, evaluate=True), ALL),
-        (Options("llama_tied_unit", steps=4), ALL),
-        (Options("unused"), ALL),
-        (Options("frozen"), ALL),
         (Options("moe", reshard=False), ALL),
         (
             Options("llama", steps=4, policies=(Policy(torch.bfloat16, torch.float32), Policy())),
@@ -80,7 +77,7 @@ def counted(limit: int) -> tuple[int, int, list[float]]:
     with planned(bucket_bytes=limit), captured() as halves:
         model, call, _ = make("compiled", Options("gpt"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = [step(model, call, optimizer, "gpt", number) for number in range(3)]
+        losses = train(call, optimizer, [batch_of("gpt", number) for number in range(3)])
         seen = communications(lambda: loss_of(call(*batch_of("gpt", 0))).backward())
     assert len(halves) == 2
     inside = [

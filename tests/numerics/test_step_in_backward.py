@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Options, batch_of
-from models import loss_of
-from numerics.test_graphs import captured
-from numerics.test_overlap import (
+from kit import overlap
+from kit.compare import check_equal
+from kit.graphs import captured
+from kit.harness import SLOW, Options, batch_of
+from kit.models import loss_of
+from kit.overlap import (
     BF16,
     OPTIMIZERS,
     Run,
     changed_by_hand,
-    check_equal,
     evaluated,
-    oracle_of,
+    plain_training,
     start,
     with_groups,
 )
@@ -34,7 +35,7 @@ from compiled_fsdp.units.in_flight import is_spent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
+    from kit.pool import Pool
 
 
 def begin(
@@ -43,23 +44,10 @@ def begin(
     return start(True, kind, options, optimizer, in_backward=True, **more)
 
 
-def compare(
-    script: Callable[[Run], Any],
-    options: Options,
-    optimizer: Any = OPTIMIZERS["adamw"],
-    kind: str = "compiled",
-    oracle: str | None = None,
-) -> None:
-    """What a training script returns, and the state that it leaves, with a plain step and with one
-    inside backward.
-    """
-    runs = [
-        start(False, oracle or oracle_of(kind, options), options, optimizer),
-        begin(options, optimizer, kind),
-    ]
-    plain, ours = [script(run) for run in runs]
-    check_equal(list(plain), list(ours), str(options))
-    check_equal(runs[0].state(), runs[1].state(), str(options))
+def compare(script: Callable[[Run], Any], options: Options, *rest: Any, **more: Any) -> None:
+    """As `overlap.compare`, with a step inside backward; compiled, but for another `kind`."""
+    kind = more.pop("kind", "compiled")
+    overlap.compare(script, kind, options, *rest, in_backward=True, **more)
 
 
 def spent(run: Run) -> list[str]:
@@ -88,22 +76,18 @@ def train(run: Run) -> list[float]:
 
 
 def compare_optimizers() -> None:
-    for name in ("sgd", "adam", "adamw", "adamw_foreach", "adamw_fused", "rmsprop"):
+    for name in ("sgd", "adamw_foreach", "adamw_fused"):
         compare(train, Options("odd"), OPTIMIZERS[name])
 
 
 def test_optimizers(two: Pool) -> None:
-    two.run(compare_optimizers, timeout=400.0)
-
-
-def plain_training(run: Run) -> list[float]:
-    return [run.step(step) for step in range(4)]
+    two.run(compare_optimizers, timeout=SLOW)
 
 
 def compare_models() -> None:
     compare(train, Options("odd", policies=(BF16,)))
     compare(train, Options("odd", reshard=False))
-    for model in ("gpt", "tied", "one_unit", "frozen", "unused", "called_twice", "list_units"):
+    for model in ("tied", "one_unit", "frozen", "unused", "called_twice", "list_units"):
         compare(plain_training, Options(model))
     compare(
         plain_training, Options("odd"), kind="eager"
@@ -111,7 +95,7 @@ def compare_models() -> None:
 
 
 def test_models(two: Pool) -> None:
-    two.run(compare_models, timeout=400.0)
+    two.run(compare_models, timeout=SLOW)
 
 
 def compare_hsdp() -> None:
@@ -127,7 +111,7 @@ def compare_inductor() -> None:
 
 
 def test_inductor(two: Pool) -> None:
-    two.run(compare_inductor, timeout=400.0)
+    two.run(compare_inductor, timeout=SLOW)
 
 
 # -- what scripts do between

@@ -8,10 +8,8 @@ what is communicated.
 from __future__ import annotations
 
 import copy
-import gc
 import tempfile
 import warnings
-import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compat.oracle import Api, communications, each, no_recompiles
+from kit.harness import SLOW
+from kit.models import Block, Net
+from kit.oracle import Api, communications, each, mesh_of, no_recompiles
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -44,32 +44,7 @@ from compiled_fsdp.frontend.first_call import check_devices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import Pool
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
-
-
-class Net(nn.Module):
-    """`around` says how a layer is called: activation checkpointing of one kind or another."""
-
-    def __init__(self, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.around = around
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = self.around(layer, x) if self.around else layer(x)
-        return self.head(x)
+    from kit.pool import Pool
 
 
 def batch(step: int = 0, rows: int = 4) -> Tensor:
@@ -78,12 +53,12 @@ def batch(step: int = 0, rows: int = 4) -> Tensor:
     )
 
 
-def pair(model: nn.Module) -> tuple[Any, nn.Module]:
+def pair(model: nn.Module, **options: Any) -> tuple[Any, nn.Module]:
     """The model with each layer a unit, and a copy of it as it was."""
     reference = copy.deepcopy(model)
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model), reference
+        fully_shard(layer, **options)
+    return fully_shard(model, **options), reference
 
 
 def backward(call: Any, inputs: Tensor) -> Tensor:
@@ -179,7 +154,7 @@ def checkpointing(api: Api, around: Any) -> None:
         )
 
 
-# -- ties, freezing
+# -- ties
 
 
 class Tied(nn.Module):
@@ -194,7 +169,7 @@ class Tied(nn.Module):
         return self.head(self.layers[0](x))
 
 
-@pytest.mark.parametrize("alone", [("head",), ("embed",), ("embed", "head"), ()], ids=str)
+@pytest.mark.parametrize("alone", [("head",), ("embed", "head")], ids=str)
 def test_tied_over_units(two: Pool, alone: tuple[str, ...]) -> None:
     """Stock raises at the first forward. Gathered once a phase in a graph, reduced once, and still
     one object.
@@ -220,44 +195,6 @@ def tied(api: Api, alone: tuple[str, ...]) -> None:
         assert seen["gather"] == 4 if alone else 3
     names = list(model.state_dict())
     assert names == list(reference.state_dict())
-
-
-def requires_grad_changes(api: Api) -> None:
-    """Freezing and unfreezing after sharding: as the unsharded model, at the next call; nothing for
-    what is frozen.
-    """
-    model = Net()
-    for p in model.layers[0].parameters():
-        p.requires_grad_(False)
-    model, reference = pair(model)
-    call = api.compile(model)
-    changes = ((), ((0, True),), ((1, False),), ((1, True), (2, False)))
-    for step, changed in enumerate(changes):
-        for m in (model, reference):
-            m.zero_grad()
-            for layer, value in changed:
-                for p in m.layers[layer].parameters():
-                    p.requires_grad = value
-        backward(call, batch(step))
-        backward(reference, batch(step))
-        check_grads(model, reference)
-    model.zero_grad()
-    assert communications(lambda: backward(call, batch()))["reduce"] == 3
-
-
-def partly_frozen(api: Api) -> None:
-    """One parameter of a unit frozen later: no gradient, the others theirs."""
-    model, reference = pair(Net())
-    call = api.compile(model)
-    for m in (model, reference):
-        m.layers[1].first.weight.requires_grad = False
-    backward(call, batch())
-    backward(reference, batch())
-    check_grads(model, reference)
-
-
-test_requires_grad_changes = both(requires_grad_changes)
-test_partly_frozen = both(partly_frozen)
 
 
 # -- a larger function that is compiled, parameters that stay
@@ -389,35 +326,6 @@ def growing_inputs(api: Api) -> None:
     check_grads(model, reference)
 
 
-def inference_then_training(api: Api) -> None:
-    """Even when the very first forward is under inference_mode (stock then fails in autograd)."""
-    model, reference = pair(Net())
-    call = api.compile(model)
-    with torch.inference_mode():
-        assert torch.allclose(call(batch()), reference(batch()), atol=1e-6)
-    model.eval()
-    with torch.no_grad():
-        call(batch())
-    model.train()
-    backward(call, batch())
-    backward(reference, batch())
-    check_grads(model, reference)
-
-
-def several_forwards_and_backwards(api: Api) -> None:
-    model, reference = pair(Net())
-    call = api.compile(model)
-    with torch._functorch.config.patch(
-        donated_buffer=False
-    ):  # or torch.compile refuses retain_graph, sharded or not
-        for m in (call, reference):
-            (m(batch(0)).square().mean() + m(batch(1)).square().mean()).backward()
-            out = m(batch(2))
-            out.square().mean().backward(retain_graph=True)
-            out.sum().backward()
-    check_grads(model, reference, atol=1e-5)
-
-
 def fp16_with_a_scaler(api: Api) -> None:
     model = Net()
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -471,8 +379,6 @@ def clipping(api: Api) -> None:
 
 
 test_growing_inputs = both(growing_inputs)
-test_inference_then_training = both(inference_then_training)
-test_several_forwards_and_backwards = both(several_forwards_and_backwards)
 test_fp16_with_a_scaler = both(fp16_with_a_scaler)
 test_clipping = both(clipping)
 
@@ -532,15 +438,12 @@ def test_a_plain_value_where_others_of_the_class_have_a_parameter(two: Pool) -> 
     two.run(plain_values)
 
 
-@pytest.mark.parametrize("resets", [True, False])
-def test_after_an_exception(two: Pool, resets: bool) -> None:
-    """With `reset_iter_state` as documented; and without: the next iteration notices (stock leaves
-    it undefined).
-    """
-    two.run(each, after_an_exception, resets)
+def test_after_an_exception(two: Pool) -> None:
+    """Without `reset_iter_state` the next iteration notices; stock leaves it undefined."""
+    two.run(each, after_an_exception)
 
 
-def after_an_exception(api: Api, resets: bool) -> None:
+def after_an_exception(api: Api) -> None:
     model = Net()
     model.layers[1] = Fails()
     model, reference = pair(model)
@@ -549,8 +452,6 @@ def after_an_exception(api: Api, resets: bool) -> None:
     with pytest.raises(Exception, match="boom"):  # Dynamo has a type of its own for it
         call(batch())
     model.layers[1].fails = False
-    if resets:
-        model.reset_iter_state()
     backward(call, batch())
     backward(reference, batch())
     check_grads(model, reference)
@@ -561,8 +462,6 @@ def after_an_exception(api: Api, resets: bool) -> None:
     with pytest.raises(ValueError, match="boom"):
         backward(model, batch())
     handle.remove()
-    if resets:
-        model.reset_iter_state()
     model.zero_grad()
     backward(call, batch())
     check_grads(model, reference)
@@ -612,7 +511,9 @@ test_meta_init = both(meta_init)
 
 
 def test_checkpoints_cross_over(two: Pool, four: Pool) -> None:
-    """Saved at two ranks, compiled; loaded at four, eager, and unsharded: the same next step."""
+    """Saved at two ranks, compiled; loaded at two replicas of two shards, eager, and unsharded: the
+    same next step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         full = two.run(save, folder)[0]
         four.run(load, folder, full)
@@ -644,7 +545,7 @@ def save(folder: str) -> dict[str, Tensor]:
 
 def load(folder: str, full: dict[str, Tensor]) -> None:
     torch.manual_seed(9)
-    model, _ = pair(Net())
+    model, _ = pair(Net(), mesh=mesh_of(2, 2, names=("replicate", "shard")))
     optimizer = trained(model, model)
     state = {
         "model": get_model_state_dict(model),
@@ -791,19 +692,6 @@ def test_parameters_on_another_device() -> None:
     check_devices([unit])
 
 
-def collected(api: Api) -> None:
-    model, _ = pair(Net())
-    backward(api.compile(model), batch())
-    reference = weakref.ref(model)
-    torch._dynamo.reset()
-    del model
-    gc.collect()
-    assert reference() is None
-
-
-test_nothing_keeps_a_model_alive = both(collected)
-
-
 def order_of_units(api: Api) -> None:
     """Collectives follow the order of units, which must not be that of a set: addresses differ
     between ranks.
@@ -833,3 +721,22 @@ def shared_under_other_settings(api: Api) -> None:
 
 
 test_shared_under_other_settings = both(shared_under_other_settings)
+
+
+# -- the default backend
+
+BY_INDUCTOR = {
+    "checkpointing": (checkpointing, not_reentrant),
+    "selective checkpointing": (checkpointing, selective),
+    "tied over units": (tied, ("head",)),
+    "growing inputs": (growing_inputs,),
+}
+
+
+@pytest.mark.parametrize("case", BY_INDUCTOR)
+def test_with_inductor(two: Pool, case: str) -> None:
+    two.run(by_inductor, *BY_INDUCTOR[case], timeout=SLOW)
+
+
+def by_inductor(observe: Any, *args: Any) -> None:
+    each(observe, *args, kinds=("inductor",))

@@ -8,17 +8,17 @@ own, on activations, in the same graph as ours.
 
 from __future__ import annotations
 
-import copy
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from compat.oracle import check_equal, mesh_of, plain
+from kit.compare import check_equal, plain, whole
+from kit.graphs import captured
+from kit.harness import SLOW
+from kit.oracle import BACKENDS, mesh_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -38,18 +38,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.compiler import backend
 from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import ALL_GATHER as GLOO_GATHER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from pool import Pool
+    from kit.pool import Pool
 
-SLOW = 400.0  # seconds: a C++ compiler runs
 # Columns and heads that are cut are added in another order than whole ones, and Inductor fuses.
 ROUNDING = (1e-4, 1e-6)
 
@@ -133,9 +130,6 @@ def parallelize(model: Transformer, mesh: Any) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor"}
-
-
 def build(kind: str, shape: tuple[int, ...], num_layers: int = 1) -> tuple[Transformer, Any]:
     """The model and what to call; "one rank" neither cuts nor shards it."""
     torch.manual_seed(5)
@@ -184,10 +178,6 @@ def train(kind: str, shape: tuple[int, ...], num_layers: int = 1, steps: int = 3
     return found
 
 
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def check_same(
     ours: Any, kind: str, oracle: str, shape: tuple[int, ...], num_layers: int, *tolerances: float
 ) -> None:
@@ -229,23 +219,6 @@ def two_layers(kind: str) -> None:
     check_same(ours, kind, "one rank", (2, 2), 2, *ROUNDING)
     if kind == "compiled":
         what_stands_in(graphs)
-
-
-@contextmanager
-def captured() -> Iterator[list[Any]]:
-    """The final graphs that are made inside, in order of compilation."""
-    graphs: list[Any] = []
-    original = backend.run_half
-
-    def run_half(gm: Any) -> Any:
-        result = original(gm)
-        graphs.append(
-            copy.deepcopy(result.graph)
-        )  # the executor changes its own when it takes over
-        return result
-
-    with mock.patch.object(backend, "run_half", run_half):
-        yield graphs
 
 
 def what_stands_in(graphs: list[Any]) -> None:

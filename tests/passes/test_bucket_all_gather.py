@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.lower import lower
-from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.printer import show

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_fsdp.passes.choose_collectives import choose_collectives
-from passes_harness import GraphTest, Hand, numel, unit
+from kit.passes_harness import GraphTest, Hand, numel, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.graph import find

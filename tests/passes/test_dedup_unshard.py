@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from compiled_fsdp.passes.dedup_unshard import dedup_unshard
-from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 
 from compiled_fsdp.ir.graph import ADD, erase_unused, sum_leaves
 from compiled_fsdp.ir.printer import show

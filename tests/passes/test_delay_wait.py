@@ -4,7 +4,7 @@ from typing import Any
 
 from compiled_fsdp.passes.delay_wait import delay_wait
 from compiled_fsdp.passes.lower import lower
-from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.printer import show

@@ -3,7 +3,7 @@
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.free import free
 from compiled_fsdp.passes.lower import lower
-from passes_harness import PLAN, GraphTest, Hand, aten, getitem, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, getitem, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir import collectives as comm

@@ -5,7 +5,7 @@ from typing import Any
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.lower import lower
-from passes_harness import PLAN, GraphTest, Hand, aten, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.passes import gather_ahead as module

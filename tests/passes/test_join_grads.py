@@ -1,7 +1,7 @@
 """`join_grads`: gradients of a flat parameter's views become one concatenation."""
 
 from compiled_fsdp.passes.join_grads import join_grads
-from passes_harness import PLAN, GraphTest, Hand, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, unit
 
 from compiled_fsdp.ir.schema import FLATTEN_GRAD
 from compiled_fsdp.passes import join_grads as module

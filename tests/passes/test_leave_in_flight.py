@@ -7,7 +7,7 @@ from compiled_fsdp.passes.delay_wait import delay_wait
 from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.verify import verify
-from passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.graph import output

@@ -3,7 +3,7 @@
 import torch
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.verify import cast_by_policy
-from passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.printer import show

@@ -8,7 +8,7 @@ import torch
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
-from passes_harness import PLAN, GraphTest, Hand, ops, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, ops, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.printer import show

@@ -12,8 +12,8 @@ from compiled_fsdp.passes.free import free
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.read_strided import read_strided
 from compiled_fsdp.passes.verify import check
-from passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, numel, ops, unit
-from test_planner import costs
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, numel, ops, unit
+from kit.schedules import costs
 from torch.fx import GraphModule
 
 from compiled_fsdp import fully_shard, planned

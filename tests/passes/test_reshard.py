@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from compiled_fsdp.passes.reshard import reshard
-from passes_harness import PLAN, GraphTest, Hand, aten, getitem, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, getitem, unit
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 

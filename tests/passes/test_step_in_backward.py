@@ -12,7 +12,7 @@ from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.step_in_backward import step_in_backward
 from compiled_fsdp.passes.verify import check
-from passes_harness import PLAN, GraphTest, Hand, aten, numel, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, numel, unit
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.ir import collectives as comm

@@ -123,7 +123,7 @@ def _report(options: argparse.Namespace, lines: list[Line], seconds: float) -> N
 
 def _run(options: argparse.Namespace, until: float) -> Iterator[Line]:
     """Programs one by one, each written when it is done."""
-    from pool import Pool
+    from kit.pool import Pool
     from programs.hunt import Hunter
     from programs.results import line_of
     from programs.source import read
@@ -156,7 +156,7 @@ def _find_plants(options: argparse.Namespace, until: float) -> None:
     """Count up over the programs on two ranks that say what a plant breaks; each must be clean
     without it.
     """
-    from pool import Pool
+    from kit.pool import Pool
     from programs.draw import make
     from programs.hunt import Hunter
     from programs.planted import can_show

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pool import START, Pool, WorkerError
+from kit.pool import START, Pool, WorkerError
 from programs.kinds import SLOW, place_of, run_kinds
 from programs.program import Program
 from programs.shrink import smallest

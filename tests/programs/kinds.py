@@ -29,8 +29,8 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from harness import local, mean_over_ranks, mesh_of
-from pool import begin, forget
+from kit.harness import local, mean_over_ranks, mesh_of
+from kit.pool import begin, forget
 from programs.planted import planted
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

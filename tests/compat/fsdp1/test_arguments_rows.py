@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 import torch.distributed.fsdp.wrap as stock_wrap
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     Api,
     Block,
     batch,
@@ -26,7 +27,6 @@ from compat.fsdp1.oracle import (
     net,
     outcome,
     params,
-    plain,
     rows,
     same,
     train_step,
@@ -42,7 +42,7 @@ import compiled_fsdp.api
 import compiled_fsdp.wrap
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 
 @rows("1.1", "2.1", "3.1", "9.1", "12.2", "16.1")

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     STRATEGIES,
     Api,
     Block,
     eager_same,
     grads,
-    plain,
     rows,
     same,
     train_step,
@@ -27,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 
 class Checkpointed(nn.Module):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     STRATEGIES,
     Api,
     Block,
@@ -17,7 +18,6 @@ from compat.fsdp1.oracle import (
     grads,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 METADATA = (
     "_fqns",

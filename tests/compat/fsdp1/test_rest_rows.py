@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
     Api,
@@ -24,7 +25,6 @@ from compat.fsdp1.oracle import (
     net,
     outcome,
     params,
-    plain,
     rows,
     same,
     train_step,
@@ -35,7 +35,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 ORIG = {"use_orig_params": True}
 

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     Api,
     Block,
     batch,
@@ -23,7 +24,6 @@ from compat.fsdp1.oracle import (
     loss_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,
@@ -41,7 +41,7 @@ from compiled_fsdp.wire import gloo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pool import Pool
+    from kit.pool import Pool
 
 BF16 = torch.bfloat16
 

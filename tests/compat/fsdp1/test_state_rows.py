@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compat.fsdp1.oracle import (
+from kit.compare import check_equal, plain
+from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
     Api,
@@ -23,13 +24,11 @@ from compat.fsdp1.oracle import (
     mesh_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,
     warned,
 )
-from compat.oracle import check_equal
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -53,7 +52,7 @@ from torch.distributed.fsdp import (
 import compiled_fsdp
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

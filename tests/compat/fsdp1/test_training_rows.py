@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from compat.fsdp1.oracle import (
+from kit.compare import plain
+from kit.oracle_fsdp1 import (
     ALL_KINDS,
     STRATEGIES,
     Api,
@@ -20,7 +21,6 @@ from compat.fsdp1.oracle import (
     loss_of,
     net,
     outcome,
-    plain,
     rows,
     same,
     train_step,
@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from kit.pool import Pool
 
 BF16 = torch.bfloat16
 PRECISIONS = (

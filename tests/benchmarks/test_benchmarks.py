@@ -1,0 +1,235 @@
+"""The benchmarks run end to end in small, and what they compute from what was measured is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import bench
+import budget
+import compile as compile_bench
+import pytest
+import results
+import side_by_side
+import step_time
+from results import Panel, Report, Table
+from side_by_side import Comparison
+from variants import SWEEP, VARIANTS, Job, with_floors
+
+ROOT = Path(__file__).parents[2]
+
+
+def seen(times: list[float], **changes: float) -> dict[str, object]:
+    """What a run reports of one variant."""
+    comm = {
+        "total_s": 0.0,
+        "exposed_s": 0.0,
+        "num_collectives": 3.0,
+        "sent_bytes": 0.0,
+        "core_s": 0.5,
+    }
+    return {"times": times, "loss_difference": 0.0, **comm, **changes}
+
+
+class TestBenchmarks(unittest.TestCase):
+    @pytest.mark.timeout(600)
+    def test_in_small(self):
+        """Real ranks, real losses compared, real passes on the 405 B shape; not Inductor, which
+        takes minutes.
+        """
+        with TemporaryDirectory() as folder:
+            command = [
+                sys.executable,
+                str(ROOT / "benchmarks" / "bench.py"),
+                "latency",
+                "memory",
+                "plan",
+                "graphs",
+                "--quick",
+            ]
+            command += [
+                "--variants",
+                "ours_eager",
+                "stock_eager",
+                "fsdp1",
+                "--layers",
+                "2",
+                "--out",
+                folder,
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+            for name in ("latency", "memory", "plan"):
+                self.assertTrue((Path(folder) / f"{name}.png").read_bytes().startswith(b"\x89PNG"))
+            latency = (Path(folder) / "latency.md").read_text()
+            for name in ("ours_eager", "stock_eager", "fsdp1"):
+                (row,) = (line for line in latency.splitlines() if line.startswith(f"| {name} |"))
+                self.assertIn("0.0e+00", row, "eager losses are stock's, bit for bit")
+            (row,) = (
+                line
+                for line in (Path(folder) / "fsdp1_graphs.md").read_text().splitlines()
+                if "| ours |" in line
+            )
+            self.assertIn("| ours | 1 | 1 | 5 | 9 | 0 | runs |", row)
+            plan = (Path(folder) / "plan.md").read_text()
+            self.assertIn("| bucket_all_gather |", plan)
+
+    def test_a_comparison_survives_the_command_line(self):
+        job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
+        comparison = Comparison(job, ("ours", "stock_eager"), rounds=2, steps=3)
+        self.assertEqual(Comparison.from_json(comparison.to_json()), comparison)
+
+    def test_every_variant_that_trains_has_a_floor_that_does_not(self):
+        for variant in VARIANTS.values():
+            self.assertFalse(variant.floor and VARIANTS[variant.floor].trains)
+        self.assertEqual(with_floors(["ours"]), ["ours", "local_compile"])
+
+    def test_timed_steps_follow_each_other(self):
+        """What a step leaves under way is not carried in a barrier, at the cost of nobody."""
+        seen_: list[str] = []
+        side = side_by_side.Side("ours", lambda index: seen_.append(f"step {index}"))
+        with mock.patch.object(
+            side_by_side.dist, "barrier", side_effect=lambda: seen_.append("barrier")
+        ):
+            side.time(2)
+        self.assertEqual(seen_, ["barrier", "step 0", "step 1", "step 2"])
+        self.assertEqual([len(side.times), len(side.core), len(side.sent)], [2, 2, 2])
+
+    def test_losses_that_differ_stop_the_run(self):
+        with mock.patch.object(side_by_side.dist, "all_reduce"):
+            close = {"stock_eager": [5.0, 4.0], "ours": [5.001, 4.0], "local_eager": [1.0, 1.0]}
+            gaps = side_by_side.compare_losses(close)
+            self.assertEqual(set(gaps), {"stock_eager", "ours"})
+            self.assertAlmostEqual(gaps["ours"], 0.001)
+            for wrong in (4.01, float("nan")):
+                with self.assertRaisesRegex(
+                    RuntimeError, "comparing losses with stock_eager's.*'ours'"
+                ):
+                    side_by_side.compare_losses({"stock_eager": [5.0, 4.0], "ours": [5.0, wrong]})
+
+    def test_a_step_is_compute_hidden_and_exposed(self):
+        result = {
+            "variants": {
+                "ours": seen([1.5, 1.4, 1.6], total_s=0.9, exposed_s=0.2),
+                "stock_eager": seen([3.0], total_s=9.0, exposed_s=1.0),
+                "local_compile": seen([1.0]),
+                "local_eager": seen([1.2]),
+            }
+        }
+        split = step_time.parts(result)
+        self.assertEqual(set(split), {"ours", "stock_eager"})
+        for part, expected in {"compute": 0.3, "hidden": 0.7, "exposed": 0.5}.items():
+            self.assertAlmostEqual(split["ours"][part], expected)
+        # more communication than computation cannot hide behind it
+        for part, expected in {"compute": 0.0, "hidden": 1.2, "exposed": 1.8}.items():
+            self.assertAlmostEqual(split["stock_eager"][part], expected)
+        row = step_time.table("", [], result).rows[1]
+        self.assertEqual(row[:5], ["stock_eager", "3.000", "3.000 to 3.000", "1.00", "2.00"])
+
+    def test_a_sweep_says_whether_time_falls_and_what_ddp_takes(self):
+        """All budgets alike but for their time: 1.5 s down to 1.1, or with one that rises again."""
+        for last, word in ((1.1, "falls monotonically"), (1.4, "does NOT fall monotonically")):
+            times = dict(zip(SWEEP, (1.5, 1.4, 1.3, 1.2, last), strict=True)) | {
+                budget.MOST: 1.0,
+                budget.DDP: 1.25,
+            }
+            variants = {name: seen([seconds]) for name, seconds in times.items()}
+            floors = {"local_compile": seen([0.9]), "local_compile_whole": seen([0.9])}
+            result = {"variants": variants | floors, "gloo": {}, "cores": (0, 1)}
+            peaks = {
+                name: {"tensor_peak": 3e6 if name == budget.DDP else 2e6, "tensor_at_rest": 1e6}
+                for name in times
+            }
+            job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
+            found = budget.report(
+                1.0, Comparison(job, tuple(result["variants"]), rounds=1, steps=1), result, peaks
+            )
+            self.assertIn(
+                f"the step {word}: 1.500, 1.400, 1.300, 1.200, {last:.3f} s", " ".join(found.notes)
+            )
+            self.assertIn(
+                "ours_at_ddp_peak: 0.67 of the peak of DDP, and 1.25 times as fast (target: at "
+                "least 1.2).",
+                found.notes,
+            )
+
+    def test_what_compiling_is_made_of(self):
+        """Each phase less what is nested in it; the passes are timed as they are called."""
+        ours: list[float] = []
+        self.assertEqual(
+            compile_bench.timed(lambda gm, *, is_fused: (gm, is_fused), ours)(1, is_fused=True),
+            (1, True),
+        )
+        (seconds,) = ours
+        records = {
+            "bytecode_tracing": [2.0, 1.0],
+            "GraphLowering.codegen": [5.0],
+            "Scheduler.__init__": [4.0],
+        }
+        with mock.patch.object(
+            compile_bench.torch._dynamo.utils, "compilation_time_metrics", records
+        ):
+            found = compile_bench.phases(20.0, seconds)
+        self.assertEqual(
+            (found["Dynamo"], found["code generation"], found["lowering, fusion"]), (3.0, 1.0, 4.0)
+        )
+        self.assertAlmostEqual(sum(found.values()), 20.0)
+
+    def test_options(self):
+        def settings(*words: str) -> bench.Settings:
+            return bench.settings_of(bench.parse(list(words)))
+
+        self.assertEqual(settings().rates, (0.5, 1.0, 2.0, 4.0, None))
+        self.assertEqual(
+            settings("wire", "--rates", "1", "none", "--rounds", "7").rates, (1.0, None)
+        )
+        self.assertEqual(settings("--quick", "--layers", "3").layers, (3,))
+        self.assertEqual(settings("--quick").rounds, 1)
+        self.assertEqual(
+            bench.command_of("wire", ["wire", "plan", "--rates", "1"], ["wire", "plan"]),
+            'make bench ARGS="wire --rates 1"',
+        )
+        with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+            settings("wires")
+
+    def test_one_that_this_machine_cannot_do_does_not_stop_the_others(self):
+        def missing(settings: object, screen: object) -> Report:
+            raise bench.HostsError("needs root")
+
+        def failing(settings: object, screen: object) -> Report:
+            raise subprocess.CalledProcessError(1, "rank")
+
+        def working(settings: object, screen: object) -> Report:
+            return Report("c", "C", [], [], ["done"])
+
+        for first, expected in ((missing, bench.MISSING), (failing, bench.FAILED)):
+            with TemporaryDirectory() as folder, mock.patch("sys.stderr") as stderr:
+                with mock.patch.dict(bench.BENCHMARKS, {"wire": first, "plan": working}):
+                    code = bench.main(["wire", "plan", "--out", folder])
+                self.assertEqual(code, expected)
+                self.assertIn("wire: ", stderr.write.call_args_list[0].args[0])
+                self.assertEqual(
+                    (Path(folder) / "c.md").read_text(), '# C\n\n`make bench ARGS="plan"`\n\ndone\n'
+                )
+
+    def test_a_report_in_markdown(self):
+        table = Table("Two", ["One fact.", "Another."], ("what", "s"), [["a", "1"]])
+        report = Report(
+            "it",
+            "It",
+            [table],
+            [Panel("p", "s", {"a": {"x": 1.0}, "b": {"y": 2.0}}, {"floor": 1.0})],
+            ["A note."],
+        )
+        with TemporaryDirectory() as folder:
+            paths = results.write(report, Path(folder), "make it")
+            self.assertEqual([path.name for path in paths], ["it.md", "it.png"])
+            self.assertEqual(
+                paths[0].read_text(),
+                "# It\n\n`make it`\n\n![It](it.png)\n\n## Two\n\nOne fact. Another.\n\n"
+                "| what | s |\n|---|--:|\n| a | 1 |\n\nA note.\n",
+            )

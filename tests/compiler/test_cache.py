@@ -1,0 +1,143 @@
+"""The default backend across processes, and by its own name: a warm cache must hold what our passes
+made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from kit.pool import Pool
+
+import compiled_fsdp
+from compiled_fsdp.planning import consensus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import json, sys
+from collections import Counter
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import compiled_fsdp
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+for module in (model[0], model[2], model):
+    compiled_fsdp.fully_shard(module)
+ours = ("fsdp::", "_c10d_functional::")
+found = []
+for prefetch in sys.argv[1:]:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=int(prefetch), bucket_bytes=0))
+    call = torch.compile(model, fullgraph=True)
+    call(torch.ones(4, 8)).sum().backward()
+    with torch.profiler.profile() as profiler:
+        call(torch.ones(4, 8)).sum().backward()
+    ops = Counter(e.name for e in profiler.events() if e.name.startswith(ours))
+    found.append([dict(counters["inductor"]) | dict(counters["aot_autograd"]), ops])
+print(json.dumps(found))
+"""
+
+
+def run(folder: Path, *prefetch: int) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Compile by some plans in a process of its own; cache counters, and how often each op of
+    interest ran in the second step.
+    """
+    env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", PROGRAM, *map(str, prefetch)]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[tuple[dict[str, int], dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> None:
+    """Another plan does not meet it."""
+    ((_, cold),) = run(tmp_path, 2)
+    (counters, warm), (others, _) = run(tmp_path, 2, 0)
+    assert counters.get("autograd_cache_hit", 0) >= 1, counters
+    assert counters.get("autograd_cache_miss", 0) == 0, counters
+    assert warm == cold
+    gathers = warm["_c10d_functional::all_gather_into_tensor"]
+    assert gathers == 3, (
+        "two units in forward; in backward the second, since nobody asks for the gradient of the "
+        "input"
+    )
+    assert warm["fsdp::mark_grads_"] == 2
+    assert "fsdp::unshard" not in warm
+    assert others.get("autograd_cache_hit", 0) == 0, others
+
+
+def test_the_backend_by_name_is_the_default_one(two: Pool) -> None:
+    two.run(same_as_default)
+
+
+def same_as_default() -> None:
+    def step(backend: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        for module in (*model, model):
+            compiled_fsdp.fully_shard(module)
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        call(torch.ones(2, 6)).sum().backward()
+        with torch.profiler.profile() as profiler:
+            call(torch.ones(2, 6)).sum().backward()
+        names = [e.name for e in profiler.events() if e.name.startswith("fsdp::")]
+        return [p.grad.to_local() for p in model.parameters()], {
+            name: names.count(name) for name in names
+        }
+
+    ours, default = step("compiled_fsdp"), step("inductor")
+    assert ours[1] == default[1]
+    assert ours[1]["fsdp::all_gather"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], default[0], strict=True))
+
+
+def test_a_budget_with_one_warm_cache(two: Pool, tmp_path: Path) -> None:
+    """Under a budget ranks decide together what they keep; then halves may come from a cache, on
+    one rank and not on another.
+    """
+    (cold, warm), (cold_1, still_cold) = two.run(with_budget, str(tmp_path))
+    assert cold == cold_1 == still_cold == 0
+    assert warm == 2, "forward and backward"
+
+
+def with_budget(folder: str) -> list[int]:
+    """How many halves came from the cache, cold and then warm; rank 1 loses its cache in
+    between.
+    """
+    from torch._dynamo.utils import counters
+
+    rank, hits, grads = dist.get_rank(), [], []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    for module in (*model, model):
+        compiled_fsdp.fully_shard(module)
+    for name in (f"{rank}", f"{rank} {rank}" if rank else "0"):
+        torch._dynamo.reset()
+        consensus._settled.clear()
+        counters.clear()
+        model.zero_grad()
+        environ = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}"}
+        with (
+            mock.patch.dict(os.environ, environ),
+            compiled_fsdp.planned(memory_budget=0.5, bucket_bytes=0),
+        ):
+            torch.compile(model, fullgraph=True)(torch.ones(2, 6)).square().sum().backward()
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+        assert not counters["aot_autograd"]["autograd_cache_hit"]
+        grads.append([p.grad.to_local() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    return hits

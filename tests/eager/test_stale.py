@@ -1,0 +1,186 @@
+"""Eager mode computes with what the parameters are when a forward begins, whoever wrote to them, or
+says that it cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from kit.harness import mesh_of, train
+from torch import Tensor, nn
+
+from compiled_fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.pool import Pool
+
+OPTIMIZERS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+def plain(target: list[Any], online: list[Any]) -> None:
+    with torch.no_grad():
+        for a, b in zip(target, online, strict=True):
+            a.mul_(0.5).add_(b, alpha=0.5)
+
+
+def data(target: list[Any], online: list[Any]) -> None:
+    for a, b in zip(target, online, strict=True):
+        a.data.mul_(0.5).add_(b.data, alpha=0.5)
+
+
+def foreach(target: list[Any], online: list[Any]) -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_(target, online, 0.5)
+
+
+class Byol(nn.Module):
+    """An encoder, and a moving average of it that forward updates before it runs, in the given
+    spelling.
+    """
+
+    def __init__(self, update: Callable[..., None], *, frozen: bool) -> None:
+        super().__init__()
+        self.update = update
+        self.online = net()
+        self.target = copy.deepcopy(self.online).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        predicted = self.online(x)
+        self.update(list(self.target.parameters()), list(self.online.parameters()))
+        with torch.no_grad():
+            wanted = self.target(x + 1)
+        return (predicted - wanted).square().mean()
+
+
+class Clamped(nn.Module):
+    """Writes to a trained layer through `.data` in forward, before the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.second.weight.data.mul_(0.5)
+        return self.second(hidden)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
+def shard(model: Any, *modules: nn.Module) -> Any:
+    for module in (*modules, model):
+        fully_shard(module, mesh=mesh_of("1d"))
+    return model
+
+
+def losses_of(model: Any, trained: nn.Module, **options: bool) -> list[float]:
+    """Of four steps."""
+    batches = [
+        (torch.randn(3, 4, generator=torch.Generator().manual_seed(step)),) for step in range(4)
+    ]
+    return train(model, torch.optim.AdamW(trained.parameters(), lr=0.05, **options), batches)
+
+
+def seeded(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kept_after_backward(two: Pool, name: str) -> None:
+    two.run(kept_after_backward, OPTIMIZERS[name])
+
+
+def kept_after_backward(options: dict[str, bool]) -> None:
+    """An optimizer's step makes what was kept stale, also where it writes by ops that no version
+    counts.
+    """
+    model, reference = seeded(net), seeded(net)
+    shard(model, model[0], model[2]).set_reshard_after_backward(False)
+    assert losses_of(model, model, **options) == pytest.approx(
+        losses_of(reference, reference, **options), rel=1e-5
+    )
+
+
+def test_kept_and_written(two: Pool) -> None:
+    two.run(kept_and_written)
+
+
+def kept_and_written() -> None:
+    """A user's own step through `.data` is an error, not a training on old weights."""
+    model = seeded(net)
+    params = list(shard(model, model[0], model[2]).parameters())
+    model.set_reshard_after_backward(False)
+    model(torch.ones(2, 4)).sum().backward()
+    for param in params:
+        param.data.sub_(param.grad.data)
+    with pytest.raises(
+        RuntimeError,
+        match=r"parameters of 0 were written to through .data.* while the full parameters were",
+    ):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+    for module in (model[0], model[2], model):
+        module.reshard()
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("update", [plain, data, foreach], ids=lambda update: update.__name__)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_momentum_encoder(two: Pool, update: Any, frozen: bool) -> None:
+    two.run(momentum_encoder, update, frozen)
+
+
+def momentum_encoder(update: Any, frozen: bool) -> None:
+    model, reference = (seeded(lambda: Byol(update, frozen=frozen)) for _ in range(2))
+    shard(model, *(layer for part in (model.online, model.target) for layer in (part[0], part[2])))
+    assert losses_of(model, model.online) == pytest.approx(
+        losses_of(reference, reference.online), rel=1e-5
+    )
+
+
+def test_written_in_forward(two: Pool) -> None:
+    two.run(written_in_forward)
+
+
+def written_in_forward() -> None:
+    model = seeded(Clamped)
+    shard(model, model.first, model.second)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="after the gather for their forward was started"):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+
+
+def test_late_wait(two: Pool) -> None:
+    two.run(late_wait)
+
+
+def late_wait() -> None:
+    """A handle whose unit has run its forward meanwhile changes nothing."""
+    model = seeded(net)
+    shard(model, model[0], model[2])
+    handle = model[0].unshard(async_op=True)
+    loss = model(torch.ones(2, 4)).sum()
+    handle.wait()
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    other = model[0].unshard(async_op=True)
+    model(torch.ones(2, 4)).sum().backward()
+    other.wait()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert all(
+        param.grad is not None for group in optimizer.param_groups for param in group["params"]
+    )

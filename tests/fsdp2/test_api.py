@@ -1,0 +1,64 @@
+"""What `fully_shard` makes of the package and of a module, beyond the rows of the table."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from kit.models import OddMLP
+from torch import nn
+
+import compiled_fsdp
+from compiled_fsdp import FSDPModule, UnshardHandle, fully_shard
+
+pytestmark = pytest.mark.usefixtures("fake_world")
+
+
+def test_policies_are_those_of_stock() -> None:
+    assert issubclass(compiled_fsdp.MixedPrecisionPolicy, stock.MixedPrecisionPolicy)
+    ours, theirs = (
+        tuple(f.name for f in fields(p.MixedPrecisionPolicy)) for p in (compiled_fsdp, stock)
+    )
+    newer = ("param_dtype_override_fn",)  # came with torch 2.15
+    assert ours == (*(name for name in theirs if name not in newer), *newer)
+    assert (ours == theirs) == (compiled_fsdp.MixedPrecisionPolicy is stock.MixedPrecisionPolicy)
+    assert compiled_fsdp.CPUOffloadPolicy is stock.CPUOffloadPolicy
+    assert issubclass(FSDPModule, stock.FSDPModule)
+    assert issubclass(UnshardHandle, stock.UnshardHandle)
+
+
+def test_class_of_a_child_used_by_others_is_unchanged() -> None:
+    fully_shard(OddMLP())
+    assert not isinstance(nn.Linear(2, 2).__class__.__dict__.get("weight"), property)
+
+
+NOT_YET = sorted(
+    name
+    for name, value in vars(stock.FSDPModule).items()
+    if callable(value) and not name.startswith("__") and vars(FSDPModule).get(name) is not value
+)
+
+
+def test_no_method_of_stock_reaches_stocks_state() -> None:
+    """Each public method of stock's class is ours, or says that it is not there."""
+    inherited = [
+        name for name in NOT_YET if name not in vars(FSDPModule) and not name.startswith("_")
+    ]
+    assert inherited == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moved_parameters_are_back_in_the_flat_buffers_of_their_units(dtype: torch.dtype) -> None:
+    with torch.device("meta" if dtype == torch.float32 else "cpu"):
+        model = OddMLP()
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    if dtype == torch.float32:
+        model.to_empty(device="cpu")
+    else:
+        model.to(dtype)
+    assert len({p._local_tensor.untyped_storage().data_ptr() for p in model.parameters()}) == 2
+    model(torch.randn(2, 6, dtype=dtype)).sum().backward()
+    assert all(p.grad.dtype == dtype for p in model.parameters())

@@ -1,0 +1,151 @@
+"""State dicts beyond the rows of the table: copied, saved, exchanged with stock FSDP2 by way of a
+disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from kit.compare import check_equal, plain
+from kit.harness import Options, batch_of, build, make, mesh_of, shard, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kit.pool import Pool
+
+OPTIONS = Options("tied")
+
+
+def batches(start: int, stop: int) -> list[Any]:
+    return [batch_of(OPTIONS.model, number) for number in range(start, stop)]
+
+
+def fresh(kind: str, options: Options = OPTIONS) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    model, call, _ = make(kind, options)
+    return model, call, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def copied_and_saved() -> None:
+    """Parameters lie at offsets of a flat buffer, which torch must not take for addresses."""
+    model, call, optimizer = fresh("eager")
+    train(call, optimizer, batches(0, 1))
+    state = model.state_dict()
+    assert all(
+        state[name].to_local().data_ptr() == p.to_local().data_ptr()
+        for name, p in model.named_parameters()
+    )
+    copied = copy.deepcopy(state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    check_equal(plain(copied), plain(state), "copied")
+    check_equal(plain(saved), plain(state), "saved")
+    before = {name: v.to_local().clone() for name, v in copied.items()}
+    train(call, optimizer, batches(0, 1))
+    assert all(torch.equal(v.to_local(), before[name]) for name, v in copied.items())
+    for other in (copied, saved):
+        model.load_state_dict(other)
+        check_equal(plain(model.state_dict()), plain(copied), "loaded")
+    model.load_state_dict(copy.deepcopy(copied), assign=True)
+    assert all(math.isfinite(loss) for loss in train(call, optimizer, batches(0, 1)))
+
+
+def tied_saved_once() -> None:
+    """As in a plain module, also where the weight is not the first of its buffer."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    fully_shard(model, mesh=mesh_of("1d"))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = [v.to_local() for v in torch.load(file, weights_only=False).values()]
+    assert len(loaded) == 4
+    assert len({v.untyped_storage().data_ptr() for v in loaded}) == 3
+    with torch.no_grad():
+        loaded[-1].add_(1)
+    assert torch.equal(loaded[-1], loaded[-2])
+
+
+def test_tied_weights_are_saved_once(two: Pool) -> None:
+    two.run(tied_saved_once)
+
+
+def modules_copied(apply: Any) -> None:
+    """Modules that hold parameters of a unit around them, and are no unit: copied with DTensors of
+    their own.
+    """
+    model = shard(build("odd"), Options("odd"), apply)
+    for move in (lambda: model.float(), lambda: model.double().float()):
+        move()
+        inside = [
+            m for m in model.modules() if m._parameters and not isinstance(m, StockFSDPModule)
+        ]
+        assert inside
+        for module in inside:
+            before = {name: value.to_local().clone() for name, value in module.state_dict().items()}
+            other = copy.deepcopy(module)
+            assert type(other) in type(module).__mro__
+            check_equal(plain(other.state_dict()), plain(module.state_dict()), "copied")
+            assert all(
+                isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in other.parameters()
+            )
+            with torch.no_grad():
+                other.weight.add_(1.0)
+            assert all(
+                torch.equal(value.to_local(), before[name])
+                for name, value in module.state_dict().items()
+            )
+
+
+@pytest.mark.parametrize("apply", [stock_fully_shard, fully_shard])
+def test_modules_inside_a_unit_are_copied(two: Pool, apply: Any) -> None:
+    two.run(modules_copied, apply)
+
+
+def test_state_dict_is_copied_and_saved(two: Pool) -> None:
+    two.run(copied_and_saved)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("eager", "compiled"), ("compiled", "eager"), ("stock", "compiled"), ("compiled", "stock")],
+)
+def test_checkpoint_continues_bit_for_bit(
+    two: Pool, tmp_path: Path, saver: str, loader: str
+) -> None:
+    two.run(checkpoint, str(tmp_path / "step"), saver, loader)
+
+
+def checkpoint(path: str, saver: str, loader: str) -> None:
+    model, call, optimizer = fresh(saver)
+    train(call, optimizer, batches(0, 2))
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    expected = train(call, optimizer, batches(2, 5))
+
+    model, call, optimizer = fresh(loader)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    assert train(call, optimizer, batches(2, 5)) == expected

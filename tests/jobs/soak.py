@@ -1,0 +1,232 @@
+"""2,000 steps that alternate eager, compiled, evaluation, accumulation, checkpoint and restore,
+beside the unsharded model.
+
+    make soak                                # two ranks; a line every 200 steps, and a verdict
+    make soak ARGS="--front-end fsdp1"       # through `FullyShardedDataParallel`
+    make soak ARGS="--front-end fsdp1_orig"  # with `use_orig_params`
+
+No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit import random_fsdp1
+from kit.oracle_fsdp1 import Api
+from kit.random_models import Model, Program, Spec, batch, build, shard
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+
+from compiled_fsdp import FullyShardedDataParallel
+
+FRONT_ENDS = ("fully_shard", "fsdp1", "fsdp1_orig")
+WARM_UP = 100
+PROGRAM = Program(
+    0,
+    (
+        Spec(width=11),
+        Spec(kind="scaled", shares=0, width=11),
+        Spec(kind="normed", width=5, reshard=False),
+    ),
+)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def live_bytes() -> int:
+    """Bytes in tensor storages that Python can reach, each once."""
+    gc.collect()
+    sizes = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter):
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def program_of(front_end: str) -> Program:
+    """FSDP1 takes the layers that share a weight into one instance, the root: the model's own specs
+    say so.
+    """
+    if front_end == "fully_shard":
+        return PROGRAM
+    use_orig_params = front_end == "fsdp1_orig"
+    return random_fsdp1.legal(
+        random_fsdp1.Wrapped(0, PROGRAM.specs, policy="custom", use_orig_params=use_orig_params)
+    )
+
+
+def sharded(model: Model, program: Program) -> Any:
+    """A model of this program through its front end."""
+    if isinstance(program, random_fsdp1.Wrapped):
+        return random_fsdp1.shard(Api("eager"), model, program)
+    return shard(model, program)
+
+
+def synced(model: Any, is_last: bool) -> AbstractContextManager[None]:
+    """Reduce after the last micro-batch only."""
+    if isinstance(model, FullyShardedDataParallel):
+        return nullcontext() if is_last else model.no_sync()
+    model.set_requires_gradient_sync(is_last)
+    return nullcontext()
+
+
+class Soak:
+    """Ours and the unsharded model, step by step."""
+
+    def __init__(self, folder: str, front_end: str) -> None:
+        self.folder = folder
+        program = program_of(front_end)
+        self.reference = build(program)
+        self.model = sharded(copy.deepcopy(self.reference), program)
+        self.compiled = torch.compile(self.model, backend="compiled_fsdp_eager", fullgraph=True)
+        self.ours = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.theirs = torch.optim.AdamW(self.reference.parameters(), lr=1e-3)
+
+    def step(self, number: int) -> float:
+        """One of the ways to train; the largest difference of a loss."""
+        call = self.compiled if number % 2 else self.model
+        num_micro = 3 if number % 5 == 0 else 1
+        gap = 0.0
+        for micro in range(num_micro):
+            with synced(self.model, micro == num_micro - 1):
+                gap = max(gap, self._backward(call, 3 * number + micro))
+        for q in self.reference.parameters():
+            dist.all_reduce(q.grad)
+            q.grad /= dist.get_world_size()
+        for optimizer in (self.ours, self.theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 7 == 0:
+            with torch.no_grad():
+                gap = max(
+                    gap, (call(batch(number)) - self.reference(batch(number))).abs().max().item()
+                )
+        if number % 50 == 0:
+            self._save_and_restore()
+        return gap
+
+    def _backward(self, call: Any, number: int) -> float:
+        losses = [m(batch(number)).square().mean() for m in (call, self.reference)]
+        for loss in losses:
+            loss.backward()
+        return (losses[0] - losses[1]).abs().item()
+
+    def _save_and_restore(self) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            self._save_and_restore_fsdp1()
+            return
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.ours),
+        }
+        dcp.save(state, checkpoint_id=self.folder, no_dist=False)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.to_local().zero_()
+        dcp.load(state, checkpoint_id=self.folder)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.ours, state["optimizer"])
+
+    def _save_and_restore_fsdp1(self) -> None:
+        """By FSDP1's own methods: torch 2.13 cannot load what it has saved of FSDP1's sharded
+        optimizer state, stock's either.
+        """
+        fsdp, whole = FullyShardedDataParallel, FullOptimStateDictConfig(rank0_only=False)
+        with fsdp.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole
+        ):
+            optimizer = fsdp.optim_state_dict(self.model, self.ours)
+        with fsdp.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": self.model.state_dict()}
+            dcp.save(state, checkpoint_id=self.folder, no_dist=False)
+            self._forget()
+            dcp.load(state, checkpoint_id=self.folder)
+            self.model.load_state_dict(state["model"])
+        with fsdp.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), whole
+        ):
+            self.ours.load_state_dict(
+                fsdp.optim_state_dict_to_load(self.model, self.ours, optimizer)
+            )
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        averages = [
+            entry[name] for entry in self.ours.state.values() for name in ("exp_avg", "exp_avg_sq")
+        ]
+        for tensor in (*self.model.parameters(), *averages):
+            tensor.zero_()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    soak, worst, start = Soak(folder[0], options.front_end), 0.0, time.perf_counter()
+    graphs = live = memory = 0
+    problems = []
+    for number in range(1, options.steps + 1):
+        worst = max(worst, soak.step(number))
+        if number == WARM_UP:
+            graphs, live, memory = counters["stats"]["unique_graphs"], live_bytes(), resident()
+        if number % 200 == 0 and dist.get_rank() == 0:
+            now, bytes_ = counters["stats"]["unique_graphs"], live_bytes()
+            elapsed = time.perf_counter() - start
+            sys.stdout.write(
+                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} "
+                f"live tensor bytes, resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
+            )
+            sys.stdout.flush()
+    if worst > 1e-4:
+        problems.append(f"losses differ by {worst:.1e}")
+    if counters["stats"]["unique_graphs"] != graphs:
+        problems.append(
+            f"{counters['stats']['unique_graphs'] - graphs} recompiles after step {WARM_UP}"
+        )
+    if live_bytes() > live:
+        problems.append(f"live tensor bytes grew from {live:,} to {live_bytes():,}")
+    if resident() > 1.1 * memory:
+        problems.append(
+            f"resident memory grew from {memory / 2**20:.0f} to {resident() / 2**20:.0f} MiB"
+        )
+    if dist.get_rank() == 0:
+        sys.stdout.write(
+            "; ".join(problems) + "\n"
+            if problems
+            else "no growth, no recompile, the losses of the unsharded run\n"
+        )
+    dist.destroy_process_group()
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

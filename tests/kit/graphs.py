@@ -1,0 +1,32 @@
+"""The graphs that our backend makes of a model, to be looked at by tests."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from compiled_fsdp.compiler import backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.fx import Graph
+
+
+@contextmanager
+def captured(where: Any = backend) -> Iterator[list[Graph]]:
+    """The final graphs that are made inside, in order of compilation: by our own backend, or by
+    what calls the passes in `compiled_fsdp.compiler.inductor`.
+    """
+    graphs: list[Graph] = []
+    original = where.run_half
+
+    def run_half(gm: Any, **options: Any) -> Any:
+        result = original(gm, **options)
+        graphs.append(copy.deepcopy(result.graph))  # the executor changes its own later
+        return result
+
+    with mock.patch.object(where, "run_half", run_half):
+        yield graphs

@@ -1,0 +1,583 @@
+"""`verify`: for every invariant a graph that breaks it, with what is said about it; and graphs that
+keep them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
+from compiled_fsdp.passes.leave_in_flight import leave_in_flight
+from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.pipeline import HALF
+from compiled_fsdp.passes.step_in_backward import step_in_backward
+from compiled_fsdp.passes.verify import INVARIANTS, check, verify
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from compiled_fsdp.ir.graph import Builder, find, output
+from compiled_fsdp.ir.meta import CommTag, get_tag
+from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.ir.spec import IN_BACKWARD
+from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.verification.invariant import GraphInvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import GraphModule, Node
+
+(W,) = unit("u", {"w": (4, 2)})
+
+
+def half(num_units: int = 3) -> GraphModule:
+    """Gather, compute and reduce units of two parameters."""
+    hand = Hand()
+    x = hand.input("x", 4)
+    flats = [hand.input(f"flat{i}", 4) for i in range(num_units)]
+    results = []
+    for i, flat in enumerate(flats):
+        a, b = unit(f"u{i}", {"a": (4,), "b": (4,)})
+        x = hand.add(hand.add(x, hand.unshard(flat, a)), hand.unshard(flat, b))
+        results.append(
+            hand.add(hand.reduce_grad(x, flat, b), hand.reduce_grad(hand.compute(x), flat, a))
+        )
+    return hand.returns(x, *results)
+
+
+def ours(hand: Hand, is_awaited: bool = True) -> list[Node]:
+    """The start of a gather, and its wait."""
+    add = Builder(hand.end, hand.end, CommTag("gather", 0, (W,)))
+    add(ALL_GATHER, hand.input("flat", 4), 2, "shard")
+    if is_awaited:
+        add(WAIT, add.nodes[0])
+    return add.nodes
+
+
+BEFORE = tuple(itertools.takewhile(lambda entry: entry.name != "verify", HALF))
+LATE = HALF[len(BEFORE) :]
+
+
+class TestVerify(GraphTest):
+    def assertBroken(self, gm: GraphModule, expected: str, plan: Plan = PLAN) -> None:
+        with self.assertRaises(GraphInvariantError) as caught:
+            verify(gm, plan)
+        self.assertExpectedInline(str(caught.exception), expected, skip=1)
+
+    def test_good_graphs(self):
+        """What the pipeline makes, whatever the plan."""
+        for prefetch in range(3):
+            for count in range(3):
+                plan = Plan(prefetch=prefetch, reduces_in_flight=count, bucket_bytes=0)
+                gm = run_pipeline(half(), plan, HALF)
+                self.assertUnchanged(verify, gm, plan)
+
+    def test_lowered(self):
+        hand = Hand()
+        gm = hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), W)))
+        self.assertBroken(
+            gm,
+            """\
+after the pipeline: %unshard_default is still an fsdp op.
+Invariant: Every fsdp op that communicates has been lowered to collectives.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+-> %unshard_default: f32[4,2] = unshard(%flat, 'w', reshard=gather)
+   %neg_default: f32[4,2] = neg(%unshard_default)
+   return [%neg_default]""",
+        )
+
+    def test_waited_once(self):
+        hand = Hand()
+        start, wait = ours(hand)
+        self.assertBroken(
+            hand.returns(wait, hand.compute(start)),
+            """\
+after the pipeline: %all_gather_into_tensor_default is read by ['%wait_tensor_default', '%neg_default'].
+Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %neg_default: f32[8] = neg(%all_gather_into_tensor_default)
+   return [%wait_tensor_default, %neg_default]""",
+        )
+
+    def test_never_waited(self):
+        hand = Hand()
+        ours(hand, is_awaited=False)
+        self.assertBroken(
+            hand.returns(),
+            """\
+after the pipeline: %all_gather_into_tensor_default is read by [].
+Invariant: Every collective is awaited exactly once, or its wait is left to the unit, and nothing else reads its result.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   return []""",
+        )
+
+    def test_a_wait_of_a_wait(self):
+        hand = Hand()
+        add = Builder(hand.end, hand.end, CommTag("gather", 0, (W,)))
+        again = add(WAIT, add(WAIT, add(ALL_GATHER, hand.input("flat", 4), 2, "shard")))
+        with self.assertRaisesRegex(
+            GraphInvariantError, "awaits %wait_tensor_default, which is no collective"
+        ):
+            verify(hand.returns(again), PLAN)
+
+    def test_the_user_may_await_his_own_as_often_as_he_likes(self):
+        """What is gathered and awaited twice has two names, and is not freed at the last use of one
+        of them.
+        """
+        hand = Hand()
+        x = hand.input("x", 4)
+        start = hand(ALL_GATHER, x, 2, "shard")
+        once, again = hand.compute(hand(WAIT, start)), hand.compute(hand(WAIT, start))
+        sent = hand(
+            torch.ops._c10d_functional.all_to_all_single.default, x, [2, 2], [2, 2], "shard"
+        )
+        gm = hand.returns(once, again, hand.compute(hand(WAIT, hand(WAIT, sent))))
+        gm = run_pipeline(gm, PLAN, HALF)
+        self.assertUnchanged(verify, gm, PLAN)
+        assert not find(gm.graph, FREE)
+
+    def test_gathered_once(self):
+        hand = Hand()
+        flat = hand.input("flat", 4)
+        twice = [hand.compute(hand.unshard(flat, W)) for _ in range(2)]
+        self.assertBroken(
+            lower(hand.returns(*twice), PLAN),
+            """\
+after the pipeline: w is gathered here and at %all_gather_into_tensor_default.
+Invariant: Every parameter is gathered at most once over a group in a graph.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+   %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %view_default: f32[4,2] = view(%wait_tensor_default, [4, 2])  # u: gather
+   %neg_default: f32[4,2] = neg(%view_default)
+-> %all_gather_into_tensor_default_1: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default_1: f32[8] = wait_tensor(%all_gather_into_tensor_default_1)  # u: gather
+   %view_default_1: f32[4,2] = view(%wait_tensor_default_1, [4, 2])  # u: gather
+   %neg_default_1: f32[4,2] = neg(%view_default_1)
+   return [%neg_default, %neg_default_1]""",
+        )
+
+    def test_gathered_once_in_buckets_of_two_flat_buffers(self):
+        """Frozen and trainable parameters in one bucket, and one of them once more by itself."""
+        hand = Hand()
+        trained, frozen = hand.input("trained", 4), hand.input("frozen", 4)
+        bucket = Builder(hand.end, hand.end, CommTag("gather", 0, (W, replace(W, fqn="v"))))
+        hand.compute(
+            bucket(
+                WAIT, bucket(ALL_GATHER, bucket(aten.cat.default, [trained, frozen]), 2, "shard")
+            )
+        )
+        again = Builder(hand.end, hand.end, CommTag("gather", 1, (W,)))
+        hand.compute(again(WAIT, again(ALL_GATHER, trained, 2, "shard")))
+        self.assertBroken(
+            hand.returns(),
+            """\
+after the pipeline: w is gathered here and at %cat_default.
+Invariant: Every parameter is gathered at most once over a group in a graph.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %trained: f32[4]
+   %frozen: f32[4]
+   %cat_default: f32[8] = cat([%trained, %frozen])  # u: gather
+   %all_gather_into_tensor_default: f32[16] = all_gather_into_tensor(%cat_default, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[16] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %neg_default: f32[16] = neg(%wait_tensor_default)
+-> %all_gather_into_tensor_default_1: f32[8] = all_gather_into_tensor(%trained, 2, 'shard')  # u: gather
+   %wait_tensor_default_1: f32[8] = wait_tensor(%all_gather_into_tensor_default_1)  # u: gather
+   %neg_default_1: f32[8] = neg(%wait_tensor_default_1)
+   return []""",
+        )
+
+    def test_uniform_buckets(self):
+        hand = Hand()
+        run = Builder(
+            hand.end,
+            hand.end,
+            CommTag("gather", 0, (W, replace(W, offset=4, dtype=torch.bfloat16))),
+        )
+        self.assertBroken(
+            hand.returns(
+                hand.compute(run(WAIT, run(ALL_GATHER, hand.input("flat", 4), 2, "shard")))
+            ),
+            """\
+after the pipeline: members of the bucket of u differ: ["('shard', torch.bfloat16, None)", "('shard', torch.float32, None)"].
+Invariant: All members of a bucket have the same group, dtype and way of reducing.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %neg_default: f32[8] = neg(%wait_tensor_default)
+   return [%neg_default]""",
+        )
+
+    def test_no_use_after_free(self):
+        hand = Hand()
+        buffer = hand(WAIT, hand(ALL_GATHER, hand.input("flat", 4), 2, "shard"))
+        view = hand(aten.view.default, buffer, [4, 2])
+        hand(FREE, buffer)
+        self.assertBroken(
+            hand.returns(hand.compute(view)),
+            """\
+after the pipeline: %neg_default reads %view_default after it is freed.
+Invariant: No gathered buffer, nor a view of it, is read after its free, or by a collective that is not awaited by then.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+   %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)
+   %view_default: f32[4,2] = view(%wait_tensor_default, [4, 2])
+   free(%wait_tensor_default)
+-> %neg_default: f32[4,2] = neg(%view_default)
+   return [%neg_default]""",
+        )
+
+    def test_added_first(self):
+        (spec,) = unit("u", {"w": (4,)}, is_accumulating=True)
+        hand = Hand()
+        gm = lower(
+            hand.returns(hand.reduce_grad(hand.input("d", 4), hand.input("flat", 2), spec)), PLAN
+        )
+        verify(gm, PLAN)
+        (add,), (start,) = find(gm.graph, ADD_RETAINED), find(gm.graph, REDUCE_SCATTER)
+        start.append(add)
+        self.assertBroken(
+            gm,
+            """\
+after the pipeline: %reduce_scatter_tensor_default reads %reshape_default_1 before what was kept is added to it.
+Invariant: What a unit has kept of earlier backwards is added to gradients before anything reads them.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %d: f32[4]
+   %flat: f32[2]
+   %reshape_default: f32[2,2] = reshape(%d, [2, 2])  # u: reduce
+   %clone_default: f32[2,2] = clone(%reshape_default, memory_format=torch.contiguous_format)  # u: reduce
+   %reshape_default_1: f32[4] = reshape(%clone_default, [4])  # u: reduce
+-> %reduce_scatter_tensor_default: f32[2] = reduce_scatter_tensor(%reshape_default_1, 'sum', 2, 'shard')  # u: reduce
+   add_retained_(%clone_default, %flat, [0], 'rows')  # u: reduce
+   %wait_tensor_default: f32[2] = wait_tensor(%reduce_scatter_tensor_default)  # u: reduce
+   %div_tensor: f32[2] = div(%wait_tensor_default, 2.0)  # u: reduce
+   mark_grads_(%div_tensor, %flat, [0])
+   return [%div_tensor]""",
+        )
+
+    def test_nothing_gathered_saved(self):
+        hand = Hand()
+        w = hand.unshard(hand.input("flat", 4), W)
+        gm = lower(hand.returns(hand.compute(w), hand(aten.permute.default, w, [1, 0])), PLAN)
+        self.assertBroken(
+            gm,
+            """\
+after the pipeline: %permute_default is saved for backward and shares storage with the gathered ['w'].
+Invariant: No graph saves storage of a parameter that is to be dropped after forward; what the user returns is the user's.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+   %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %view_default: f32[4,2] = view(%wait_tensor_default, [4, 2])  # u: gather
+   %neg_default: f32[4,2] = neg(%view_default)
+-> %permute_default: f32[2,4] = permute(%view_default, [1, 0])
+   return [%neg_default, %permute_default]""",
+        )
+
+    def test_kept_parameters_may_be_saved(self):
+        hand = Hand()
+        gm = lower(
+            hand.returns(hand.unshard(hand.input("flat", 4), replace(W, reshard="keep"))), PLAN
+        )
+        self.assertUnchanged(verify, gm)
+
+    def test_user_may_return_a_parameter(self):
+        """The same two outputs, once both for the user, once one of them for backward."""
+        hand = Hand()
+        w = hand.unshard(hand.input("flat", 4), W)
+        gm = lower(hand.returns(hand.compute(w), hand(aten.permute.default, w, [1, 0])), PLAN)
+        hand.end.meta["desc"] = [PlainAOTOutput(0), PlainAOTOutput(1)]
+        self.assertUnchanged(verify, gm)
+        hand.end.meta["desc"] = [PlainAOTOutput(0), SavedForBackwardsAOTOutput(0)]
+        with self.assertRaises(GraphInvariantError):
+            verify(gm, PLAN)
+
+    def test_gradients_marked(self):
+        gm = lower(half(1), PLAN)
+        (mark,) = find(gm.graph, MARK_GRADS)
+        mark.args = (*mark.args[:2], [0])
+        with self.assertRaises(GraphInvariantError) as caught:
+            verify(gm, PLAN)
+        self.assertExpectedInline(
+            str(caught.exception).split("\n")[0],
+            """after the pipeline: offsets reduced {2: 1, 0: 1} are not the offsets marked {0: 1}.""",
+        )
+
+    def test_bounded_in_flight(self):
+        plan = Plan(reduces_in_flight=2, bucket_bytes=0)
+        gm = run_pipeline(half(), plan, HALF)
+        verify(gm, plan)
+        with self.assertRaises(GraphInvariantError) as caught:
+            verify(gm, Plan(reduces_in_flight=1, bucket_bytes=0))
+        self.assertExpectedInline(
+            str(caught.exception).split("\n")[0],
+            """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",  # noqa: E501
+        )
+
+    def left(self) -> GraphModule:
+        """Three reductions of 16 bytes, each of a unit of its own."""
+        hand = Hand()
+        specs = [unit(name, {"w": (4,)}, overlap="step")[0] for name in "uvw"]
+        flats = [hand.input(f"flat{i}", 2) for i in range(3)]
+        x = hand.input("x", 4)
+        return hand.returns(
+            *(hand.reduce_grad(hand.compute(x), f, s) for f, s in zip(flats, specs, strict=True))
+        )
+
+    def test_bounded_left(self):
+        with mock.patch("compiled_fsdp.passes.leave_in_flight.UNITS_IN_FLIGHT", 3):
+            gm = leave_in_flight(lower(self.left(), PLAN), PLAN)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: 3 reductions of together 48 bytes; at most 32.\n"
+            "Invariant: What a graph leaves in flight for the unit to await is no more than twice "
+            "the bytes of its largest reduction.",
+        )
+
+    def test_stepped_last(self):
+        """The unit is stepped, and gathered once more."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4,)}, overlap=IN_BACKWARD)
+        flat, x = hand.input("flat", 2), hand.input("x", 4)
+        late = hand.compute(flat)
+        gm = step_in_backward(
+            lower(hand.returns(hand.reduce_grad(x, flat, spec), late), PLAN), PLAN
+        )
+        output(gm.graph).prepend(late)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: %step__default writes %flat, which is still to be read.\n"
+            "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a "
+            "collective that is not awaited by then.",
+        )
+
+    def test_meaning_of_what_is_left(self):
+        """The unit completes what was captured; with other offsets it would not."""
+
+        def other(gm, plan):
+            later = find(gm.graph, REDUCE_LATER)[0]
+            later.args = (*later.args[:1], later.args[1], [1], *later.args[3:])
+            return gm
+
+        gm = run_pipeline(
+            self.left(),
+            PLAN,
+            HALF,
+            lambda gm, entry: check(gm, PLAN, entry.name) if entry in LATE else None,
+        )
+        self.assertEqual(len(find(gm.graph, REDUCE_LATER)), 2)
+        broken = Pass(other, Stage.HALF, (), Property.FREED)
+        with self.assertRaises(GraphInvariantError):
+            run_pipeline(self.left(), PLAN, (*BEFORE, broken, *LATE))
+
+    def broken_detail(self, gm: GraphModule, plan: Plan = PLAN) -> str:
+        """The first line of the error, and the rule."""
+        with self.assertRaises(GraphInvariantError) as caught:
+            verify(gm, plan)
+        return "\n".join(str(caught.exception).split("\n")[:2])
+
+    def test_as_specified(self):
+        """A reduction in another group, then in another dtype: both of the same shape."""
+        for change, said in (
+            ({"group": "shard2"}, "reduce_scatter_tensor(4 x torch.float32, sum, 2, shard2)"),
+            ({"dtype": torch.bfloat16}, "reduce_scatter_tensor(4 x torch.bfloat16, sum, 2, shard)"),
+        ):
+            gm = lower(half(1), PLAN)
+            start = find(gm.graph, comm.REDUCE_SCATTER)[0]
+            source, op, size, group = start.args
+            if "dtype" in change:
+                source = Builder(start, start)(aten.to.dtype, source, change["dtype"])
+            start.args = (source, op, size, change.get("group", group))
+            self.assertEqual(
+                self.broken_detail(gm),
+                f"after the pipeline: the reduce of ['b'] starts ['{said}']; its settings name "
+                "['reduce_scatter_tensor(4 x torch.float32, sum, 2, shard)'].\n"
+                "Invariant: Each communication starts the collectives that its parameters' "
+                "settings name: op, group, size and dtype.",
+            )
+
+    def test_divided(self):
+        gm = lower(half(1), PLAN)
+        find(gm.graph, aten.div.Tensor)[1].args = (find(gm.graph, aten.div.Tensor)[1].args[0], 4.0)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: gradients of ['a'] are divided by (1.0, 4.0), not by (1.0, 2.0).\n"
+            "Invariant: Every gradient is divided by what its settings say: before it is reduced, "
+            "and after, or by the unit that awaits it.",
+        )
+
+    def test_cast_by_policy(self):
+        (w,) = unit("u", {"w": (4, 2)}, dtype=torch.bfloat16)
+        hand = Hand()
+        gm = lower(hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), w))), PLAN)
+        (cast,) = find(gm.graph, comm.CONVERT)
+        late = find(gm.graph, WAIT)[0]
+        narrow = Builder(late.next, late, get_tag(late))(comm.CONVERT, late, torch.float16)
+        late.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: %convert_element_type_default_1 casts from torch.bfloat16 to "
+            "torch.float16 after the gather of w in torch.bfloat16.\n"
+            "Invariant: Parameters are cast to the compute dtype before they are gathered, "
+            "gradients to the reduce dtype and back around it.",
+        )
+        self.assertEqual(cast.args[1], torch.bfloat16)
+
+    def test_freed_once(self):
+        for change in ("twice", "never"):
+            gm = run_pipeline(half(2), PLAN, HALF)
+            free = find(gm.graph, FREE)[0]
+            if change == "twice":
+                Builder(free.next, free)(FREE, *free.args)
+            else:
+                gm.graph.erase_node(free)
+            self.assertEqual(
+                self.broken_detail(gm),
+                "after the pipeline: %wait_tensor_default_8 is freed "
+                f"{2 if change == 'twice' else 0} times.\n"
+                "Invariant: A graph that frees, frees every buffer that it received exactly once, "
+                "unless it returns it.",
+            )
+
+    def test_freed_while_a_collective_reads_it(self):
+        hand = Hand()
+        buffer = hand(WAIT, hand(ALL_GATHER, hand.input("flat", 4), 2, "shard"))
+        start = hand(ALL_GATHER, buffer, 2, "shard")
+        hand(FREE, buffer)
+        self.assertIn(
+            "%all_gather_into_tensor_default_1 is still reading %wait_tensor_default when it is "
+            "freed",
+            (self.broken_detail(hand.returns(hand.compute(hand(WAIT, start))))),
+        )
+
+    def test_a_copy_of_a_parameter_is_not_saved_either(self):
+        """Out of a bucket a parameter is copied: no alias of the gathered buffer, and as many
+        bytes.
+        """
+        hand = Hand()
+        a, b = unit("u", {"a": (4, 2), "b": (4, 2)})
+        flat = hand.input("flat", 8)
+        full = hand.unshard(flat, a)
+        gm = run_pipeline(hand.returns(hand.add(full, hand.unshard(flat, b)), full), PLAN, HALF[:2])
+        self.assertIn(
+            "%view_default_3 is saved for backward and shares storage with the gathered ['a', 'b']",
+            (self.broken_detail(gm)),
+        )
+
+    def test_reduced_once(self):
+        hand = Hand()
+        flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
+        gm = hand.returns(
+            hand.add(hand.reduce_grad(x, flat, W), hand.reduce_grad(hand.compute(x), flat, W))
+        )
+        self.assertEqual(
+            self.broken_detail(lower(gm, PLAN)),
+            "after the pipeline: the gradient of w is reduced here and at %reshape_default.\n"
+            "Invariant: Every parameter's gradient is reduced at most once into a flat gradient.",
+        )
+
+    def test_same_interface(self):
+        def rename(gm, plan):
+            next(iter(gm.graph.nodes)).name = "other"
+            return gm
+
+        def drop(gm, plan):
+            end = output(gm.graph)
+            end.args = (end.args[0][:1],)
+            return gm
+
+        for change, said in (
+            (
+                rename,
+                "inputs differ from the captured ones: ['other: torch.float32[4]', 'x: "
+                "torch.float32[4]']",
+            ),
+            (drop, "1 outputs; 2 were captured"),
+        ):
+            self.assertEqual(
+                self.after(change),
+                f"after the pipeline: {said}.\n"
+                "Invariant: The inputs of the graph are those that were captured, and so is the "
+                "number of its outputs.",
+            )
+
+    def after(self, change: Callable[[GraphModule, Plan], GraphModule]) -> str:
+        """What is said when a pass makes this change to a finished graph."""
+        broken = Pass(change, Stage.HALF, (), Property.FREED)
+        with self.assertRaises(GraphInvariantError) as caught:
+            run_pipeline(half(1), PLAN, (*BEFORE, broken, *LATE))
+        return "\n".join(str(caught.exception).split("\n")[:2])
+
+    def test_same_meaning(self):
+        """Each with collectives, casts and frees as they should be: another column, another sum, a
+        write, a gather for nothing.
+        """
+
+        def other_column(gm, plan):
+            first, second = find(gm.graph, aten.slice.Tensor)
+            second.args = (*second.args[:2], *first.args[2:])
+            return gm
+
+        def other_sum(gm, plan):
+            add = find(gm.graph, aten.add.Tensor)[0]
+            add.args = (add.args[0], add.args[0])
+            return gm
+
+        def write(gm, plan):
+            end = output(gm.graph)
+            Builder(end, end)(
+                aten.copy_.default, *[n for n in gm.graph.nodes if n.op == "placeholder"]
+            )
+            return gm
+
+        def again(gm, plan):
+            start = find(gm.graph, ALL_GATHER)[0]
+            Builder(start, start)(WAIT, Builder(start, start)(ALL_GATHER, *start.args))
+            return gm
+
+        for change, said in (
+            (other_column, "output 0 is not what was captured"),
+            (other_sum, "output 0 is not what was captured"),
+            (
+                write,
+                "%copy__default communicates or writes what was not captured, or once too often",
+            ),
+            (
+                again,
+                "%all_gather_into_tensor_default_2 communicates or writes what was not captured, "
+                "or once too often",
+            ),
+        ):
+            self.assertEqual(
+                self.after(change),
+                f"after the pipeline: {said}.\n"
+                "Invariant: The graph returns the values that were captured, with the same "
+                "effects, of the communications that its settings name.",
+            )
+
+    def test_every_invariant_is_tested_and_in_the_readme(self):
+        names = [invariant.__name__ for invariant in INVARIANTS]
+        untested = [n for n in names if not hasattr(self, f"test_{n}")]
+        self.assertEqual(untested, [])
+        readme = (Path(__file__).parents[2] / "passes" / "README.md").read_text()
+        rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", readme, re.MULTILINE)
+        self.assertEqual(
+            rows, [(i.__name__, " ".join((i.__doc__ or "").split())) for i in INVARIANTS]
+        )

@@ -1,0 +1,335 @@
+"""Ranks that share a group agree before they communicate, or every one of them says within seconds
+what differs.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.harness import Options, batch_of, make
+from kit.models import loss_of
+from kit.pool import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compiled_fsdp
+from compiled_fsdp import DivergenceError, fully_shard, warmup
+from compiled_fsdp.wire import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SOON = 15.0  # seconds in which every rank has to know, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def broken() -> Iterator[Pool]:
+    """Pools that are broken by the tests: none is used twice."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+class Branchy(nn.Module):
+    """Two units; which of them runs, the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        for name in way:
+            x = torch.tanh(self.left(x) if name == "l" else self.right(x))
+        return x
+
+
+def sharded(compiled: bool = True) -> Callable[..., Any]:
+    torch.manual_seed(0)
+    model = Branchy()
+    fully_shard(model.left)
+    fully_shard(model.right)
+    fully_shard(model)
+    return torch.compile(model, backend="compiled_fsdp_eager") if compiled else model
+
+
+def step(call: Callable[..., Any], way: str) -> None:
+    call(torch.ones(2, 4), way).sum().backward()
+
+
+def error_of(run: Callable[[], None]) -> tuple[str, float]:
+    """What a rank is told, by an exception or by its watcher, and after how long."""
+    start = time.monotonic()
+    try:
+        run()
+    except RuntimeError as error:
+        texts = [str(error), *(g.failure for g in agreement._groups.values() if g.failure)]
+        return next(
+            (t for t in texts if "communicate differently" in t or "different models" in t),
+            texts[0],
+        ), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def check_told(answers: list[tuple[str, float]], *parts: str) -> None:
+    for rank, (text, seconds) in enumerate(answers):
+        for part in parts:
+            assert part in text, f"rank {rank}: {text}"
+        assert seconds < SOON, f"rank {rank}: {seconds:.0f} s"
+
+
+# -- divergence
+
+
+def other_branch() -> tuple[str, float]:
+    return error_of(lambda: step(sharded(), "lr" if dist.get_rank() else "rl"))
+
+
+def test_another_branch_at_the_first_step(broken: Pool) -> None:
+    check_told(
+        broken.run(other_branch),
+        "--- rank 0",
+        "+++ rank 1",
+        "right (right.weight, right.bias)",
+    )
+
+
+def fall_back_alone() -> tuple[str, float]:
+    """Both ranks have run eagerly, and in graphs; then Dynamo gives a unit up on rank 1 alone."""
+    model: Any = sharded(compiled=False)
+    call = torch.compile(model, backend="compiled_fsdp_eager")
+    for each in (model, model, call, call):
+        step(each, "lr")
+    if dist.get_rank():
+        forward = model.right.forward
+        model.right.forward = lambda x: forward(x) if x.tolist() else x
+    return error_of(lambda: step(call, "lr"))
+
+
+def test_a_rank_that_falls_back_alone(broken: Pool) -> None:
+    try:
+        check_told(
+            broken.run(fall_back_alone), "are about to communicate differently", "outside a graph"
+        )
+    finally:
+        broken.close()  # its connections are broken
+
+
+def known_branch() -> tuple[str, float]:
+    """Rank 1 runs what all have run before; rank 0 something new."""
+    call = sharded()
+    step(call, "l")
+    return error_of(lambda: step(call, "l" if dist.get_rank() else "lr"))
+
+
+def test_a_new_branch_beside_a_known_one(broken: Pool) -> None:
+    try:
+        check_told(
+            broken.run(known_branch),
+            "--- rank 0",
+            "+++ rank 1",
+            "a forward graph of 2",
+            "a forward graph of 1",
+        )
+    finally:
+        broken.close()  # its connections are broken
+
+
+def not_compiled() -> tuple[str, float]:
+    return error_of(lambda: step(sharded(compiled=dist.get_rank() == 0), "lr"))
+
+
+def test_a_rank_that_does_not_compile(broken: Pool) -> None:
+    check_told(
+        broken.run(not_compiled),
+        "ranks [0]: a forward graph of 2 collectives",
+        "ranks [1]: unit ",
+        "outside a graph",
+    )
+
+
+def other_model() -> tuple[str, float]:
+    def run() -> None:
+        model = nn.Linear(4, 4 + dist.get_rank())
+        fully_shard(model)(torch.ones(2, 4)).sum().backward()
+
+    return error_of(run)
+
+
+def test_different_models(broken: Pool) -> None:
+    check_told(
+        broken.run(other_model),
+        "the ranks of a shard group have different models",
+        "weight: (5, 4)",
+        "weight: (4, 4)",
+    )
+
+
+def stopped() -> tuple[str, float]:
+    """Rank 1 never comes, and the group's patience is short."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    assert group is not None
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return "", 0.0
+    return error_of(lambda: agreement.before_run("anything", [group.group_name]))
+
+
+def test_a_rank_that_never_comes(broken: Pool) -> None:
+    (text, _), _ = broken.run(stopped)
+    assert "ranks [1] of process group" in text
+    assert "raise the timeout of init_process_group, or call compiled_fsdp.warmup first" in text
+
+
+# -- what must not be an error
+
+
+def skewed(seconds: float) -> float:
+    """Rank 1 compiles for much longer; the watchers beat meanwhile."""
+    call = sharded()
+    backend = torch._dynamo.lookup_backend("compiled_fsdp_eager")
+
+    def slow(gm: Any, inputs: Any) -> Any:
+        time.sleep(seconds * dist.get_rank())
+        return backend(gm, inputs)
+
+    call = torch.compile(call._orig_mod, backend=slow)
+    start = time.monotonic()
+    step(call, "lr")
+    return time.monotonic() - start
+
+
+def test_a_rank_that_compiles_for_longer(two: Pool) -> None:
+    assert all(waited >= 4.0 for waited in two.run(skewed, 4.0))
+
+
+def other_shapes() -> int:
+    """Each rank recompiles at another step, for another shape: the structure is the same."""
+    call = sharded()
+    for number in range(4):
+        rows = 3 if number == 1 + dist.get_rank() else 2
+        call(torch.ones(rows, 4), "lr").sum().backward()
+    return 1
+
+
+def test_recompiles_for_other_shapes_at_other_times(two: Pool) -> None:
+    assert two.run(other_shapes) == [1, 1]
+
+
+def stages() -> int:
+    """Two groups, as two pipeline stages: each runs its own model, compiled or not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    call = torch.compile(model, backend="compiled_fsdp_eager") if stage else model
+    for _ in range(2):
+        call(torch.ones(2, 4)).sum().backward()
+    return 1
+
+
+def test_stages_of_a_pipeline_differ(four: Pool) -> None:
+    assert four.run(stages) == [1] * 4
+
+
+def hsdp() -> int:
+    step_of("compiled", Options("odd", mesh="hsdp"), 2)
+    return 1
+
+
+def test_hsdp(four: Pool) -> None:
+    assert four.run(hsdp) == [1] * 4
+
+
+def step_of(kind: str, options: Options, count: int) -> None:
+    _, call, _ = make(kind, options)
+    for number in range(count):
+        loss_of(call(*batch_of(options.model, number))).backward()
+
+
+def accesses() -> list[int]:
+    """Uses of the store by the main thread, step by step."""
+    counts, original = [0], agreement._exchange
+
+    def counted(*args: Any) -> Any:
+        counts[-1] += 1
+        return original(*args)
+
+    agreement._exchange = counted
+    try:
+        _, call, _ = make("compiled", Options("odd"))
+        for number in range(4):
+            loss_of(call(*batch_of("odd", number))).backward()
+            counts.append(0)
+    finally:
+        agreement._exchange = original
+    return counts[:-1]
+
+
+def test_nothing_after_the_second_step(two: Pool) -> None:
+    """The model, its ranks, forward and backward; then forward after backward, which is new; then
+    nothing.
+    """
+    assert two.run(accesses) == [[4, 1, 0, 0]] * 2
+
+
+# -- warmup
+
+
+def warm(compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    call = (
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True) if compiled else model
+    )
+    call(torch.randn(3, 4)).sum().backward()
+    before = {
+        **{n: p.full_tensor().clone() for n, p in model.named_parameters()},
+        **{n: b.clone() for n, b in model.named_buffers()},
+    }
+    grads = [p.grad.full_tensor().clone() for p in model.parameters()]
+    held = [p.grad for p in model.parameters()]
+    example = torch.randn(5, 4)
+    random = torch.get_rng_state()
+    torch._dynamo.utils.counters.clear()
+    warmup(call, example)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = {
+        **{n: p.full_tensor() for n, p in model.named_parameters()},
+        **dict(model.named_buffers()),
+    }
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+    assert all(torch.equal(g.full_tensor(), b) for g, b in zip(held, grads, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_warmup_leaves_no_trace(two: Pool, compiled: bool) -> None:
+    two.run(warm, compiled)
+
+
+def warm_then_count() -> int:
+    call = sharded()
+    warmup(call, torch.ones(2, 4), "lr")
+    done = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    step(call, "lr")
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] - done
+
+
+def test_warmup_compiles_both_phases(two: Pool) -> None:
+    assert two.run(warm_then_count) == [0, 0]
+
+
+def test_warmup_of_what_is_not_sharded() -> None:
+    with pytest.raises(
+        TypeError, match=r"^warmup: Linear .* has no sharded module. Call fully_shard on it first$"
+    ):
+        compiled_fsdp.warmup(nn.Linear(2, 2), torch.ones(1, 2))
+    assert issubclass(DivergenceError, RuntimeError)
