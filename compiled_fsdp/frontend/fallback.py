@@ -50,6 +50,10 @@ def set_fallback(policy: Literal["warn", "error"]) -> None:
     _policy = policy
 
 
+# Of breaks that two settings of Dynamo avoid.
+ON_DATA = ("Data dependent operator", "Dynamic shape operator", "Tensor.item()")
+
+
 def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
     """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is
     why.
@@ -83,11 +87,22 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
             f"broke the graph at {where}\n"
             f"  {why}\n"
             "Its gathers are overlapped by a fixed rule instead of the plan, and so are those "
-            "around it. Results are the same"
+            f"around it. Results are the same{_remedy(entry.reason)}"
         )
         if _policy == "error":
             raise FallbackError(f'{text}; set_fallback("error") makes this an error')
         warn_once(text)
+
+
+def _remedy(reason: str) -> str:
+    """What keeps the graph whole where it depends on data, as the counts of routed tokens do."""
+    if not any(words in reason for words in ON_DATA):
+        return ""
+    return (
+        ". To keep the graph, let Dynamo take numbers and sizes that depend on data for symbols: "
+        "torch.compile(..., fullgraph=True), or set torch._dynamo.config.capture_scalar_outputs "
+        "and capture_dynamic_output_shape_ops to True"
+    )
 
 
 def note_skipped(unit: Unit) -> None:
