@@ -124,6 +124,26 @@ def test_state_dict_is_copied_and_saved(two: Pool) -> None:
     two.run(copied_and_saved)
 
 
+def test_a_tied_model_assigned(two: Pool) -> None:
+    two.run(assigned)
+
+
+def assigned() -> None:
+    """`assign=True` replaces the parameters, tied ones together; the new ones are what is trained
+    from then on.
+    """
+    losses = []
+    for kind in ("stock", "eager", "compiled"):
+        model, call, optimizer = fresh(kind)
+        train(call, optimizer, batches(0, 2))
+        trained = {name: v.clone() for name, v in model.state_dict().items()}
+        other, call, _ = fresh(kind)
+        other.load_state_dict(trained, assign=True)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=0.02)
+        losses.append(train(call, optimizer, batches(2, 5)))
+    assert losses[0] == losses[1] == losses[2]
+
+
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [("eager", "compiled"), ("compiled", "eager"), ("stock", "compiled"), ("compiled", "stock")],

@@ -27,7 +27,7 @@ WITH = {
     "tie_head": "embed",
 }  # what a statement is about
 # Every 8th program and so on; Inductor compiles C++ for seconds.
-FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 6, 10, 13
+FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused
 # before it can show much.
 TOUCHES = re.compile(
