@@ -22,7 +22,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import find, is_backward, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_tag, module_of
-from compiled_fsdp.ir.schema import CUSTOM_ALL_GATHER
+from compiled_fsdp.ir.schema import CUSTOM_ALL_GATHER, GATHER_AHEAD
 from compiled_fsdp.planning.costs import assumed, nbytes, traffic
 from compiled_fsdp.planning.halves import Handed, follows, handed_over, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import IN_FLIGHT, Lifetimes
@@ -136,7 +136,7 @@ def _collective(start: Node) -> dict[str, Any]:
     """What a collective carries: full tensors in bytes, and what this rank sends of them."""
     tag = get_tag(start)
     specs = () if tag is None else tag.specs
-    is_gather = start.target in (*comm.GATHERS, CUSTOM_ALL_GATHER)
+    is_gather = start.target in (*comm.GATHERS, CUSTOM_ALL_GATHER, GATHER_AHEAD)
     sent, group = traffic(start)
     return {
         "node": start.name,

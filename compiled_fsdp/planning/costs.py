@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
-FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
+FREE_OF_COST = (
+    schema.FREE,
+    schema.MARK_GRADS,
+    schema.STEP,
+    schema.AGREE,
+    schema.WATCH_HEADS,
+    operator.getitem,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +270,10 @@ def traffic(start: Node) -> tuple[float, str]:
     group.
     """
     group = comm.group_of(start)
-    if start.target is comm.ALL_REDUCE:
+    if start.target in (comm.ALL_REDUCE, schema.ALL_REDUCE):
         return 2 * nbytes(start), group
-    if start.target in (*comm.GATHERS, schema.CUSTOM_ALL_GATHER):
-        return nbytes(start) - sum(map(nbytes, start.all_input_nodes)), group
+    if start.target in (*comm.GATHERS, schema.CUSTOM_ALL_GATHER, schema.GATHER_AHEAD):
+        return nbytes(start) - nbytes(start.all_input_nodes[0]), group
     if start.target is comm.ALL_TO_ALL:
         size = int(start.args[1])  # type: ignore[arg-type]
         return nbytes(start) * (size - 1) / size, group
