@@ -32,10 +32,11 @@ from compiled_fsdp.ir.graph import (
     sum_root,
     value,
 )
-from compiled_fsdp.ir.meta import get_captured, get_tag, saved_for_backward
+from compiled_fsdp.ir.meta import get_captured, get_heads, get_tag, saved_for_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
+    AGREE,
     FREE,
     GATHER_AHEAD,
     MARK_GRADS,
@@ -44,7 +45,9 @@ from compiled_fsdp.ir.schema import (
     STEP,
     UNSHARD,
     UNSHARD_SLICE,
+    WATCH_HEADS,
 )
+from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
@@ -149,10 +152,10 @@ def _described(start: Node) -> str:
     """What a collective does, without its position in the arguments; one that may have started
     ahead, as it would start here.
     """
-    target, args = start.target, start.args
+    target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
         shard, _, _, sizes, *others = args
-        is_whole = len(sizes) == 1  # type: ignore[arg-type]
+        is_whole = len(sizes) == 1
         target, args = (
             (comm.ALL_GATHER, (shard, *others))
             if is_whole
@@ -488,6 +491,21 @@ def same_meaning(gm: GraphModule, plan: Plan) -> Violations:
         yield from captured.differences(gm.graph)
 
 
+def announced(gm: GraphModule, plan: Plan) -> Violations:
+    """What a graph says of itself before it runs is so: its collectives, in order, and which
+    outputs lead to which parameters.
+    """
+    text, groups = sequence(gm.graph)
+    for node in find(gm.graph, AGREE):
+        if node.args[1] and list(node.args[1:3]) != [text, groups]:
+            yield node, f"%{node.name} compares\n{node.args[1]}\nwhere the graph has\n{text}"
+    flats = [flat for flat in placeholders(gm.graph) if get_heads(flat) is not None]
+    for node in find(gm.graph, WATCH_HEADS) if flats else ():
+        if list(node.args[1]) != flats:  # type: ignore[arg-type]
+            named = ", ".join(f"%{flat.name}" for flat in flats)
+            yield node, f"%{node.name} leaves out some of {named}, to which not all outputs lead"
+
+
 INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     lowered,
     waited_once,
@@ -507,4 +525,5 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     bounded_left,
     same_interface,
     same_meaning,
+    announced,
 )

@@ -317,7 +317,7 @@ class TestProfile(GraphTest):
         self.assertExpectedInline(
             str(profile(graph)),
             """\
-forward: peak 0.64 MB above rest at %mm_default, node 8 of 16
+forward: peak 0.64 MB above rest at %mm_default, node 10 of 18
      0.32 MB  bucket buffer: layers.0 0.32 MB
      0.16 MB  gathered parameter: w 0.16 MB
      0.16 MB  temporary: mm_default 0.16 MB""",

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from compiled_fsdp.passes.base import Pass, Property, Stage, check_order, run_pipeline
+from compiled_fsdp.passes.base import Context, Pass, Property, Stage, check_order, run_pipeline
 from compiled_fsdp.passes.pipeline import HALF, JOINT, PIPELINE
 from passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, trace, unit
 from torch import Tensor, nn
@@ -119,17 +119,19 @@ class TestPipeline(GraphTest):
             run_pipeline(gm, PLAN, [entry for entry in HALF if entry.name != name])
 
     def test_readme(self):
-        """One row a pass: purpose as in the docstring, requirements and property as in the list,
-        the test file.
+        """One row a pass: purpose as in the docstring, executor, requirements and property as in
+        the list, the test file.
         """
         readme = (ROOT / "passes" / "README.md").read_text()
         rows = re.findall(
-            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
+            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (\w+) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
             readme,
             re.MULTILINE,
         )
         self.assertEqual([row[0] for row in rows], [entry.name for entry in PIPELINE])
-        for entry, (name, purpose, requires, provides, test) in zip(PIPELINE, rows, strict=True):
+        for entry, row in zip(PIPELINE, rows, strict=True):
+            name, purpose, executor, requires, provides, test = row
+            self.assertEqual(executor, "both" if entry.only is None else entry.only.name.lower())
             doc = importlib.import_module(f"compiled_fsdp.passes.{name}").__doc__ or ""
             self.assertEqual(purpose, doc.split("\n\n")[0].replace("\n", " ").rstrip("."))
             self.assertEqual(requires, ", ".join(p.name for p in entry.requires) or "-")
@@ -147,7 +149,7 @@ class TestPipeline(GraphTest):
             found = trace(fully_shard(model), (torch.ones(3, 4, requires_grad=True),), Path(folder))
         self.assertEqual(
             [name.split("_", 1)[1] for name in found if name.startswith("backward")],
-            ["capture", *(entry.name for entry in HALF)],
+            ["capture", *(entry.name for entry in HALF if entry.runs_in(Context()))],
         )
         self.assertExpectedInline(
             body(found["joint/04_reshard"]),
@@ -321,7 +323,7 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
 return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
-            body(found["forward/10_verify"]),
+            body(found["forward/09_free"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]
@@ -622,7 +624,7 @@ mark_grads_(%div_tensor_5, %primals_2, [0, 8])
 return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         )
         self.assertExpectedInline(
-            body(found["backward/10_verify"]),
+            body(found["backward/09_free"]),
             """\
 %primals_2: f32[10]
 %primals_3: f32[10]
@@ -717,7 +719,7 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/10_verify"])
+                self.assertNotIn("free(", found["forward/16_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
                         torch.ones(3, 4)

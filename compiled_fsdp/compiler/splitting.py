@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.passes.base import run_pipeline
+from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.planning.planner import WORTH, predict
 
-from .trial import copied
+from .trial import TRIAL, copied
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
@@ -33,19 +35,13 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    from compiled_fsdp.passes.base import Property, run_pipeline
-    from compiled_fsdp.passes.pipeline import HALF
-
-    lower, *others = (
-        entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)
-    )
-    lowered = run_pipeline(copied(gm), plan, [lower], is_trial=True)  # the same for every size
+    lower, *others = HALF
+    lowered = run_pipeline(copied(gm), plan, [lower], context=TRIAL)  # the same for every size
 
     def seconds_in_parts(size: int) -> float:
         under = replace(plan, split_bytes=size)
-        return predict(
-            run_pipeline(copied(lowered), under, others, is_trial=True).graph, costs
-        ).total
+        tried = run_pipeline(copied(lowered), under, others, context=TRIAL)
+        return predict(tried.graph, costs).total
 
     costs, largest = plan.costs, _largest(gm.graph)
     seconds = {size: seconds_in_parts(size) for size in (0, *(largest // n for n in PARTS))}

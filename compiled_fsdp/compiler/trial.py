@@ -17,6 +17,9 @@ from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.passes.base import Context, run_pipeline
+from compiled_fsdp.passes.pipeline import HALF, JOINT
+from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_places, taken_over
 from compiled_fsdp.planning.memory import StepProfile, profile_step
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
+
+
+TRIAL = Context(is_trial=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +58,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    from compiled_fsdp.passes.base import run_pipeline
-    from compiled_fsdp.passes.pipeline import JOINT
-
-    joint = run_pipeline(copied(gm), plan, JOINT, is_trial=True)
+    joint = run_pipeline(copied(gm), plan, JOINT, context=TRIAL)
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
@@ -78,13 +81,9 @@ def schedule(
     """A trial of these halves, which are used up. fit: decides the rest of the plan for each half,
     as `fit_split` does.
     """
-    from compiled_fsdp.passes.base import Property, run_pipeline
-    from compiled_fsdp.passes.pipeline import HALF
-
     plan = plan.executed_by(is_fused=is_fused)
-    passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
     forward, backward = (
-        run_pipeline(half, fit(half, plan), passes, is_trial=True).graph for half in halves
+        run_pipeline(half, fit(half, plan), HALF, context=TRIAL).graph for half in halves
     )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 
@@ -100,8 +99,6 @@ def is_settled(halves: Halves) -> bool:
     What is cheaply computed from parameters alone is computed again in either case
     (`passes/reshard.py`).
     """
-    from compiled_fsdp.passes.reshard import from_weights
-
     forward, backward = (half.graph for half in halves)
     names = {node.name for node in forward.nodes if node.op == "call_function"}
     again = [node for node in backward.nodes if node.name in names]

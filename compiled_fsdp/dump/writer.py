@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import WAIT, group_of
-from compiled_fsdp.ir.graph import find, is_backward, is_matmul, starts
+from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
@@ -143,7 +143,7 @@ class Dump:
         before, self.counts = self.counts, Counts.of(gm.graph)
         log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
         self._write_pass(gm, entry.name)
-        if entry.provides.name == "VERIFIED" and (self.path is not None or is_traced()):
+        if entry.provides.name == "SUMMARIZED" and (self.path is not None or is_traced()):
             self._write_memory(gm.graph)
             self._write_timeline(gm.graph)
             if self.path is not None:
@@ -283,8 +283,3 @@ def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
         "json",
         lambda: [f"torch.ops.{node.target}" for node in found],
     )
-
-
-def kind_of(graph: Graph) -> str:
-    """Forward or backward, by the inputs."""
-    return "backward" if is_backward(graph) else "forward"

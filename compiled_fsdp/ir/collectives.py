@@ -484,6 +484,20 @@ def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], num
     return run(aten.cat.default, padded)
 
 
+def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call that a node stands for: op, arguments and keywords, without names for profiles; of
+    ours that do what an op of torch's does (a gather of one message), torch's.
+    """
+    target, args = node.target, node.args
+    if target is schema.COPY_COLUMNS:
+        return aten.clone.default, args, {"memory_format": torch.contiguous_format}
+    if target is schema.ALL_REDUCE:
+        return ALL_REDUCE, args, {}
+    if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:  # type: ignore[arg-type, union-attr]
+        return ALL_GATHER, (args[0], *args[2:]), {}
+    return target, args, {} if target in STARTS else dict(node.kwargs)
+
+
 def group_of(start: Node) -> str:
     """The name of the group that a collective runs over."""
     return next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(CUSTOM))

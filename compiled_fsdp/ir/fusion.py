@@ -14,7 +14,7 @@ import torch
 from .collectives import CONVERT, STARTS, WAIT
 from .graph import aliases, is_view
 from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, MARK_GRADS, STEP
+from .schema import AGREE, COPY_COLUMNS, FREE, MARK_GRADS, STEP, WATCH_HEADS
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -54,6 +54,8 @@ ORDERED_ONLY = (
     FREE,
     MARK_GRADS,
     STEP,
+    AGREE,
+    WATCH_HEADS,
     operator.getitem,
 )  # no reason to split a chain
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer

@@ -217,6 +217,18 @@ def is_backward(graph: Graph) -> bool:
     return any(n.name.startswith("tangents") for n in placeholders(graph))
 
 
+def phase_of(graph: Graph) -> str:
+    """Forward or backward, by the inputs."""
+    return "backward" if is_backward(graph) else "forward"
+
+
+def begin(graph: Graph, like: Node, op: Callable[..., Any], *args: Any) -> None:
+    """Let a graph begin with an op that writes to a token, made like one of its inputs."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    run = Builder(first, first)
+    run(op, run(torch.ops.aten.new_empty.default, like, [1], dtype=torch.uint8), *args)
+
+
 def is_matmul(node: Node) -> bool:
     """Whether the node is heavy computation: torch's FLOP counter has a formula for it."""
     packet = getattr(node.target, "overloadpacket", None)

@@ -33,6 +33,7 @@ _DTYPES = {
     torch.bool: "b8",
     torch.uint8: "u8",
 }
+MOST_CHARACTERS, BEGIN = 200, 40  # of a text among the arguments
 _SPEC_FROM: dict[object, int] = {
     UNSHARD: 1,
     REDUCE_GRAD: 2,
@@ -104,7 +105,16 @@ def _text(value: object) -> str:
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, torch.dtype):
         return _DTYPES.get(value, str(value))
-    return repr(value) if isinstance(value, str) and "=" not in value else str(value)
+    if isinstance(value, str) and "=" not in value.partition("\n")[0]:
+        return _quoted(value)
+    return str(value)
+
+
+def _quoted(text: str) -> str:
+    """A text that fits on a line; of a longer one, how it begins."""
+    line = text.partition("\n")[0]
+    begin = line if len(line) <= MOST_CHARACTERS else line[:BEGIN]
+    return repr(begin) if begin == text else f"{begin!r}..."
 
 
 def _type(node: Node) -> str:

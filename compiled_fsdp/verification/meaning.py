@@ -27,6 +27,7 @@ from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
+    AGREE,
     FREE,
     GATHER_AHEAD,
     MARK_GRADS,
@@ -36,6 +37,7 @@ from compiled_fsdp.ir.schema import (
     STEP,
     UNSHARD,
     UNSHARD_SLICE,
+    WATCH_HEADS,
 )
 from compiled_fsdp.ir.spec import ParamSpec
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
+WITHOUT_MEANING = (FREE, AGREE, WATCH_HEADS)
 OURS = (MARK_GRADS, RETAIN, ADD_RETAINED, REDUCE_LATER, STEP)
 MAX_READINGS = 16  # of a bucket in which one parameter has several gradients
 
@@ -403,7 +406,7 @@ def _walk(
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             exprs[node] = run.make(node.op, str(node.target))
-        elif node.op == "call_function" and node.target is not FREE:
+        elif node.op == "call_function" and node.target not in WITHOUT_MEANING:
             special = note(node, exprs) if note else None
             exprs[node] = special or _expression(node, run, exprs)
             exprs[node] = stands_for(exprs[node], node)
@@ -414,11 +417,11 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
     def read(argument: Any) -> Any:
         return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
 
-    args: Any = torch.fx.node.map_aggregate(node.args, read)
-    kwargs: Any = torch.fx.node.map_aggregate(node.kwargs, read)
+    op, *arguments = cast("tuple[Any, ...]", comm.as_in_torch(node))
+    args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)
-    return run(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return run(op, *args, **kwargs)
 
 
 def _returned(graph: Graph, exprs: dict[Node, Expr]) -> list[Any]:

@@ -17,7 +17,7 @@ from models import loss_of
 from pool import Pool
 
 import compiled_fsdp.compiler.backend as backend_module
-from compiled_fsdp.ir.collectives import ALL_GATHER, STARTS
+from compiled_fsdp.ir.collectives import GATHERS, STARTS
 from compiled_fsdp.ir.regions import find_regions
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def reshard_changes() -> None:
                 model.set_reshard_after_forward(False)
             step(model, call, optimizer, "odd", number)
     assert graphs == [2]
-    gathers = [sum(n.target is ALL_GATHER for n in graph.nodes) for graph in halves]
+    gathers = [sum(n.target in GATHERS for n in graph.nodes) for graph in halves]
     # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the
     # gradient of the input)
     assert gathers == [4, 3, 4, 0]
@@ -335,7 +335,7 @@ def saved_from_weights(graph: Graph) -> int:
     derived: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.target is ALL_GATHER or (
+        if node.target in GATHERS or (
             inputs and node.op == "call_function" and all(n in derived for n in inputs)
         ):
             derived.add(node)

@@ -1,0 +1,48 @@
+"""Gather over gloo by sends and receives, and all-reduce by an op that has a name in profiles.
+
+Before:
+
+    %v = wait(all_gather(%shard))
+    %s = wait(all_reduce(%row))
+
+After; `all_gather` is torch's op before, and ours after:
+
+    %v = wait(fsdp_all_gather(%shard, [numel]))
+    %s = wait(fsdp_all_reduce(%row))
+
+The eager runtime gathers likewise (`wire/gloo.py`), and so may what the user gathers: over gloo
+torch's own all-gather is not safe. Whether a group is one of gloo's is known to the context alone.
+
+Requires: nothing.
+Ensures: no all-gather of torch's is left over a group of gloo's.
+Leaves alone: groups of other backends; all-reduces of the user's; collectives of ours by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import find, value
+from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.schema import ALL_GATHER, ALL_REDUCE
+
+from .base import context_of
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from compiled_fsdp.planning.plan import Plan
+
+
+def use_gloo(gm: GraphModule, plan: Plan) -> GraphModule:
+    """See the module docstring."""
+    is_gloo = context_of(gm).is_gloo
+    for node in find(gm.graph, comm.ALL_GATHER):
+        shard, group_size, group = node.args
+        if is_gloo(group, value(shard).device):  # type: ignore[arg-type]
+            node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
+    for node in find(gm.graph, comm.ALL_REDUCE):
+        if get_tag(node) is not None and is_gloo(node.args[2], value(node).device):  # type: ignore[arg-type]
+            node.target = ALL_REDUCE
+    return gm
