@@ -94,14 +94,15 @@ class PassFunction(Protocol):
 
     __name__: str
 
-    def __call__(self, gm: GraphModule, plan: Plan) -> GraphModule:
-        """Rewrite `gm` in place and return it."""
+    def __call__(self, gm: GraphModule, plan: Plan) -> GraphModule | None:
+        """Rewrite `gm` in place and return it; None where it was only read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass in the pipeline: the function, the graph it is for, and what it needs and gives.
+    """A pass in the pipeline: the function, the graph it is for, and what it needs and gives; a
+    user's own gives nothing that others could require.
 
     only: the executor that it is for; None: both.
     is_for_all: whether graphs without anything of ours go through it too.
@@ -111,7 +112,7 @@ class Pass:
     function: PassFunction
     stage: Stage
     requires: tuple[Property, ...]
-    provides: Property
+    provides: Property | None
     only: Executor | None = None
     is_for_all: bool = False
     is_tried: bool = True
@@ -130,13 +131,14 @@ class Pass:
         return self.function.__name__
 
 
-def check_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes as given, if each finds what it requires.
+def check_order(passes: Sequence[Pass], absent: Sequence[Pass] = ()) -> tuple[Pass, ...]:
+    """The passes as given, if each finds what it requires; of `absent`, which the user has left
+    out, nobody requires anything.
 
     Raises:
         ValueError: a pass stands before one whose property it requires.
     """
-    held: list[Property] = []
+    held = [entry.provides for entry in absent if entry.provides is not None]
     for entry in passes:
         missing = [p.name for p in entry.requires if p not in held]
         if missing:
@@ -144,7 +146,8 @@ def check_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
                 f"pipeline: {entry.name} requires {missing}, but the passes before it provide only "
                 f"{[p.name for p in held]}. Move it after the pass that provides them"
             )
-        held.append(entry.provides)
+        if entry.provides is not None:
+            held.append(entry.provides)
     return tuple(passes)
 
 
@@ -162,6 +165,9 @@ def run_pipeline(
     context. Which options the passes have consumed is left with it: see `meta.take_consumed`. A
     trial, or a graph without anything of ours, is neither linted nor compiled, and has nothing to
     be verified by.
+
+    Raises:
+        TypeError: a pass returned something else than the graph module that it was given.
     """
     is_checked = context.is_ours and not context.is_trial
     is_half = any(entry.stage is Stage.HALF for entry in passes)
@@ -171,7 +177,12 @@ def run_pipeline(
         if not entry.runs_in(context):
             continue
         begin_pass(gm, entry.name)
-        gm = entry.function(gm, plan)
+        if (returned := entry.function(gm, plan)) not in (gm, None):
+            raise TypeError(
+                f"the pass {entry.name} returned {type(returned).__name__}, another object than "
+                "the graph module it was given, which would not be run. Rewrite gm.graph in place, "
+                "and return gm or nothing"
+            )
         if is_checked:
             gm.graph.lint()
         if after_pass is not None:

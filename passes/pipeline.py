@@ -12,6 +12,12 @@ is made by trying this very list on copies; they change the plan, not the graph:
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir.graph import phase_of
+from compiled_fsdp.ir.printer import show
+
 from .agree import agree
 from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
@@ -36,6 +42,15 @@ from .summarize import summarize
 from .use_gloo import use_gloo
 from .verify import verify
 from .watch_heads import watch_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.fx import GraphModule
+
+    from compiled_fsdp.planning.plan import Plan
+
+    from .base import PassFunction
 
 P = Property
 
@@ -92,3 +107,106 @@ PIPELINE = check_order(
 )
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)
 HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
+
+# Not to be left out: nothing runs an fsdp op that is not lowered, and without `verify` a fault of
+# another pass would be a silent difference.
+ALWAYS = (lower.__name__, verify.__name__)
+
+_current = PIPELINE
+
+
+def current(stage: Stage) -> tuple[Pass, ...]:
+    """The passes for graphs of a stage that are compiled from now on."""
+    return tuple(entry for entry in _current if entry.stage is stage)
+
+
+@contextmanager
+def pipeline(
+    *own: PassFunction, before: str = "", after: str = "", without: str | Sequence[str] = ()
+) -> Iterator[tuple[Pass, ...]]:
+    """Add passes of one's own to the pipeline, or leave some out, for graphs compiled inside.
+
+    A pass is a function `(gm, plan)` that reads or rewrites `gm.graph`. It sees the graph that the
+    pass before its place has left: the joint graph up to `note_heads`, a forward or backward from
+    `lower` on. `verify` checks what it made of it. Inside another `pipeline`, this one changes that
+    one's. Backward is compiled where it first runs; what is compiled already stays as it is.
+
+    Args:
+        own: the passes, in this order, by `before` or `after`.
+        before, after: the name of the pass that they stand next to.
+        without: names of passes to leave out.
+
+    Raises:
+        ValueError: there is no such pass, it cannot be left out, or none may stand there.
+    """
+    global _current
+    outer = _current
+    _current = changed(
+        outer, own, before, after, (without,) if isinstance(without, str) else without
+    )
+    try:
+        yield _current
+    finally:
+        _current = outer
+
+
+def changed(
+    passes: Sequence[Pass],
+    own: Sequence[PassFunction],
+    before: str,
+    after: str,
+    without: Sequence[str],
+) -> tuple[Pass, ...]:
+    """The passes with others among them, and without some."""
+    names = [entry.name for entry in passes]
+    for name in (*without, *(name for name in (before, after) if name)):
+        if name not in names:
+            raise ValueError(f"pipeline: there is no pass {name!r}; there are {names}")
+    for name in without:
+        if name in ALWAYS:
+            raise ValueError(
+                f"pipeline: {name} cannot be left out; without it a graph would not run, or a "
+                "fault would go unseen. To look at a graph that does not verify, add print_graph "
+                "before verify"
+            )
+    if bool(own) != bool(before or after) or (before and after):
+        raise ValueError(
+            f"pipeline: before={before!r} and after={after!r} with {len(own)} passes; passes of "
+            "one's own need one of the two, to say where they stand"
+        )
+    if after == verify.__name__:
+        raise ValueError("pipeline: after verify nothing would be checked; add passes before it")
+    entries: list[Pass] = []
+    for entry in passes:
+        added = _own(own, entry.stage) if entry.name in (before, after) else []
+        kept = [] if entry.name in without else [entry]
+        entries += [*added, *kept] if entry.name == before else [*kept, *added]
+    return check_order(entries, absent=[entry for entry in PIPELINE if entry not in entries])
+
+
+def _own(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
+    ours = {entry.name for entry in PIPELINE}
+    for function in functions:
+        name = getattr(function, "__name__", "")
+        if not callable(function) or not name.isidentifier() or name in ours:
+            raise ValueError(
+                f"pipeline: {function!r} is no pass: it should be a function (gm, plan) with a "
+                "name of its own, by which dumps call it"
+            )
+    return [Pass(function, stage, (), None, is_tried=False) for function in functions]
+
+
+def key() -> str | None:
+    """What the pipeline adds to the key of compile caches; None, so that every pass really runs,
+    with passes of a user's, whose source nobody knows.
+    """
+    if any(entry not in PIPELINE for entry in _current):
+        return None
+    return " ".join(entry.name for entry in _current)
+
+
+def print_graph(gm: GraphModule, plan: Plan) -> None:
+    """Print a graph, as a pass that stands wherever it is added: `pipeline(print_graph,
+    after="free")`.
+    """
+    print(f"# {phase_of(gm.graph)}\n{show(gm.graph)}")  # noqa: T201  # what it is for

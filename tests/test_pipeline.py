@@ -5,17 +5,25 @@ stage.
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import tempfile
+from contextlib import redirect_stdout
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from compiled_fsdp.passes.base import Context, Pass, Property, Stage, check_order, run_pipeline
-from compiled_fsdp.passes.pipeline import HALF, JOINT, PIPELINE
-from passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, trace, unit
+from compiled_fsdp.passes.pipeline import HALF, JOINT, PIPELINE, current, key
+from passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, ops, trace, unit
 from torch import Tensor, nn
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import dumped_to, fully_shard, pipeline, planned, print_graph
+from compiled_fsdp.compiler.inductor import HalfPass, JointPass
+from compiled_fsdp.inspection.dump_folder import read_folder, violations
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.graph import find
 
 ROOT = Path(__file__).parent.parent
 
@@ -696,6 +704,142 @@ mark_grads_(%div_tensor_4, %primals_3, [0, 8])
 mark_grads_(%div_tensor_5, %primals_2, [0, 8])
 return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         )
+
+
+class TestOwnPasses(GraphTest):
+    """`compiled_fsdp.pipeline`: passes of a user's, and passes left out."""
+
+    def setUp(self) -> None:
+        self.enterContext(fake_ranks(2))
+
+    def compiled(self) -> Any:
+        model = Model()
+        for block in model.blocks:
+            fully_shard(block)
+        return torch.compile(fully_shard(model), backend="compiled_fsdp_eager", fullgraph=True)
+
+    def step(self) -> Any:
+        return self.compiled()(torch.ones(3, 4, requires_grad=True)).sum().backward()
+
+    def test_the_example_of_the_readme(self):
+        readme = (ROOT / "passes" / "README.md").read_text()
+        (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        names: dict[str, Any] = {"model": self.compiled(), "batch": torch.ones(3, 4)}
+        with planned(bucket_bytes=0):
+            exec(code, names)
+        sent = {unit.split("#")[0]: n for unit, n in names["sent"].items()}
+        flat, scale, reduced = 10 * 4, 2 * 4, 2 * 10 * 4
+        self.assertEqual(
+            sent,
+            {"blocks.0": flat + scale + reduced, "blocks.1": flat + flat + reduced},
+            "nobody asks for the gradient of the input: backward reads no weight of the first",
+        )
+
+    def test_a_pass_stands_where_it_is_told(self):
+        seen: list[list[str]] = []
+
+        def look(gm, plan):
+            seen.append(ops(gm.graph))
+
+        with planned(bucket_bytes=0), pipeline(look, after="note_heads"):
+            with pipeline(look, before="lower"), pipeline(look, after="lower"):
+                self.step()
+            self.assertEqual([entry.name for entry in current(Stage.JOINT)][-1], "look")
+        joint, forward, lowered, *_ = seen
+        self.assertIn("reduce_grad", joint)
+        self.assertIn("unshard", forward)
+        self.assertNotIn("reduce_grad", forward)
+        self.assertIn("all_gather_into_tensor", lowered)
+        self.assertEqual(len(seen), 5)
+        self.assertEqual(current(Stage.JOINT) + current(Stage.HALF), PIPELINE)
+
+    def test_a_dump_with_a_pass_before_lower(self):
+        """Its graphs are checked from `lower` on."""
+
+        def look(gm, plan):
+            pass
+
+        with tempfile.TemporaryDirectory() as folder, pipeline(look, before="lower"):
+            with dumped_to(folder):
+                self.step()
+            graphs = read_folder(Path(folder))[0].graphs
+            self.assertEqual(
+                [entry.name for entry in graphs[1].passes][:3], ["capture", "look", "lower"]
+            )
+            self.assertEqual(list(violations(read_folder(Path(folder)))), [])
+
+    def test_print_graph(self):
+        with redirect_stdout(io.StringIO()) as text, pipeline(print_graph, after="lower"):
+            self.step()
+        self.assertRegex(
+            text.getvalue(), r"^# forward\n%primals_1: f32\[3,4\]\n(.*\n)+# backward\n"
+        )
+
+    def test_left_out(self):
+        """The graph of a shorter pipeline, with the same numbers."""
+        with tempfile.TemporaryDirectory() as folder, pipeline(without=("free", "agree")):
+            found = trace(self.compiled()._orig_mod, (torch.ones(3, 4),), Path(folder))
+        last = max(name for name in found if name.startswith("forward"))
+        self.assertEqual(last, "forward/14_verify")
+        self.assertNotIn("free(", found[last])
+        self.assertNotIn("agree(", found[last])
+
+    def test_what_breaks_a_rule_is_found(self):
+        def drop_waits(gm, plan):
+            for wait in find(gm.graph, WAIT):
+                wait.replace_all_uses_with(wait.args[0])
+                gm.graph.erase_node(wait)
+
+        with (
+            pipeline(drop_waits, before="verify"),
+            self.assertRaisesRegex(Exception, "Every collective is awaited exactly once"),
+        ):
+            self.step()
+
+    def test_another_module_is_refused(self):
+        def copied(gm, plan):
+            return deepcopy(gm)
+
+        with (
+            pipeline(copied, after="lower"),
+            self.assertRaisesRegex(Exception, "pass copied returned .*Rewrite gm.graph in place"),
+        ):
+            self.step()
+
+    def test_wrong_arguments(self):
+        def mine(gm, plan):
+            return gm
+
+        for own, options, said in (
+            ([mine], {"after": "verify"}, "after verify nothing would be checked"),
+            ([mine], {"after": "fuse"}, "there is no pass 'fuse'; there are "),
+            ([mine], {}, "with 1 passes; passes of one's own need one of the two"),
+            ([mine], {"before": "free", "after": "lower"}, "need one of the two"),
+            ([], {"before": "free"}, "with 0 passes"),
+            ([lambda gm, plan: gm], {"before": "free"}, "with a name of its own"),
+            (["free"], {"before": "free"}, "'free' is no pass"),
+            ([], {"without": "verify"}, "verify cannot be left out"),
+            ([], {"without": "lower"}, "lower cannot be left out"),
+            ([], {"without": ["reshard", "unshard"]}, "there is no pass 'unshard'"),
+        ):
+            with self.assertRaisesRegex(ValueError, said), pipeline(*own, **options):
+                pass
+        self.assertEqual(current(Stage.JOINT) + current(Stage.HALF), PIPELINE)
+
+    def test_key_of_caches(self):
+        keys = [key()]
+        with pipeline(without="free"):
+            keys.append(key())
+            with pipeline(without="agree"):
+                keys.append(key())
+            with pipeline(print_graph, before="verify"):
+                self.assertIsNone(key())
+        self.assertEqual(len(set(keys)), 3)
+        with pipeline(without="free"):
+            ours = [part().uuid() for part in (JointPass, HalfPass)]
+        self.assertEqual(len({*ours, JointPass().uuid(), HalfPass().uuid()}), 4)
+        with pipeline(print_graph, before="verify"):
+            self.assertEqual([part().uuid() for part in (JointPass, HalfPass)], [None, None])
 
 
 class Returns(nn.Module):

@@ -25,8 +25,8 @@ from compiled_fsdp.ir.meta import (
 )
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.passes.base import Context, run_pipeline
-from compiled_fsdp.passes.pipeline import HALF, JOINT
+from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
+from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.plan import Plan, current_plan
@@ -56,7 +56,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         current_plan().say_missing_costs()
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
     watcher = dump.Dump(gm, "joint", plan)
-    gm = run_pipeline(gm, plan, JOINT, watcher.after_pass, Context(is_fused))
+    gm = run_pipeline(gm, plan, current(Stage.JOINT), watcher.after_pass, Context(is_fused))
     begin_pass(gm, "partition")
     consume(gm, "Plan.recompute")
     hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
@@ -71,7 +71,10 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     """
     is_ours = bool(find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD))
     context = Context(is_fused, is_ours=is_ours, is_gloo=is_gloo)
-    gm = _run_ours(gm, context) if is_ours else run_pipeline(gm, Plan(), HALF, context=context)
+    if is_ours:
+        gm = _run_ours(gm, context)
+    else:
+        gm = run_pipeline(gm, Plan(), current(Stage.HALF), context=context)
     dump.trace_schedule(gm.graph, is_fused=is_fused)
     return gm
 
@@ -84,11 +87,11 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
         )
     asked = current_plan().executed_by(is_fused=context.is_fused)
     plan = fit_split(gm, settle_costs(gm.graph, asked))
-    held = [entry.provides.name for entry in JOINT]
+    held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
     after_pass = _checking(plan, watcher.after_pass) if _is_checking() else watcher.after_pass
     record = _recorder(plan, handed_on(gm.graph.nodes), is_fused=context.is_fused)
-    gm = run_pipeline(gm, plan, HALF, after_pass, replace(context, record=record))
+    gm = run_pipeline(gm, plan, current(Stage.HALF), after_pass, replace(context, record=record))
     take_consumed(gm)
     return gm
 
@@ -112,10 +115,12 @@ def _checking(
     plan: Plan, after_pass: Callable[[GraphModule, Pass], None]
 ) -> Callable[[GraphModule, Pass], None]:
     checked: list[object] = []
+    held: list[Property | None] = []
 
     def then_check(gm: GraphModule, entry: Pass) -> None:
         after_pass(gm, entry)
-        if (now := _program(gm.graph)) != checked:
+        held.append(entry.provides)
+        if Property.LOWERED in held and (now := _program(gm.graph)) != checked:
             check(gm, plan, entry.name)
             checked[:] = now
 

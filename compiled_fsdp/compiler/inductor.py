@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
+from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
 
@@ -121,15 +122,14 @@ class Chain(CustomGraphPass):
 
 
 def _cached_as(name: str) -> str | None:
-    """Version and plan; None, so that the cache is bypassed and every pass really runs: while
-    dumping, and where ranks are yet to decide together (`consensus.py`).
+    """Version, pipeline and plan; None, so that the cache is bypassed and every pass really runs:
+    while dumping, with passes of a user's, and where ranks are yet to decide together
+    (`consensus.py`).
     """
-    plan = current_plan()
-    return (
-        None
-        if dump.folder() or is_undecided(plan)
-        else f"compiled_fsdp {name} {source_hash()} {plan}"
-    )
+    plan, passes_key = current_plan(), pipeline_key()
+    if dump.folder() or passes_key is None or is_undecided(plan):
+        return None
+    return f"compiled_fsdp {name} {source_hash()} {passes_key} {plan}"
 
 
 def _module(graph: Graph) -> GraphModule:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.passes.base import run_pipeline
-from compiled_fsdp.passes.pipeline import HALF
+from compiled_fsdp.passes.base import Stage, run_pipeline
+from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.planning.planner import WORTH, predict
 
 from .trial import TRIAL, copied
@@ -35,7 +35,7 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    lower, *others = HALF
+    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(TRIAL))
     lowered = run_pipeline(copied(gm), plan, [lower], context=TRIAL)  # the same for every size
 
     def seconds_in_parts(size: int) -> float:

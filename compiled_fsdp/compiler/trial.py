@@ -17,8 +17,8 @@ from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.passes.base import Context, run_pipeline
-from compiled_fsdp.passes.pipeline import HALF, JOINT
+from compiled_fsdp.passes.base import Context, Stage, run_pipeline
+from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_places, taken_over
@@ -58,7 +58,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    joint = run_pipeline(copied(gm), plan, JOINT, context=TRIAL)
+    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=TRIAL)
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
@@ -82,8 +82,9 @@ def schedule(
     as `fit_split` does.
     """
     plan = plan.executed_by(is_fused=is_fused)
+    passes = current(Stage.HALF)
     forward, backward = (
-        run_pipeline(half, fit(half, plan), HALF, context=TRIAL).graph for half in halves
+        run_pipeline(half, fit(half, plan), passes, context=TRIAL).graph for half in halves
     )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 

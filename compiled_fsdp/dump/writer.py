@@ -91,8 +91,8 @@ class Ran(Protocol):
         ...
 
     @property
-    def provides(self) -> Enum:
-        """What holds of the graph from now on."""
+    def provides(self) -> Enum | None:
+        """What holds of the graph from now on; None for a pass of the user's."""
         ...
 
 
@@ -137,13 +137,14 @@ class Dump:
 
     def after_pass(self, gm: GraphModule, entry: Ran) -> None:
         """Write the graph after a pass."""
-        self.held.append(entry.provides.name)
+        holds = entry.provides.name if entry.provides is not None else ""
+        self.held.extend([holds] if holds else [])
         if not self.is_on:
             return
         before, self.counts = self.counts, Counts.of(gm.graph)
         log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
         self._write_pass(gm, entry.name)
-        if entry.provides.name == "SUMMARIZED" and (self.path is not None or is_traced()):
+        if holds == "SUMMARIZED" and (self.path is not None or is_traced()):
             self._write_memory(gm.graph)
             self._write_timeline(gm.graph)
             if self.path is not None:
