@@ -18,7 +18,7 @@ import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
-from compiled_fsdp.ir.collectives import ALL_TO_ALL, GATHERS, WAIT
+from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
@@ -39,16 +39,14 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     FREE,
     GATHER_AHEAD,
-    MARK_GRADS,
-    REDUCE_GRAD,
     REDUCE_LATER,
     STEP,
-    UNSHARD,
-    UNSHARD_SLICE,
+    TO_LOWER,
     WATCH_HEADS,
+    param_spec,
+    traits_of,
 )
 from compiled_fsdp.ir.sequence import sequence
-from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -80,7 +78,7 @@ def check(gm: GraphModule, plan: Plan, where: str) -> None:
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
     """Every fsdp op that communicates has been lowered to collectives."""
-    for node in find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
+    for node in find(gm.graph, *TO_LOWER):
         yield node, f"%{node.name} is still an fsdp op"
 
 
@@ -90,7 +88,7 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
     """
     for node in _ours(starts(gm.graph)):  # the user may await his own as often as he likes
         users = list(node.users)
-        if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
+        if len(users) != 1 or not traits_of(users[0].target).awaits:
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
     for wait in _ours(find(gm.graph, WAIT)):
         if wait.all_input_nodes[0].target is WAIT:
@@ -232,7 +230,7 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
         if not communicates:
             wanted = 1.0, prod(wanted)
         for later in (n for n in region.nodes if n.target is REDUCE_LATER):
-            after *= ParamSpec.of(later.args[3:]).post_divide
+            after *= param_spec(later).post_divide
         if (before, after) != ({wanted[0]}, wanted[1]):
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), after)
@@ -307,7 +305,7 @@ def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
             for user in alias.users:
                 if user.target is not FREE and position[user] > position[free]:
                     yield user, f"%{user.name} reads %{alias.name} after it is freed"
-                elif user.target in comm.STARTS and any(
+                elif traits_of(user.target).starts and any(
                     position[w] > position[free] for w in user.users
                 ):
                     yield user, f"%{user.name} is still reading %{alias.name} when it is freed"
@@ -336,8 +334,7 @@ def freed_once(gm: GraphModule, plan: Plan) -> Violations:
     end = output(gm.graph)
     for wait in find(gm.graph, WAIT) if frees else ():
         is_buffer = (
-            wait.all_input_nodes[0].target in (*GATHERS, GATHER_AHEAD, ALL_TO_ALL)
-            and get_tag(wait) is not None
+            traits_of(wait.all_input_nodes[0].target).is_buffer and get_tag(wait) is not None
         )
         is_returned = any(alias in end.all_input_nodes for alias in aliases(wait))
         if frees[wait] > 1 or (is_buffer and frees[wait] != (not is_returned)):
@@ -382,7 +379,7 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
     """Every fully reduced gradient is named by exactly one mark_grads_, reduce_later_ or step_."""
-    marks = find(gm.graph, MARK_GRADS, REDUCE_LATER, STEP)
+    marks = [node for node in gm.graph.nodes if traits_of(node.target).marks]
     marked = Counter(offset for node in marks for offset in cast("list[int]", node.args[2]))
     regions = find_regions(gm.graph, "reduce")
     reduced = Counter(

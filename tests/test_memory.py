@@ -303,6 +303,13 @@ class TestFused(GraphTest):
 
 
 class TestProfile(GraphTest):
+    def test_a_gather_that_is_not_lowered_yet_is_named(self):
+        (w,) = unit("u", {"w": (4, 2)})
+        hand = Hand()
+        gm = hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), w)))
+        owners = {s.owner: s.kind for s in Lifetimes(gm.graph).storages}
+        self.assertEqual(owners["w"], "gathered parameter")
+
     def test_text(self):
         """Who has the memory at the peak, by kind, with parameters by name."""
         specs = unit("layers.0#3", {"w": (200, 200), "v": (200, 200)})

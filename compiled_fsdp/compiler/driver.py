@@ -23,8 +23,7 @@ from compiled_fsdp.ir.meta import (
     handed_on,
     take_consumed,
 )
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
 from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
@@ -52,7 +51,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     """
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
-    if any(ParamSpec.of(n.args[1:]).group_size > 1 for n in find(gm.graph, UNSHARD)):
+    if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
     watcher = dump.Dump(gm, "joint", plan)
@@ -69,7 +68,7 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
 
     is_fused: whether a compiler that fuses kernels comes next.
     """
-    is_ours = bool(find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD))
+    is_ours = bool(find(gm.graph, *TO_LOWER))
     context = Context(is_fused, is_ours=is_ours, is_gloo=is_gloo)
     if is_ours:
         gm = _run_ours(gm, context)

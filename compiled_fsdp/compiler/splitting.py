@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import find
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec
 from compiled_fsdp.passes.base import Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.planning.planner import WORTH, predict
@@ -54,8 +53,6 @@ def _largest(graph: Graph) -> int:
     """Bytes of the largest unit's full parameters, in the dtype in which they travel."""
     units: dict[str, dict[str, int]] = {}
     for node in find(graph, UNSHARD, REDUCE_GRAD):
-        spec = ParamSpec.of(node.args[2 if node.target is REDUCE_GRAD else 1 :])
-        units.setdefault(spec.unit, {})[spec.fqn] = (
-            spec.group_size * spec.shard_numel * spec.dtype.itemsize
-        )
+        spec = param_spec(node)
+        units.setdefault(spec.unit, {})[spec.fqn] = spec.full_bytes()
     return max((sum(members.values()) for members in units.values()), default=0)

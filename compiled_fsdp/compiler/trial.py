@@ -15,8 +15,7 @@ from torch.fx import Graph
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
-from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
 from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
@@ -137,16 +136,16 @@ def with_kept(halves: Halves, params: Collection[tuple[str, str]]) -> Halves:
 def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None:
     unsharded = {}
     for node in find(forward, UNSHARD):
-        spec = ParamSpec.of(node.args[1:])
+        spec = param_spec(node)
         if (spec.unit, spec.fqn) in params:
-            node.args = (node.args[0], *replace(spec, reshard="keep").args())  # type: ignore[arg-type]
+            set_param_spec(node, replace(spec, reshard="keep"))
             unsharded[spec.unit, spec.fqn] = node
     taken = taken_over(backward)
     places = saved_places(forward, len(taken))
     before = meta.returned(output(forward))
     saved: list[tuple[Node | None, object]] = []
     for node in find(backward, UNSHARD):
-        spec = ParamSpec.of(node.args[1:])
+        spec = param_spec(node)
         if kept := unsharded.get((spec.unit, spec.fqn)):
             with backward.inserting_before(taken[0]):
                 instead = backward.placeholder(node.name)

@@ -22,7 +22,7 @@ from compiled_fsdp.ir.collectives import WAIT, group_of
 from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED, current_plan
 from compiled_fsdp.planning.planner import predict
@@ -226,11 +226,11 @@ class Counts:
             heavy += is_matmul(node)
             if node in kept or node.target is WAIT:
                 places[node.name] = heavy
-        unlowered = len(find(graph, UNSHARD, UNSHARD_SLICE)), len(find(graph, REDUCE_GRAD))
-        lowered = (
-            sum(bool(r.starts) for r in find_regions(graph, kind)) for kind in ("gather", "reduce")
+        unlowered = [traits_of(node.target).lowers_to for node in graph.nodes]
+        gathers, reductions = (
+            unlowered.count(kind) + sum(bool(r.starts) for r in find_regions(graph, kind))
+            for kind in ("gather", "reduce")
         )
-        gathers, reductions = (a + b for a, b in zip(unlowered, lowered, strict=True))
         return cls(len(graph.nodes), gathers, reductions, len(find(graph, FREE)), places)
 
     def changes(self, after: Counts) -> str:

@@ -8,7 +8,6 @@ from .collectives import as_in_torch, group_of
 from .graph import phase_of, starts, value
 from .meta import get_tag
 from .printer import printable
-from .schema import ALL_GATHER, GATHER_AHEAD
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -42,8 +41,9 @@ def sequence_over(graph: Graph, group: str) -> list[str]:
 
 def _sizes(node: Node) -> str:
     """Elements of each message."""
-    if node.target in (ALL_GATHER, GATHER_AHEAD):
-        sizes: Any = node.args[1 if node.target is ALL_GATHER else 3]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "sizes" in names:
+        sizes: Any = node.args[names.index("sizes")]
     else:
         sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         sizes = [value(n).numel() for n in sent]

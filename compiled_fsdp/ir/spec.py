@@ -189,6 +189,10 @@ class ParamSpec:
         """Elements in each rank's padded shard."""
         return _shard_numel(self.shape, self.dim, self.group_size)
 
+    def full_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of the full parameter with its padding, as it is gathered, or in another dtype."""
+        return self.group_size * self.shard_numel * (dtype or self.dtype).itemsize
+
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of each rank's padded shard."""
