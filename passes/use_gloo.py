@@ -39,10 +39,12 @@ def use_gloo(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     is_gloo = context_of(gm).is_gloo
     for node in find(gm.graph, comm.ALL_GATHER):
-        shard, group_size, group = node.args
-        if is_gloo(group, value(shard).device):  # type: ignore[arg-type]
-            node.target, node.args = ALL_GATHER, (shard, [value(shard).numel()], group_size, group)  # type: ignore[arg-type]
+        (shard,), (_, *others) = node.all_input_nodes, node.args
+        if is_gloo(comm.group_of(node), value(shard).device):
+            node.target = ALL_GATHER
+            node.args = (shard, [value(shard).numel()], *others)
     for node in find(gm.graph, comm.ALL_REDUCE):
-        if get_tag(node) is not None and is_gloo(node.args[2], value(node).device):  # type: ignore[arg-type]
+        is_ours = get_tag(node) is not None
+        if is_ours and is_gloo(comm.group_of(node), value(node).device):
             node.target = ALL_REDUCE
     return gm

@@ -8,7 +8,7 @@ mode cannot drift apart.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -474,12 +474,12 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The call that a node stands for: op, arguments and keywords, without names for profiles; of
     ours that do what an op of torch's does (a gather of one message), torch's.
     """
-    target, args = node.target, node.args
+    target, args = node.target, cast("tuple[Any, ...]", node.args)
     if target is schema.COPY_COLUMNS:
         return aten.clone.default, args, {"memory_format": torch.contiguous_format}
     if target is schema.ALL_REDUCE:
         return ALL_REDUCE, args, {}
-    if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:  # type: ignore[arg-type, union-attr]
+    if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
         return ALL_GATHER, (args[0], *args[2:]), {}
     return target, args, {} if target in STARTS else dict(node.kwargs)
 

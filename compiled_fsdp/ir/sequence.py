@@ -41,7 +41,8 @@ def sequence_over(graph: Graph, group: str) -> list[str]:
 
 def _sizes(node: Node) -> str:
     """Elements of each message."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    op: Any = node.target
+    names = [argument.name for argument in op._schema.arguments]
     if "sizes" in names:
         sizes: Any = node.args[names.index("sizes")]
     else:
