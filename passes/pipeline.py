@@ -108,9 +108,14 @@ PIPELINE = check_order(
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)
 HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
 
-# Not to be left out: nothing runs an fsdp op that is not lowered, and without `verify` a fault of
-# another pass would be a silent difference.
-ALWAYS = (lower.__name__, verify.__name__)
+# Not to be left out, and what would become of a graph otherwise.
+ALWAYS = {
+    note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    lower.__name__: "every parameter would be gathered by itself",
+    watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    use_gloo.__name__: "torch's all-gather over gloo corrupts memory now and then",
+    verify.__name__: "a fault of another pass would go unseen",
+}
 
 _current = PIPELINE
 
@@ -165,9 +170,8 @@ def changed(
     for name in without:
         if name in ALWAYS:
             raise ValueError(
-                f"pipeline: {name} cannot be left out; without it a graph would not run, or a "
-                "fault would go unseen. To look at a graph that does not verify, add print_graph "
-                "before verify"
+                f"pipeline: {name} cannot be left out: without it {ALWAYS[name]}. To see a graph "
+                "at some place, add compiled_fsdp.print_graph there"
             )
     if bool(own) != bool(before or after) or (before and after):
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from compiled_fsdp.passes.base import Context, Pass, Property, Stage, check_order, run_pipeline
-from compiled_fsdp.passes.pipeline import HALF, JOINT, PIPELINE, current, key
+from compiled_fsdp.passes.pipeline import ALWAYS, HALF, JOINT, PIPELINE, current, key
 from passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, ops, trace, unit
 from torch import Tensor, nn
 
@@ -107,24 +107,19 @@ class TestPipeline(GraphTest):
         with self.assertRaisesRegex(RuntimeError, "was used before it has been defined"):
             run_pipeline(gm, PLAN, [Pass(swap, Stage.HALF, (), Property.LOWERED)])
 
-    def test_any_pass_after_lower_can_be_left_out(self):
+    def test_any_other_pass_can_be_left_out(self):
         """Leaving one out costs speed or memory; what follows still runs, and the graph still
         verifies.
         """
         (w,) = unit("u", {"w": (4, 2)})
-        optional = (
-            "bucket_all_gather",
-            "bucket_reduce_scatter",
-            "prefetch_all_gather",
-            "delay_wait",
-            "free",
-        )
-        for name in optional:
-            hand = Hand()
-            flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
-            y = hand.add(x, hand.unshard(flat, w))
-            gm = hand.returns(y, hand.reduce_grad(y, flat, w))
-            run_pipeline(gm, PLAN, [entry for entry in HALF if entry.name != name])
+        for name in {entry.name for entry in HALF} - {*ALWAYS}:
+            for context in (Context(), Context(is_fused=True)):
+                hand = Hand()
+                flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
+                y = hand.add(x, hand.unshard(flat, w))
+                gm = hand.returns(y, hand.reduce_grad(y, flat, w))
+                shorter = [entry for entry in HALF if entry.name != name]
+                run_pipeline(gm, PLAN, shorter, context=context)
 
     def test_readme(self):
         """One row a pass: purpose as in the docstring, executor, requirements and property as in
@@ -819,7 +814,8 @@ class TestOwnPasses(GraphTest):
             ([lambda gm, plan: gm], {"before": "free"}, "with a name of its own"),
             (["free"], {"before": "free"}, "'free' is no pass"),
             ([], {"without": "verify"}, "verify cannot be left out"),
-            ([], {"without": "lower"}, "lower cannot be left out"),
+            ([], {"without": "lower"}, "lower cannot be left out: without it every parameter"),
+            ([], {"without": ("free", "watch_heads")}, "watch_heads cannot be left out: without"),
             ([], {"without": ["reshard", "unshard"]}, "there is no pass 'unshard'"),
         ):
             with self.assertRaisesRegex(ValueError, said), pipeline(*own, **options):
