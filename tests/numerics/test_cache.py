@@ -51,8 +51,8 @@ print(json.dumps(found))
 
 
 def run(folder: Path, *prefetch: int | str) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Compile by some plans in a process of its own, "2-free" without that pass; cache counters, and how often each op of
-    interest ran in the second step.
+    """Compile by some plans in a process of its own, "2-free" without that pass; cache counters,
+    and how often each op of interest ran in the second step.
     """
     env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", PROGRAM, *map(str, prefetch)]
