@@ -40,7 +40,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from compiled_fsdp import FullyShardedDataParallel, Plan, set_plan
-from compiled_fsdp.compiler import inductor
+from compiled_fsdp.compiler import driver
 from compiled_fsdp.ir.collectives import STARTS
 from compiled_fsdp.ir.graph import find, is_backward
 
@@ -189,7 +189,7 @@ def counted(found: Counter[str]) -> Iterator[None]:
     """Count the final graphs of our backend inside."""
 
     def run_half(gm: Any) -> Any:
-        result = inductor.run_half(gm)
+        result = driver.run_half(gm)
         note(found, "backward" if is_backward(result.graph) else "forward", result)
         return result
 

@@ -41,6 +41,8 @@ from compiled_fsdp.fsdp2.fsdp_module import (
 )
 from compiled_fsdp.fsdp2.fsdp_module import share_comm_ctx as share_comm_ctx
 from compiled_fsdp.inspection.explanation import Explanation as Explanation
+from compiled_fsdp.passes.pipeline import pipeline as pipeline
+from compiled_fsdp.passes.pipeline import print_graph as print_graph
 from compiled_fsdp.planning.costs import Costs as Costs
 from compiled_fsdp.planning.costs import Link as Link
 from compiled_fsdp.planning.plan import Plan as Plan
@@ -99,7 +101,9 @@ __all__ = [
     "fully_shard",
     "measure_kernels",
     "overlap_optimizer",
+    "pipeline",
     "planned",
+    "print_graph",
     "register_fsdp_forward_method",
     "replace_stock",
     "set_fallback",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from compiled_fsdp.ir.meta import begin_pass, set_captured
+from compiled_fsdp.ir.meta import begin_pass, get_context, set_captured, set_context
 from compiled_fsdp.verification.meaning import Captured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    import torch
     from torch.fx import GraphModule
 
     from compiled_fsdp.planning.plan import Plan
@@ -31,6 +33,7 @@ class Property(Enum):
     JOINED = "the gradients of a flat parameter's views are put together once"
     CHOSEN = "how each unit is gathered and reduced is chosen"
     DECIDED = "what backward gets from forward is decided"
+    HEADS_NOTED = "which outputs lead to which parameters is noted"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"
     REDUCES_BUCKETED = "one reduction a unit"
@@ -40,8 +43,50 @@ class Property(Enum):
     STEPPED = "the optimizer steps what backward has reduced"
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     FREED = "every gathered buffer has a visible end"
-    VERIFIED = "the invariants hold"
     AHEAD = "the first all-gathers may be under way already"
+    SUMMARIZED = "what became of the graph is written down"
+    HEADS_WATCHED = "forward says which parameters only some outputs lead to"
+    COMPARED = "ranks compare their collectives before they first run"
+    FREES_DROPPED = "the compiler ends the life of buffers"
+    COPIES_CALLED = "copies out of buckets are calls"
+    OVER_GLOO = "gloo gathers by sends and receives"
+    NAMED = "our collectives say what they carry"
+    VERIFIED = "the invariants hold"
+
+
+class Executor(Enum):
+    """Who runs the graph in the end."""
+
+    PLAIN = "our own backend, node by node"
+    INDUCTOR = "kernels that Inductor generates"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What passes may know of the compilation that they are part of, beside graph and plan.
+
+    is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
+    is_ours: whether the graph has anything of ours.
+    is_trial: whether the graph is measured and thrown away.
+    is_gloo: whether a group, by name, communicates tensors of a device by gloo.
+    record: what makes the text about a finished graph that travels with it.
+    """
+
+    is_fused: bool = False
+    is_ours: bool = True
+    is_trial: bool = False
+    is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
+    record: Callable[[GraphModule], str] = lambda gm: ""
+
+    @property
+    def executor(self) -> Executor:
+        """Who runs the graph."""
+        return Executor.INDUCTOR if self.is_fused else Executor.PLAIN
+
+
+def context_of(gm: GraphModule) -> Context:
+    """The context of the running pipeline; the default one for a pass that is called by hand."""
+    return get_context(gm) or Context()
 
 
 class PassFunction(Protocol):
@@ -49,19 +94,36 @@ class PassFunction(Protocol):
 
     __name__: str
 
-    def __call__(self, gm: GraphModule, plan: Plan) -> GraphModule:
-        """Rewrite `gm` in place and return it."""
+    def __call__(self, gm: GraphModule, plan: Plan) -> GraphModule | None:
+        """Rewrite `gm` in place and return it; None where it was only read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass in the pipeline: the function, the graph it is for, and what it needs and gives."""
+    """A pass in the pipeline: the function, the graph it is for, and what it needs and gives; a
+    user's own gives nothing that others could require.
+
+    only: the executor that it is for; None: both.
+    is_for_all: whether graphs without anything of ours go through it too.
+    is_tried: whether trials, which compare schedules, need it.
+    """
 
     function: PassFunction
     stage: Stage
     requires: tuple[Property, ...]
-    provides: Property
+    provides: Property | None
+    only: Executor | None = None
+    is_for_all: bool = False
+    is_tried: bool = True
+
+    def runs_in(self, context: Context) -> bool:
+        """Whether it is for such a graph."""
+        return (
+            self.only in (None, context.executor)
+            and (context.is_ours or self.is_for_all)
+            and (self.is_tried or not context.is_trial)
+        )
 
     @property
     def name(self) -> str:
@@ -69,13 +131,14 @@ class Pass:
         return self.function.__name__
 
 
-def check_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes as given, if each finds what it requires.
+def check_order(passes: Sequence[Pass], absent: Sequence[Pass] = ()) -> tuple[Pass, ...]:
+    """The passes as given, if each finds what it requires; of `absent`, which the user has left
+    out, nobody requires anything.
 
     Raises:
         ValueError: a pass stands before one whose property it requires.
     """
-    held: list[Property] = []
+    held = [entry.provides for entry in absent if entry.provides is not None]
     for entry in passes:
         missing = [p.name for p in entry.requires if p not in held]
         if missing:
@@ -83,7 +146,8 @@ def check_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
                 f"pipeline: {entry.name} requires {missing}, but the passes before it provide only "
                 f"{[p.name for p in held]}. Move it after the pass that provides them"
             )
-        held.append(entry.provides)
+        if entry.provides is not None:
+            held.append(entry.provides)
     return tuple(passes)
 
 
@@ -92,26 +156,39 @@ def run_pipeline(
     plan: Plan,
     passes: Sequence[Pass],
     after_pass: Callable[[GraphModule, Pass], None] | None = None,
-    *,
-    is_trial: bool = False,
+    context: Context = Context(),
 ) -> GraphModule:
-    """Run `passes` in order; lint after each, then call `after_pass` (dumps, verification in
-    tests).
+    """Run in order those of `passes` that are for such a graph; lint after each, then call
+    `after_pass` (dumps, verification in tests).
 
-    What the graph was before the first pass is kept with it meanwhile, for `verify`. Which options
-    the passes have consumed is left with it: see `meta.take_consumed`. A trial, whose graph is
-    measured and thrown away, is neither linted nor compiled, and has nothing to be verified by.
+    What the graph was before the first pass is kept with it meanwhile, for `verify`, and so is the
+    context. Which options the passes have consumed is left with it: see `meta.take_consumed`. A
+    trial, or a graph without anything of ours, is neither linted nor compiled, and has nothing to
+    be verified by.
+
+    Raises:
+        TypeError: a pass returned something else than the graph module that it was given.
     """
+    is_checked = context.is_ours and not context.is_trial
     is_half = any(entry.stage is Stage.HALF for entry in passes)
-    set_captured(gm, Captured(gm.graph) if is_half and not is_trial else None)
+    set_context(gm, context)
+    set_captured(gm, Captured(gm.graph) if is_half and is_checked else None)
     for entry in passes:
+        if not entry.runs_in(context):
+            continue
         begin_pass(gm, entry.name)
-        gm = entry.function(gm, plan)
-        if not is_trial:
+        if (returned := entry.function(gm, plan)) not in (gm, None):
+            raise TypeError(
+                f"the pass {entry.name} returned {type(returned).__name__}, another object than "
+                "the graph module it was given, which would not be run. Rewrite gm.graph in place, "
+                "and return gm or nothing"
+            )
+        if is_checked:
             gm.graph.lint()
         if after_pass is not None:
             after_pass(gm, entry)
     set_captured(gm, None)
-    if not is_trial:
+    set_context(gm, None)
+    if is_checked:
         gm.recompile()
     return gm

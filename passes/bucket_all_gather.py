@@ -117,7 +117,7 @@ def _may_share(region: Region) -> bool:
 
 def _nbytes(members: list[Region]) -> float:
     """Of the full parameters."""
-    return sum(r.spec.group_size * r.spec.shard_numel * r.spec.dtype.itemsize for r in members)
+    return sum(r.spec.full_bytes() for r in members)
 
 
 def _merge(bucket: list[Region]) -> None:

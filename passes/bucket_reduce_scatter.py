@@ -126,8 +126,7 @@ class Unit:
 
 
 def _nbytes(region: Region) -> int:
-    spec = region.spec
-    return spec.group_size * spec.shard_numel * spec.reduce_dtype.itemsize
+    return region.spec.full_bytes(region.spec.reduce_dtype)
 
 
 def _units(regions: dict[Node, Region]) -> dict[tuple[object, ...], list[Unit]]:

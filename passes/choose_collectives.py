@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import consume
-from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.schema import (
+    KEEP_SLICE,
+    REDUCE_GRAD,
+    UNSHARD,
+    UNSHARD_SLICE,
+    param_spec,
+    set_param_spec,
+)
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.choices import Choices
 
@@ -42,8 +49,7 @@ if TYPE_CHECKING:
 def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     nodes = find(gm.graph, UNSHARD, UNSHARD_SLICE, KEEP_SLICE, REDUCE_GRAD)
-    inputs = {node: 2 if node.target is REDUCE_GRAD else 1 for node in nodes}
-    specs = {node: ParamSpec.of(node.args[count:]) for node, count in inputs.items()}
+    specs = {node: param_spec(node) for node in nodes}
     for option in ("Plan.own_message", "Plan.reductions") if nodes else ():
         consume(gm, option)
     choices = Choices.decide(list(specs.values()), plan)
@@ -52,7 +58,7 @@ def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:
         if node.target is REDUCE_GRAD:
             chosen = reduced_by(chosen, choices.algorithm[spec.unit])
         if chosen != spec:
-            node.args = (*node.args[: inputs[node]], *chosen.args())  # type: ignore[arg-type]
+            set_param_spec(node, chosen)
     return gm
 
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.ir.collectives import ALL_TO_ALL, GATHERS, STARTS, WAIT
+from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import Builder, aliases, find, order, output
-from compiled_fsdp.ir.schema import FREE
+from compiled_fsdp.ir.schema import FREE, traits_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -48,9 +48,7 @@ def free(gm: GraphModule, plan: Plan) -> GraphModule:
 
 def _buffers(gm: GraphModule) -> list[Node]:
     """Waits whose result is a buffer made for the communication, and that nobody else awaits."""
-    waits = [
-        w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target in (*GATHERS, ALL_TO_ALL)
-    ]
+    waits = [w for w in find(gm.graph, WAIT) if traits_of(w.all_input_nodes[0].target).is_buffer]
     return [w for w in waits if len(w.all_input_nodes[0].users) == 1]
 
 
@@ -59,7 +57,7 @@ def _last_use(buffer: Node, position: dict[Node, int]) -> Node | None:
     graph returns one.
     """
     users = [u for alias in aliases(buffer) for u in (alias, *alias.users)]
-    users += [wait for u in users if u.target in STARTS for wait in u.users]
+    users += [wait for u in users if traits_of(u.target).starts for wait in u.users]
     if output(buffer.graph) in users:
         return None
     return max(users, key=lambda n: position[n])

@@ -33,8 +33,13 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, output, sum_root, value
 from compiled_fsdp.ir.meta import CommTag, consume
-from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import (
+    MARK_GRADS,
+    REDUCE_GRAD,
+    TO_LOWER,
+    UNSHARD_SLICE,
+    param_spec,
+)
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -47,7 +52,7 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
     graph = gm.graph
     marks: dict[Node, tuple[Node, list[int]]] = {}
     for node in find(graph, REDUCE_GRAD):
-        spec = ParamSpec.of(node.args[2:])
+        spec = param_spec(node)
         flat, root = node.args[1], sum_root(node)
         if spec.sync == "reduce":
             marks.setdefault(root, (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
@@ -57,15 +62,14 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
             consume(gm, option, spec.unit)
     for root, (flat, offsets) in marks.items():
         Builder(root.next, root)(MARK_GRADS, root, flat, sorted(offsets))
-    for region, node in enumerate(find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)):
-        for spec in [ParamSpec.of(node.args[1:])] if node.target is not REDUCE_GRAD else []:
+    for region, node in enumerate(find(graph, *TO_LOWER)):
+        if node.target is REDUCE_GRAD:
+            result = _lower_reduce(node, region)
+        else:
+            spec = param_spec(node)
             for option in comm.gather_options(spec):
                 consume(gm, option, spec.unit)
-        result = (
-            _lower_reduce(node, region)
-            if node.target is REDUCE_GRAD
-            else _lower_gather(node, region)
-        )
+            result = _lower_gather(node, region)
         if result is not None:
             node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -80,7 +84,7 @@ def _return_none(root: Node) -> None:
 
 
 def _lower_gather(node: Node, region: int) -> Node:
-    spec = ParamSpec.of(node.args[1:])
+    spec = param_spec(node)
     if node.target is UNSHARD_SLICE:
         spec = spec.over_post_group()
     source = node.args[0]
@@ -91,7 +95,7 @@ def _lower_gather(node: Node, region: int) -> Node:
 
 
 def _lower_reduce(node: Node, region: int) -> Node | None:
-    spec = ParamSpec.of(node.args[2:])
+    spec = param_spec(node)
     grad, flat = node.args[:2]
     grad_value, flat_value = value(grad), value(flat)  # type: ignore[arg-type]
     run = Builder(node, node, CommTag("reduce", region, (spec,)))

@@ -1,47 +1,216 @@
-"""The pipeline: every pass, in the order in which it runs."""
+"""The pipeline: everything that happens to a graph, in the order in which it happens, for both
+executors.
+
+`compiler/driver.py` runs it. Three decisions stand outside, since each is about several graphs or
+is made by trying this very list on copies; they change the plan, not the graph:
+
+- before the joint graph: which parameters a memory budget lets backward keep (`compiler/budget.py`)
+- between the joint graph and its halves: where torch's partitioner cuts (`compiler/partition.py`)
+- before a half: whether ranks take its nodes to cost the same (`planning/consensus.py`), and into
+  parts of which size large units are cut (`compiler/splitting.py`)
+"""
 
 from __future__ import annotations
 
-from .base import Pass, Property, Stage, check_order
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir.graph import phase_of
+from compiled_fsdp.ir.printer import show
+
+from .agree import agree
+from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
 from .choose_collectives import choose_collectives
+from .copy_columns import copy_columns
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
+from .drop_frees import drop_frees
 from .free import free
 from .gather_ahead import gather_ahead
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
+from .name_collectives import name_collectives
+from .note_heads import note_heads
 from .prefetch_all_gather import prefetch_all_gather
 from .read_strided import read_strided
 from .reshard import reshard
 from .step_in_backward import step_in_backward
+from .summarize import summarize
+from .use_gloo import use_gloo
 from .verify import verify
+from .watch_heads import watch_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.fx import GraphModule
+
+    from compiled_fsdp.planning.plan import Plan
+
+    from .base import PassFunction
+
+P = Property
 
 PIPELINE = check_order(
     (
-        Pass(dedup_unshard, Stage.JOINT, (), Property.DEDUPED),
-        Pass(join_grads, Stage.JOINT, (Property.DEDUPED,), Property.JOINED),
-        Pass(choose_collectives, Stage.JOINT, (Property.DEDUPED,), Property.CHOSEN),
-        Pass(reshard, Stage.JOINT, (Property.DEDUPED,), Property.DECIDED),
-        Pass(lower, Stage.HALF, (Property.DECIDED,), Property.LOWERED),
-        Pass(bucket_all_gather, Stage.HALF, (Property.LOWERED,), Property.GATHERS_BUCKETED),
-        Pass(bucket_reduce_scatter, Stage.HALF, (Property.LOWERED,), Property.REDUCES_BUCKETED),
-        Pass(prefetch_all_gather, Stage.HALF, (Property.LOWERED,), Property.PREFETCHED),
-        Pass(delay_wait, Stage.HALF, (Property.LOWERED,), Property.DELAYED),
-        Pass(leave_in_flight, Stage.HALF, (Property.LOWERED, Property.DELAYED), Property.LEFT),
+        Pass(dedup_unshard, Stage.JOINT, (), P.DEDUPED),
+        Pass(join_grads, Stage.JOINT, (P.DEDUPED,), P.JOINED),
+        Pass(choose_collectives, Stage.JOINT, (P.DEDUPED,), P.CHOSEN),
+        Pass(reshard, Stage.JOINT, (P.DEDUPED,), P.DECIDED),
+        Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
+        # torch's partitioner splits the joint graph here
+        Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED),
+        Pass(bucket_all_gather, Stage.HALF, (P.LOWERED,), P.GATHERS_BUCKETED),
+        Pass(bucket_reduce_scatter, Stage.HALF, (P.LOWERED,), P.REDUCES_BUCKETED),
+        Pass(prefetch_all_gather, Stage.HALF, (P.LOWERED,), P.PREFETCHED),
+        Pass(delay_wait, Stage.HALF, (P.LOWERED,), P.DELAYED),
+        Pass(leave_in_flight, Stage.HALF, (P.LOWERED, P.DELAYED), P.LEFT),
+        Pass(step_in_backward, Stage.HALF, (P.LOWERED, P.DELAYED, P.LEFT), P.STEPPED),
+        Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED),
+        Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
+        Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD),
+        Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
-            step_in_backward,
+            watch_heads,
             Stage.HALF,
-            (Property.LOWERED, Property.DELAYED, Property.LEFT),
-            Property.STEPPED,
+            (P.HEADS_NOTED,),
+            P.HEADS_WATCHED,
+            is_for_all=True,  # forward may have nothing of ours, where parameters stay full
+            is_tried=False,
         ),
-        Pass(read_strided, Stage.HALF, (Property.LOWERED,), Property.STRIDED),
-        Pass(free, Stage.HALF, (Property.PREFETCHED, Property.DELAYED), Property.FREED),
-        Pass(verify, Stage.HALF, (Property.LOWERED, Property.FREED), Property.VERIFIED),
-        Pass(gather_ahead, Stage.HALF, (Property.VERIFIED,), Property.AHEAD),
+        Pass(agree, Stage.HALF, (P.SUMMARIZED,), P.COMPARED, is_tried=False),
+        Pass(
+            drop_frees,
+            Stage.HALF,
+            (P.SUMMARIZED,),
+            P.FREES_DROPPED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
+        Pass(
+            copy_columns,
+            Stage.HALF,
+            (P.STRIDED,),
+            P.COPIES_CALLED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
+        Pass(use_gloo, Stage.HALF, (P.AHEAD,), P.OVER_GLOO, is_for_all=True, is_tried=False),
+        Pass(
+            name_collectives, Stage.HALF, (P.OVER_GLOO,), P.NAMED, is_for_all=True, is_tried=False
+        ),
+        Pass(verify, Stage.HALF, (P.LOWERED, P.FREED, P.NAMED), P.VERIFIED, is_tried=False),
     )
 )
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)
 HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
+
+# Not to be left out, and what would become of a graph otherwise.
+ALWAYS = {
+    note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    lower.__name__: "every parameter would be gathered by itself",
+    watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    use_gloo.__name__: "torch's all-gather over gloo corrupts memory now and then",
+    verify.__name__: "a fault of another pass would go unseen",
+}
+
+_current = PIPELINE
+
+
+def current(stage: Stage) -> tuple[Pass, ...]:
+    """The passes for graphs of a stage that are compiled from now on."""
+    return tuple(entry for entry in _current if entry.stage is stage)
+
+
+@contextmanager
+def pipeline(
+    *own: PassFunction, before: str = "", after: str = "", without: str | Sequence[str] = ()
+) -> Iterator[tuple[Pass, ...]]:
+    """Add passes of one's own to the pipeline, or leave some out, for graphs compiled inside.
+
+    A pass is a function `(gm, plan)` that reads or rewrites `gm.graph`. It sees the graph that the
+    pass before its place has left: the joint graph up to `note_heads`, a forward or backward from
+    `lower` on. `verify` checks what it made of it. Inside another `pipeline`, this one changes that
+    one's. Backward is compiled where it first runs; what is compiled already stays as it is.
+
+    Args:
+        own: the passes, in this order, by `before` or `after`.
+        before, after: the name of the pass that they stand next to.
+        without: names of passes to leave out.
+
+    Raises:
+        ValueError: there is no such pass, it cannot be left out, or none may stand there.
+    """
+    global _current
+    outer = _current
+    _current = changed(
+        outer, own, before, after, (without,) if isinstance(without, str) else without
+    )
+    try:
+        yield _current
+    finally:
+        _current = outer
+
+
+def changed(
+    passes: Sequence[Pass],
+    own: Sequence[PassFunction],
+    before: str,
+    after: str,
+    without: Sequence[str],
+) -> tuple[Pass, ...]:
+    """The passes with others among them, and without some."""
+    names = [entry.name for entry in passes]
+    for name in (*without, *(name for name in (before, after) if name)):
+        if name not in names:
+            raise ValueError(f"pipeline: there is no pass {name!r}; there are {names}")
+    for name in without:
+        if name in ALWAYS:
+            raise ValueError(
+                f"pipeline: {name} cannot be left out: without it {ALWAYS[name]}. To see a graph "
+                "at some place, add compiled_fsdp.print_graph there"
+            )
+    if bool(own) != bool(before or after) or (before and after):
+        raise ValueError(
+            f"pipeline: before={before!r} and after={after!r} with {len(own)} passes; passes of "
+            "one's own need one of the two, to say where they stand"
+        )
+    if after == verify.__name__:
+        raise ValueError("pipeline: after verify nothing would be checked; add passes before it")
+    entries: list[Pass] = []
+    for entry in passes:
+        added = _own(own, entry.stage) if entry.name in (before, after) else []
+        kept = [] if entry.name in without else [entry]
+        entries += [*added, *kept] if entry.name == before else [*kept, *added]
+    return check_order(entries, absent=[entry for entry in PIPELINE if entry not in entries])
+
+
+def _own(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
+    ours = {entry.name for entry in PIPELINE}
+    for function in functions:
+        name = getattr(function, "__name__", "")
+        if not callable(function) or not name.isidentifier() or name in ours:
+            raise ValueError(
+                f"pipeline: {function!r} is no pass: it should be a function (gm, plan) with a "
+                "name of its own, by which dumps call it"
+            )
+    return [Pass(function, stage, (), None, is_tried=False) for function in functions]
+
+
+def key() -> str | None:
+    """What the pipeline adds to the key of compile caches; None, so that every pass really runs,
+    with passes of a user's, whose source nobody knows.
+    """
+    if any(entry not in PIPELINE for entry in _current):
+        return None
+    return " ".join(entry.name for entry in _current)
+
+
+def print_graph(gm: GraphModule, plan: Plan) -> None:
+    """Print a graph, as a pass that stands wherever it is added: `pipeline(print_graph,
+    after="free")`.
+    """
+    print(f"# {phase_of(gm.graph)}\n{show(gm.graph)}")  # noqa: T201  # what it is for

@@ -45,8 +45,7 @@ import torch
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import Builder, backward_nodes, find, is_view
-from compiled_fsdp.ir.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE, param_spec, set_param_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,14 +77,14 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
     by_class: dict[str, list[Node]] = {"gather": [], "keep": [], "slice": []}
     dropped, kept, bought = by_class["gather"], by_class["keep"], []
     for node in find(gm.graph, UNSHARD):
-        spec = ParamSpec.of(node.args[1:])
+        spec = param_spec(node)
         if (spec.unit, spec.fqn) in plan.kept:
             spec = replace(spec, reshard="keep")
             bought.append(node)
         elif (spec.unit, spec.fqn) in plan.dropped:
             spec = replace(spec, reshard="gather")
-        if spec.reshard != ParamSpec.of(node.args[1:]).reshard:
-            node.args = (node.args[0], *spec.args())  # type: ignore[arg-type]
+        if spec.reshard != param_spec(node).reshard:
+            set_param_spec(node, spec)
         by_class[spec.reshard].append(node)
         for option in OPTIONS:
             meta.consume(gm, option, spec.unit)

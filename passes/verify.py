@@ -18,7 +18,7 @@ import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
-from compiled_fsdp.ir.collectives import ALL_TO_ALL, GATHERS, WAIT
+from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
@@ -32,20 +32,21 @@ from compiled_fsdp.ir.graph import (
     sum_root,
     value,
 )
-from compiled_fsdp.ir.meta import get_captured, get_tag, saved_for_backward
+from compiled_fsdp.ir.meta import get_captured, get_heads, get_tag, saved_for_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
+    AGREE,
     FREE,
     GATHER_AHEAD,
-    MARK_GRADS,
-    REDUCE_GRAD,
     REDUCE_LATER,
     STEP,
-    UNSHARD,
-    UNSHARD_SLICE,
+    TO_LOWER,
+    WATCH_HEADS,
+    param_spec,
+    traits_of,
 )
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.sequence import sequence
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -77,7 +78,7 @@ def check(gm: GraphModule, plan: Plan, where: str) -> None:
 
 def lowered(gm: GraphModule, plan: Plan) -> Violations:
     """Every fsdp op that communicates has been lowered to collectives."""
-    for node in find(gm.graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD):
+    for node in find(gm.graph, *TO_LOWER):
         yield node, f"%{node.name} is still an fsdp op"
 
 
@@ -87,7 +88,7 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
     """
     for node in _ours(starts(gm.graph)):  # the user may await his own as often as he likes
         users = list(node.users)
-        if len(users) != 1 or users[0].target not in (WAIT, REDUCE_LATER):
+        if len(users) != 1 or not traits_of(users[0].target).awaits:
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in users]}"
     for wait in _ours(find(gm.graph, WAIT)):
         if wait.all_input_nodes[0].target is WAIT:
@@ -149,10 +150,10 @@ def _described(start: Node) -> str:
     """What a collective does, without its position in the arguments; one that may have started
     ahead, as it would start here.
     """
-    target, args = start.target, start.args
+    target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
         shard, _, _, sizes, *others = args
-        is_whole = len(sizes) == 1  # type: ignore[arg-type]
+        is_whole = len(sizes) == 1
         target, args = (
             (comm.ALL_GATHER, (shard, *others))
             if is_whole
@@ -229,7 +230,7 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
         if not communicates:
             wanted = 1.0, prod(wanted)
         for later in (n for n in region.nodes if n.target is REDUCE_LATER):
-            after *= ParamSpec.of(later.args[3:]).post_divide
+            after *= param_spec(later).post_divide
         if (before, after) != ({wanted[0]}, wanted[1]):
             names = [s.fqn for s in region.tag.specs]
             found = (*sorted(before), after)
@@ -304,7 +305,7 @@ def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
             for user in alias.users:
                 if user.target is not FREE and position[user] > position[free]:
                     yield user, f"%{user.name} reads %{alias.name} after it is freed"
-                elif user.target in comm.STARTS and any(
+                elif traits_of(user.target).starts and any(
                     position[w] > position[free] for w in user.users
                 ):
                     yield user, f"%{user.name} is still reading %{alias.name} when it is freed"
@@ -333,8 +334,7 @@ def freed_once(gm: GraphModule, plan: Plan) -> Violations:
     end = output(gm.graph)
     for wait in find(gm.graph, WAIT) if frees else ():
         is_buffer = (
-            wait.all_input_nodes[0].target in (*GATHERS, GATHER_AHEAD, ALL_TO_ALL)
-            and get_tag(wait) is not None
+            traits_of(wait.all_input_nodes[0].target).is_buffer and get_tag(wait) is not None
         )
         is_returned = any(alias in end.all_input_nodes for alias in aliases(wait))
         if frees[wait] > 1 or (is_buffer and frees[wait] != (not is_returned)):
@@ -379,7 +379,7 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
 
 def gradients_marked(gm: GraphModule, plan: Plan) -> Violations:
     """Every fully reduced gradient is named by exactly one mark_grads_, reduce_later_ or step_."""
-    marks = find(gm.graph, MARK_GRADS, REDUCE_LATER, STEP)
+    marks = [node for node in gm.graph.nodes if traits_of(node.target).marks]
     marked = Counter(offset for node in marks for offset in cast("list[int]", node.args[2]))
     regions = find_regions(gm.graph, "reduce")
     reduced = Counter(
@@ -488,6 +488,21 @@ def same_meaning(gm: GraphModule, plan: Plan) -> Violations:
         yield from captured.differences(gm.graph)
 
 
+def announced(gm: GraphModule, plan: Plan) -> Violations:
+    """What a graph says of itself before it runs is so: its collectives, in order, and which
+    outputs lead to which parameters.
+    """
+    text, groups = sequence(gm.graph)
+    for node in find(gm.graph, AGREE):
+        if node.args[1] and list(node.args[1:3]) != [text, groups]:
+            yield node, f"%{node.name} compares\n{node.args[1]}\nwhere the graph has\n{text}"
+    flats = [flat for flat in placeholders(gm.graph) if get_heads(flat) is not None]
+    for node in find(gm.graph, WATCH_HEADS) if flats else ():
+        if list(node.args[1]) != flats:  # type: ignore[arg-type]
+            named = ", ".join(f"%{flat.name}" for flat in flats)
+            yield node, f"%{node.name} leaves out some of {named}, to which not all outputs lead"
+
+
 INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     lowered,
     waited_once,
@@ -507,4 +522,5 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     bounded_left,
     same_interface,
     same_meaning,
+    announced,
 )

@@ -18,17 +18,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import Interpreter
 
-from compiled_fsdp.dump.writer import kind_of, trace_schedule
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import starts
-from compiled_fsdp.ir.heads import add_heads
+from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.meta import get_tag
-from compiled_fsdp.ir.sequence import add_agreement, owner
+from compiled_fsdp.ir.sequence import owner
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.ranges import title
 
-from .inductor import install_passes, run_half, run_joint, use_gloo
+from .driver import run_half, run_joint
+from .inductor import install_passes
 from .partition import partition
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMo
 
 def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     gm = run_half(gm)
-    add_heads(gm.graph)
-    add_agreement(gm.graph)
-    use_gloo(gm.graph)
-    trace_schedule(gm.graph, is_fused=False)
-    gm.recompile()
     plain: Callable[..., Any] = boxed_nop(gm, inputs)
     names = _names(gm.graph)
     if not names:
@@ -62,7 +56,7 @@ def _compile_half(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
 
 def _names(graph: Graph) -> dict[Node, str]:
     """Names in profiles of torch's own collectives, and of the waits for them."""
-    phase, found = kind_of(graph), {}
+    phase, found = phase_of(graph), {}
     for node in (
         n for n in starts(graph) if str(n.target).startswith("_c10d_functional.") and get_tag(n)
     ):

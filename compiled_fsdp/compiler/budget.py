@@ -29,8 +29,7 @@ from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, find, last_read, order
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
 
 from .splitting import fit_split
@@ -171,14 +170,11 @@ def _moves(graph: Graph) -> tuple[Move, ...]:
     """In this order: slices of the parameters that have a smaller mesh, then whole parameters; of
     both, the last that forward gathers first.
     """
-    specs = [ParamSpec.of(node.args[1:]) for node in find(graph, UNSHARD)]
+    specs = [param_spec(node) for node in find(graph, UNSHARD)]
     dropped = [s for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1]
     slices = [s.over_post_group() for s in dropped if s.reshard == "slice"]
     sliced = [Move(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
-    whole = [
-        Move(KEEP, (s.unit, s.fqn), s.group_size * s.shard_numel * s.dtype.itemsize)
-        for s in dropped
-    ]
+    whole = [Move(KEEP, (s.unit, s.fqn), s.full_bytes()) for s in dropped]
     return (*sliced, *whole)
 
 

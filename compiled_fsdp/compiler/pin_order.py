@@ -35,13 +35,16 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NodeUser
 from torch._inductor.virtualized import V
 
 from compiled_fsdp.ir import meta
-from compiled_fsdp.ir.collectives import STARTS, WAIT
-from compiled_fsdp.ir.schema import REDUCE_LATER
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.schema import TRAITS
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-ASYNCHRONOUS = (*STARTS, REDUCE_LATER)
+# What reads its inputs for longer than it runs.
+ASYNCHRONOUS = tuple(
+    op for op, traits in TRAITS.items() if traits.starts or traits.awaits == "unit"
+)
 
 
 def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:

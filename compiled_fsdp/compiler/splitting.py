@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import find
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec
+from compiled_fsdp.passes.base import Stage, run_pipeline
+from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.planning.planner import WORTH, predict
 
-from .trial import copied
+from .trial import TRIAL, copied
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
@@ -33,19 +34,13 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    from compiled_fsdp.passes.base import Property, run_pipeline
-    from compiled_fsdp.passes.pipeline import HALF
-
-    lower, *others = (
-        entry for entry in HALF if entry.provides not in (Property.VERIFIED, Property.AHEAD)
-    )
-    lowered = run_pipeline(copied(gm), plan, [lower], is_trial=True)  # the same for every size
+    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(TRIAL))
+    lowered = run_pipeline(copied(gm), plan, [lower], context=TRIAL)  # the same for every size
 
     def seconds_in_parts(size: int) -> float:
         under = replace(plan, split_bytes=size)
-        return predict(
-            run_pipeline(copied(lowered), under, others, is_trial=True).graph, costs
-        ).total
+        tried = run_pipeline(copied(lowered), under, others, context=TRIAL)
+        return predict(tried.graph, costs).total
 
     costs, largest = plan.costs, _largest(gm.graph)
     seconds = {size: seconds_in_parts(size) for size in (0, *(largest // n for n in PARTS))}
@@ -58,8 +53,6 @@ def _largest(graph: Graph) -> int:
     """Bytes of the largest unit's full parameters, in the dtype in which they travel."""
     units: dict[str, dict[str, int]] = {}
     for node in find(graph, UNSHARD, REDUCE_GRAD):
-        spec = ParamSpec.of(node.args[2 if node.target is REDUCE_GRAD else 1 :])
-        units.setdefault(spec.unit, {})[spec.fqn] = (
-            spec.group_size * spec.shard_numel * spec.dtype.itemsize
-        )
+        spec = param_spec(node)
+        units.setdefault(spec.unit, {})[spec.fqn] = spec.full_bytes()
     return max((sum(members.values()) for members in units.values()), default=0)

@@ -15,8 +15,10 @@ from torch.fx import Graph
 
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
-from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
+from compiled_fsdp.passes.base import Context, Stage, run_pipeline
+from compiled_fsdp.passes.pipeline import current
+from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_places, taken_over
 from compiled_fsdp.planning.memory import StepProfile, profile_step
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
+
+
+TRIAL = Context(is_trial=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    from compiled_fsdp.passes.base import run_pipeline
-    from compiled_fsdp.passes.pipeline import JOINT
-
-    joint = run_pipeline(copied(gm), plan, JOINT, is_trial=True)
+    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=TRIAL)
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
@@ -78,13 +80,10 @@ def schedule(
     """A trial of these halves, which are used up. fit: decides the rest of the plan for each half,
     as `fit_split` does.
     """
-    from compiled_fsdp.passes.base import Property, run_pipeline
-    from compiled_fsdp.passes.pipeline import HALF
-
     plan = plan.executed_by(is_fused=is_fused)
-    passes = [entry for entry in HALF if entry.provides is not Property.VERIFIED]
+    passes = current(Stage.HALF)
     forward, backward = (
-        run_pipeline(half, fit(half, plan), passes, is_trial=True).graph for half in halves
+        run_pipeline(half, fit(half, plan), passes, context=TRIAL).graph for half in halves
     )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 
@@ -100,8 +99,6 @@ def is_settled(halves: Halves) -> bool:
     What is cheaply computed from parameters alone is computed again in either case
     (`passes/reshard.py`).
     """
-    from compiled_fsdp.passes.reshard import from_weights
-
     forward, backward = (half.graph for half in halves)
     names = {node.name for node in forward.nodes if node.op == "call_function"}
     again = [node for node in backward.nodes if node.name in names]
@@ -139,16 +136,16 @@ def with_kept(halves: Halves, params: Collection[tuple[str, str]]) -> Halves:
 def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None:
     unsharded = {}
     for node in find(forward, UNSHARD):
-        spec = ParamSpec.of(node.args[1:])
+        spec = param_spec(node)
         if (spec.unit, spec.fqn) in params:
-            node.args = (node.args[0], *replace(spec, reshard="keep").args())  # type: ignore[arg-type]
+            set_param_spec(node, replace(spec, reshard="keep"))
             unsharded[spec.unit, spec.fqn] = node
     taken = taken_over(backward)
     places = saved_places(forward, len(taken))
     before = meta.returned(output(forward))
     saved: list[tuple[Node | None, object]] = []
     for node in find(backward, UNSHARD):
-        spec = ParamSpec.of(node.args[1:])
+        spec = param_spec(node)
         if kept := unsharded.get((spec.unit, spec.fqn)):
             with backward.inserting_before(taken[0]):
                 instead = backward.placeholder(node.name)

@@ -50,9 +50,7 @@ class Bucket:
         """From a communication in a graph."""
         specs = region.tag.specs
         dtypes = [s.reduce_dtype if region.tag.kind == "reduce" else s.dtype for s in specs]
-        sizes = [
-            s.shard_numel * s.group_size * d.itemsize for s, d in zip(specs, dtypes, strict=True)
-        ]
+        sizes = [spec.full_bytes(dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
         return cls(
             units=list(dict.fromkeys(s.unit for s in specs)),
             params=[s.fqn for s in specs],

@@ -22,7 +22,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import find, is_backward, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_tag, module_of
-from compiled_fsdp.ir.schema import CUSTOM_ALL_GATHER
+from compiled_fsdp.ir.schema import traits_of
 from compiled_fsdp.planning.costs import assumed, nbytes, traffic
 from compiled_fsdp.planning.halves import Handed, follows, handed_over, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import IN_FLIGHT, Lifetimes
@@ -136,16 +136,12 @@ def _collective(start: Node) -> dict[str, Any]:
     """What a collective carries: full tensors in bytes, and what this rank sends of them."""
     tag = get_tag(start)
     specs = () if tag is None else tag.specs
-    is_gather = start.target in (*comm.GATHERS, CUSTOM_ALL_GATHER)
+    kind = traits_of(start.target).starts
     sent, group = traffic(start)
     return {
         "node": start.name,
         "op": start.target._opname,  # type: ignore[union-attr]
-        "kind": "all_reduce"
-        if start.target is comm.ALL_REDUCE
-        else "gather"
-        if is_gather
-        else "reduce",
+        "kind": kind if kind in ("gather", "all_reduce") else "reduce",
         "is_ours": tag is not None,
         "units": list(dict.fromkeys(spec.unit.split("#")[0] for spec in specs)),
         "parameters": [
@@ -153,11 +149,13 @@ def _collective(start: Node) -> dict[str, Any]:
                 "name": s.fqn,
                 "unit": s.unit.split("#")[0],
                 "shape": list(s.shape),
-                "bytes": s.shard_numel * s.group_size * s.dtype.itemsize,
+                "bytes": s.full_bytes(),
             }
             for s in specs
         ],
-        "bytes": int(nbytes(start) if is_gather else sum(map(nbytes, start.all_input_nodes))),
+        "bytes": int(
+            nbytes(start) if kind == "gather" else sum(map(nbytes, start.all_input_nodes))
+        ),
         "sent": int(sent),
         "dtype": str(value(start.all_input_nodes[0]).dtype).removeprefix("torch."),
         "group": group,

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import WAIT, group_of
-from compiled_fsdp.ir.graph import find, is_backward, is_matmul, starts
+from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import FREE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED, current_plan
 from compiled_fsdp.planning.planner import predict
@@ -91,8 +91,8 @@ class Ran(Protocol):
         ...
 
     @property
-    def provides(self) -> Enum:
-        """What holds of the graph from now on."""
+    def provides(self) -> Enum | None:
+        """What holds of the graph from now on; None for a pass of the user's."""
         ...
 
 
@@ -137,13 +137,14 @@ class Dump:
 
     def after_pass(self, gm: GraphModule, entry: Ran) -> None:
         """Write the graph after a pass."""
-        self.held.append(entry.provides.name)
+        holds = entry.provides.name if entry.provides is not None else ""
+        self.held.extend([holds] if holds else [])
         if not self.is_on:
             return
         before, self.counts = self.counts, Counts.of(gm.graph)
         log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
         self._write_pass(gm, entry.name)
-        if entry.provides.name == "VERIFIED" and (self.path is not None or is_traced()):
+        if holds == "SUMMARIZED" and (self.path is not None or is_traced()):
             self._write_memory(gm.graph)
             self._write_timeline(gm.graph)
             if self.path is not None:
@@ -225,11 +226,11 @@ class Counts:
             heavy += is_matmul(node)
             if node in kept or node.target is WAIT:
                 places[node.name] = heavy
-        unlowered = len(find(graph, UNSHARD, UNSHARD_SLICE)), len(find(graph, REDUCE_GRAD))
-        lowered = (
-            sum(bool(r.starts) for r in find_regions(graph, kind)) for kind in ("gather", "reduce")
+        unlowered = [traits_of(node.target).lowers_to for node in graph.nodes]
+        gathers, reductions = (
+            unlowered.count(kind) + sum(bool(r.starts) for r in find_regions(graph, kind))
+            for kind in ("gather", "reduce")
         )
-        gathers, reductions = (a + b for a, b in zip(unlowered, lowered, strict=True))
         return cls(len(graph.nodes), gathers, reductions, len(find(graph, FREE)), places)
 
     def changes(self, after: Counts) -> str:
@@ -283,8 +284,3 @@ def trace_schedule(graph: Graph, *, is_fused: bool) -> None:
         "json",
         lambda: [f"torch.ops.{node.target}" for node in found],
     )
-
-
-def kind_of(graph: Graph) -> str:
-    """Forward or backward, by the inputs."""
-    return "backward" if is_backward(graph) else "forward"

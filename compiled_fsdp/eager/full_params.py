@@ -147,11 +147,7 @@ class FullParams:
     @property
     def num_bytes(self) -> int:
         """See `gathers.Gather`."""
-        sizes = [
-            (p.spec.shard_numel * p.spec.group_size, p.spec.dtype.itemsize)
-            for p in self.unit.params
-        ]
-        return sum(numel * itemsize for numel, itemsize in sizes)
+        return sum(p.spec.full_bytes() for p in self.unit.params)
 
     def part(self, flat: FlatParam) -> tuple[int, int]:
         """See `gathers.Gather`."""

@@ -39,8 +39,7 @@ from compiled_fsdp.eager.resident import shown
 from compiled_fsdp.errors import first_of, warn_once
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
-from compiled_fsdp.ir.schema import UNSHARD
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.torch_private.dtensors import local_tensor, spec_of, with_spec
 from compiled_fsdp.torch_private.dynamo import (
     ENTER_INFERENCE,
@@ -224,7 +223,7 @@ def _share_reads(graph: Graph, graphs: list[Graph], written: set[int]) -> None:
     for key, nodes in reads.items():
         if not any(_is_written(node, written) for node in nodes):
             continue
-        spec = ParamSpec.of(nodes[0].args[1:])
+        spec = param_spec(nodes[0])
         elsewhere = [
             n
             for g in graphs
@@ -368,7 +367,7 @@ def _check_not_hidden(graphs: list[Graph], written: set[int]) -> None:
     reads = [
         node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)
     ]
-    flats = {node.args[0]: ParamSpec.of(node.args[1:]).fqn for node in reads}
+    flats = {node.args[0]: param_spec(node).fqn for node in reads}
     for node in graphs[0].find_nodes(op="placeholder"):
         value = real_input(node)
         if not isinstance(value, Tensor) or not _is_written(node, written):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
 
 from compiled_fsdp.ir.collectives import CUSTOM
-from compiled_fsdp.ir.spec import register
+from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.units.layout import flat_layout
 from compiled_fsdp.units.unit import Unit, taken
 
@@ -154,13 +154,13 @@ class FlatUnit(Unit):
         plain = replace(spec, pre_divide=1.0, post_divide=1.0)
         if spec.group_size > 1:
             return replace(
-                plain, reduce_algorithm=CUSTOM + register(ReduceScatterHook.of(hook, state))
+                plain, reduce_algorithm=CUSTOM + REGISTRY.key(ReduceScatterHook.of(hook, state))
             )
         return replace(
             plain,
             replicate_size=1,
             replicate_group="",
-            hook=register(AllReduceHook.of(hook, state)),
+            hook=REGISTRY.key(AllReduceHook.of(hook, state)),
         )
 
     def sync_gradients(self, value: bool) -> None:

@@ -22,7 +22,7 @@ from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, get_state, module_by_key, states_below
 from compiled_fsdp.ir.collectives import CUSTOM
-from compiled_fsdp.ir.spec import register
+from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
@@ -441,7 +441,7 @@ class FSDPModule(StockFSDPModule):
                 "set_all_reduce_hook: stream is not supported yet; the hook runs on the current "
                 "stream"
             )
-        self._fsdp_set(recurse=False, all_reduce_hook=register(hook))
+        self._fsdp_set(recurse=False, all_reduce_hook=REGISTRY.key(hook))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
@@ -452,7 +452,7 @@ class FSDPModule(StockFSDPModule):
         """
         self._fsdp_single_mesh("set_custom_all_gather", "The custom comm")
         check_callable("set_custom_all_gather", "comm", comm, "allocate")
-        self._fsdp_set(recurse=False, all_gather=CUSTOM + register(comm))
+        self._fsdp_set(recurse=False, all_gather=CUSTOM + REGISTRY.key(comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
@@ -463,7 +463,7 @@ class FSDPModule(StockFSDPModule):
         """
         self._fsdp_single_mesh("set_custom_reduce_scatter", "The custom comm")
         check_callable("set_custom_reduce_scatter", "comm", comm, "allocate")
-        self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + register(comm))
+        self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + REGISTRY.key(comm))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Accepted, and nothing more: gathers wait for the current stream, which is never too

@@ -3,19 +3,14 @@
 Every function takes `run`, which applies an op: `launch.call` applies it to real tensors (eager
 runtime, unlowered IR ops), the graph builder in `graph.py` appends a node. So lowering and eager
 mode cannot drift apart.
-
-Private torch used here: the `_c10d_functional` ops (tried on 2.13; `group` is the group's name).
-They move when `group_name` changes its type, as in 2.13, where a name, a group or an FX node is
-accepted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
 from . import schema
 from .spec import MEAN
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
     Run = Callable[..., Value]
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
+c10d = schema.c10d
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
@@ -39,16 +34,7 @@ WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
 GATHERS = (ALL_GATHER, schema.ALL_GATHER)
 ALL_TO_ALL = schema.ALL_TO_ALL
-STARTS = (
-    *GATHERS,
-    REDUCE_SCATTER,
-    ALL_TO_ALL,
-    ALL_REDUCE,
-    schema.ALL_REDUCE,
-    schema.CUSTOM_ALL_GATHER,
-    schema.CUSTOM_REDUCE_SCATTER,
-    schema.GATHER_AHEAD,
-)
+STARTS = tuple(op for op, traits in schema.TRAITS.items() if traits.starts)
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
@@ -323,7 +309,7 @@ def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]
     start = 0
     is_open = False  # whether the next small parameter may join the last piece
     for place, spec in enumerate(specs):
-        is_small = spec.group_size * spec.shard_numel * dtype.itemsize < spec.own_message
+        is_small = spec.full_bytes(dtype) < spec.own_message
         if is_small and is_open:
             last = pieces[-1]
             pieces[-1] = Message((*last.members, place), last.start, last.numel + spec.shard_numel)
@@ -482,6 +468,20 @@ def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], num
             else run(aten.clone.default, padded[0], memory_format=torch.contiguous_format)
         )
     return run(aten.cat.default, padded)
+
+
+def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call that a node stands for: op, arguments and keywords, without names for profiles; of
+    ours that do what an op of torch's does (a gather of one message), torch's.
+    """
+    target, args = node.target, cast("tuple[Any, ...]", node.args)
+    if target is schema.COPY_COLUMNS:
+        return aten.clone.default, args, {"memory_format": torch.contiguous_format}
+    if target is schema.ALL_REDUCE:
+        return ALL_REDUCE, args, {}
+    if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
+        return ALL_GATHER, (args[0], *args[2:]), {}
+    return target, args, {} if target in STARTS else dict(node.kwargs)
 
 
 def group_of(start: Node) -> str:

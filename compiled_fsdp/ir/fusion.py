@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .collectives import CONVERT, STARTS, WAIT
+from .collectives import CONVERT
 from .graph import aliases, is_view
 from .meta import get_tag
-from .schema import COPY_COLUMNS, FREE, MARK_GRADS, STEP
+from .schema import traits_of
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -47,15 +47,6 @@ GENERATED = (  # kernels that Inductor generates, other than pointwise ones
     aten.var.correction,
     aten.var_mean.correction,
 )
-ORDERED_ONLY = (
-    *STARTS,
-    WAIT,
-    COPY_COLUMNS,
-    FREE,
-    MARK_GRADS,
-    STEP,
-    operator.getitem,
-)  # no reason to split a chain
 MOST_READS = 8  # Inductor's limit on what a value may be computed from before it gets a buffer
 
 
@@ -70,7 +61,8 @@ def inlined(graph: Graph) -> set[Node]:
         calls += (
             node.op == "call_function"
             and not is_generated(node)
-            and node.target not in ORDERED_ONLY
+            and node.target is not operator.getitem
+            and traits_of(node.target).price == "kernel"  # others are no reason to split a chain
         )
     found: set[Node] = set()
     for node in graph.nodes:

@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from . import meta
-from .collectives import STARTS, WAIT
-from .schema import MARK_GRADS, STEP
+from .collectives import STARTS
+from .schema import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,13 +105,16 @@ def is_view(node: Node) -> bool:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in (
-        WAIT,
-        torch.ops.aten._unsafe_view.default,
-    ):  # aliases that the schema does not declare
+    if is_undeclared_alias(node):
         return True
     returns = node.target._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_undeclared_alias(node: Node) -> bool:
+    """Whether the result is the first argument, though the op's schema does not say so."""
+    is_view_of_torch = node.target is torch.ops.aten._unsafe_view.default
+    return is_view_of_torch or traits_of(node.target).is_alias
 
 
 def aliases(node: Node) -> list[Node]:
@@ -128,11 +131,15 @@ def last_read(buffer: Node, position: dict[Node, int]) -> int:
     """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
     a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone.
     """
-    readers = [
-        u for alias in aliases(buffer) for u in alias.users if u.target not in (MARK_GRADS, STEP)
-    ]
-    readers += [wait for u in readers if u.target in STARTS for wait in u.users]
+    readers = [u for alias in aliases(buffer) for u in alias.users if not _is_mark(u)]
+    readers += [wait for u in readers if traits_of(u.target).starts for wait in u.users]
     return max((position[reader] for reader in readers), default=-1)
+
+
+def _is_mark(node: Node) -> bool:
+    """Whether this says which gradients are complete, of a reduction that is over."""
+    traits = traits_of(node.target)
+    return traits.marks and not traits.awaits
 
 
 def is_sum(node: Node) -> bool:
@@ -215,6 +222,18 @@ def downstream(node: Node) -> set[Node]:
 def is_backward(graph: Graph) -> bool:
     """Whether this is the backward half of a training graph, by its inputs."""
     return any(n.name.startswith("tangents") for n in placeholders(graph))
+
+
+def phase_of(graph: Graph) -> str:
+    """Forward or backward, by the inputs."""
+    return "backward" if is_backward(graph) else "forward"
+
+
+def begin(graph: Graph, like: Node, op: Callable[..., Any], *args: Any) -> None:
+    """Let a graph begin with an op that writes to a token, made like one of its inputs."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    run = Builder(first, first)
+    run(op, run(torch.ops.aten.new_empty.default, like, [1], dtype=torch.uint8), *args)
 
 
 def is_matmul(node: Node) -> bool:

@@ -33,7 +33,7 @@ _CONSUMED, _RUNNING, _RECORD, _SYMBOLS = (
     "fsdp_record",
     "fsdp_symbols",
 )
-_HEADS = "fsdp_heads"
+_HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -86,6 +86,19 @@ def get_captured(gm: GraphModule) -> Any:
     pipeline.
     """
     return gm.meta.get(_KEY)
+
+
+def set_context(gm: GraphModule, context: object) -> None:
+    """Let passes find the context of the pipeline that runs; None when it is done."""
+    if context is None:
+        gm.meta.pop(_CONTEXT, None)
+    else:
+        gm.meta[_CONTEXT] = context
+
+
+def get_context(gm: GraphModule) -> Any:
+    """What `set_context` left (`passes.base.Context`); None outside a run of the pipeline."""
+    return gm.meta.get(_CONTEXT)
 
 
 # (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision

@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .collectives import WAIT
-from .graph import hint
+from .graph import hint, is_undeclared_alias
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import Node
 
-RETURNS_INPUT = (
-    WAIT,
-    torch.ops.aten._unsafe_view.default,
-)  # aliases that the schema does not declare
 MAY_COPY = (
     torch.ops.aten.reshape.default,
     torch.ops.aten.contiguous.default,
@@ -63,7 +58,7 @@ def source_of(node: Node, i: int) -> tuple[Node, int] | None:
             return None
         values = list(parent.meta["val"])
         return parent, i + len(tree_leaves(values[: range(len(values))[node.args[1]]]))  # type: ignore[index]
-    if node.target in RETURNS_INPUT:
+    if is_undeclared_alias(node):
         return node.all_input_nodes[0], 0
     if not isinstance(node.target, torch._ops.OpOverload):
         return None

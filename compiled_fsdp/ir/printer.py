@@ -17,8 +17,7 @@ from .collectives import CONVERT, WAIT
 from .graph import starts
 from .opaque import Opaque
 from .regions import find_regions
-from .schema import FREE, KEEP_SLICE, REDUCE_GRAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
-from .spec import ParamSpec
+from .schema import FREE, param_spec, traits_of
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -33,13 +32,7 @@ _DTYPES = {
     torch.bool: "b8",
     torch.uint8: "u8",
 }
-_SPEC_FROM: dict[object, int] = {
-    UNSHARD: 1,
-    REDUCE_GRAD: 2,
-    KEEP_SLICE: 1,
-    UNSHARD_SLICE: 1,
-    REDUCE_LATER: 3,
-}
+MOST_CHARACTERS, BEGIN = 200, 40  # of a text among the arguments
 
 
 def show(graph: Graph) -> str:
@@ -82,10 +75,10 @@ def _text_of(node: Node) -> str:
 
 def _arguments(node: Node) -> list[object]:
     """An fsdp op's constants are named by the parameter; the reshard class is what else matters."""
-    count = _SPEC_FROM.get(node.target)
-    if count is None:
+    count = traits_of(node.target).spec_at
+    if not count:
         return list(node.args)
-    spec = ParamSpec.of(node.args[count:])
+    spec = param_spec(node)
     return [*node.args[:count], spec.fqn, f"reshard={spec.reshard}"]
 
 
@@ -104,7 +97,16 @@ def _text(value: object) -> str:
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, torch.dtype):
         return _DTYPES.get(value, str(value))
-    return repr(value) if isinstance(value, str) and "=" not in value else str(value)
+    if isinstance(value, str) and "=" not in value.partition("\n")[0]:
+        return _quoted(value)
+    return str(value)
+
+
+def _quoted(text: str) -> str:
+    """A text that fits on a line; of a longer one, how it begins."""
+    line = text.partition("\n")[0]
+    begin = line if len(line) <= MOST_CHARACTERS else line[:BEGIN]
+    return repr(begin) if begin == text else f"{begin!r}..."
 
 
 def _type(node: Node) -> str:
@@ -125,7 +127,7 @@ def collectives(graph: Graph) -> list[str]:
     lines = []
     for node in graph.nodes:
         is_ours = node.op == "call_function" and (
-            node.target in _SPEC_FROM or node.target in (WAIT, FREE)
+            traits_of(node.target).spec_at > 0 or node.target in (WAIT, FREE)
         )
         is_cast = node.target is CONVERT and meta.get_tag(node) is not None
         if node in kept or is_ours or is_cast:
@@ -136,11 +138,7 @@ def collectives(graph: Graph) -> list[str]:
 def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
     """The first line of a dump: what made it, what holds of it, and what it communicates."""
     gathers, reduces = find_regions(graph, "gather"), find_regions(graph, "reduce")
-    moved = [
-        sum(s.shard_numel * s.group_size * s.dtype.itemsize for s in r.tag.specs)
-        for r in gathers
-        if r.starts
-    ]
+    moved = [sum(s.full_bytes() for s in r.tag.specs) for r in gathers if r.starts]
     count = f"{sum(bool(r.starts) for r in gathers)} gathers, {sum(bool(r.starts) for r in reduces)} reductions"
     size = f"{sum(moved)} bytes gathered, largest bucket {max(moved, default=0)}"
     return f"# made by {made_by}; holds: {', '.join(held) or 'nothing yet'}; {count}; {size}"

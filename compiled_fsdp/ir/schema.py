@@ -31,75 +31,179 @@ its formula is `reduce_grad`, which takes the flat buffer for its size, its dtyp
 
 Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per
 parameter, none overlapped.
+
+Whatever else the program has to know of an op stands in its row of `TRAITS`, once: passes, prices,
+memory model, printer and `verify` ask `traits_of`. A new op is a row in the table above, a schema
+and a row of traits here, its kernel in `wire/ops.py`, and the pass that makes it.
+
+Private torch used here (tried on 2.13): the `_c10d_functional` ops (`group` is the group's name).
+They move when `group_name` changes its type, as in 2.13, where a name, a group or an FX node is
+accepted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.distributed._functional_collectives  # registers the ops and makes wait_tensor impure
 
-SPEC = (
-    "SymInt offset, SymInt[] shape, SymInt dim, ScalarType dtype, SymInt group_size, str group, "
-    "str gather_algorithm, str reduce_group, str reshard, SymInt post_size, str post_group, "
-    "ScalarType reduce_dtype, str reduce_op, str reduce_algorithm, float pre_divide, float "
-    "post_divide, SymInt replicate_size, str replicate_group, str sync, bool is_accumulating, str "
-    "hook, str overlap, str unit, str fqn, SymInt reduces_in_flight, str[] forward_after, str[] "
-    "backward_after, SymInt own_message, float forward_ahead, float backward_ahead, ScalarType? "
-    "retained_dtype"
-)
+from .spec import ParamSpec
 
-# Each run of these does something on the host: no CUDA graph may replay them.
-HOST = (torch.Tag.cudagraph_unsafe,)
+if TYPE_CHECKING:
+    from torch.fx import Node
 
-library = torch.library.Library("fsdp", "DEF")
-library.define(f"unshard(Tensor flat, {SPEC}) -> Tensor")
-library.define(
-    f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor", tags=HOST
-)  # run unlowered, it marks
-library.define(f"keep_slice(Tensor param, {SPEC}) -> Tensor")
-library.define(f"unshard_slice(Tensor slice, {SPEC}) -> Tensor")
-library.define("mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()", tags=HOST)
-library.define(
-    "retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST
-)
-library.define(
-    "add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()", tags=HOST
-)
-library.define("all_reduce_hook(Tensor grads, str key) -> Tensor", tags=HOST)
-library.define(
+_TYPES = {  # of a field of `ParamSpec`, in a schema
+    "int": "SymInt",
+    "tuple[int, ...]": "SymInt[]",
+    "tuple[str, ...]": "str[]",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+}
+SPEC = ", ".join(f"{_TYPES.get(str(f.type), str(f.type))} {f.name}" for f in fields(ParamSpec))
+
+SCHEMAS = (
+    f"unshard(Tensor flat, {SPEC}) -> Tensor",
+    f"reduce_grad(Tensor grad, Tensor flat, {SPEC}) -> Tensor",
+    f"keep_slice(Tensor param, {SPEC}) -> Tensor",
+    f"unshard_slice(Tensor slice, {SPEC}) -> Tensor",
+    "mark_grads_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets) -> ()",
+    "retain_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()",
+    "add_retained_(Tensor(a!) grads, Tensor flat, SymInt[] offsets, str where) -> ()",
+    "all_reduce_hook(Tensor grads, str key) -> Tensor",
     "custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor",
-    tags=HOST,
-)
-library.define(
     "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> "
     "Tensor",
-    tags=HOST,
-)
-library.define(
-    f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()", tags=HOST
-)
-library.define("step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()", tags=HOST)
-library.define(
+    f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()",
+    "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
-    tags=HOST,
-)
-library.define("flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor")
-library.define("copy_columns(Tensor columns) -> Tensor")
-library.define(
+    "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
+    "copy_columns(Tensor columns) -> Tensor",
     "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
-    "phase='') -> Tensor"
+    "phase='') -> Tensor",
+    "all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor",
+    "all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor",
+    "agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()",
+    "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()",
+    "free(Tensor buffer) -> ()",
 )
-library.define(
-    "all_to_all(Tensor[] rows, SymInt group_size, str group, str what='', str phase='') -> Tensor"
-)
-library.define("all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor")
-library.define("agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()", tags=HOST)
-library.define(
-    "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()", tags=HOST
-)
-library.define("free(Tensor buffer) -> ()")
 
-fsdp = torch.ops.fsdp
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the program has to know of an op; the columns of the table below, in order.
+
+    spec_at: how many arguments stand before the fields of a `ParamSpec`; 0: it has none.
+    lowers_to: the kind of communication ("gather", "reduce") that has to stand in its place.
+    starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce".
+    price: "none"; "kernel", for overhead and memory traffic; "copy", for the same where kernels
+        before and after it may still be one; of a collective, the field of `costs.Link` with its
+        bandwidth.
+    awaits: whether a collective that it is given is over with it: "" (no), "graph" (when it has
+        run), or "unit" (at some time after the graph).
+    is_buffer: whether what it starts arrives in a buffer of its own, which the graph frees.
+    is_alias: whether the result lies in the first argument's storage, although the schema does not
+        say so.
+    effect: why it counts, other than for its result or as a collective: "" (it does not),
+        "program" (it is part of what the user's program means), or "notes" (of our own).
+    marks: whether its third argument names parameters whose gradients are complete.
+    is_on_host: whether each run does something on the host, so that no CUDA graph may replay it.
+    """
+
+    spec_at: int
+    lowers_to: str
+    starts: str
+    price: str
+    awaits: str
+    is_buffer: bool
+    is_alias: bool
+    effect: str
+    marks: bool
+    is_on_host: bool
+
+
+def _row(text: str) -> Traits:
+    spec_at, *words = text.split()
+    values: list[Any] = [{"-": "", "yes": True, "no": False}.get(word, word) for word in words]
+    return Traits(int(spec_at), *values)
+
+
+# fmt: off
+OURS = {
+    #                          sp lowers starts         price     awaits buf als effect  mks host
+    "unshard":                "1  gather -              kernel    -      no  no  -       no  no",
+    "reduce_grad":            "2  reduce -              kernel    -      no  no  -       no  yes",
+    "keep_slice":             "1  -      -              kernel    -      no  no  -       no  no",
+    "unshard_slice":          "1  gather -              kernel    -      no  no  -       no  no",
+    "mark_grads_":            "0  -      -              none      -      no  no  program yes yes",
+    "retain_":                "0  -      -              kernel    -      no  no  program no  yes",
+    "add_retained_":          "0  -      -              kernel    -      no  no  program no  yes",
+    "all_reduce_hook":        "0  -      -              kernel    -      no  no  -       no  yes",
+    "custom_all_gather":      "0  -      gather         bandwidth -      no  no  -       no  yes",
+    "custom_reduce_scatter":  "0  -      reduce_scatter bandwidth -      no  no  -       no  yes",
+    "reduce_later_":          "3  -      -              kernel    unit   no  no  program yes yes",
+    "step_":                  "0  -      -              none      -      no  no  program yes yes",
+    "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
+    "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
+    "copy_columns":           "0  -      -              copy      -      no  no  -       no  no",
+    "all_gather":             "0  -      gather         bandwidth -      yes no  -       no  no",
+    "all_to_all":             "0  -      all_to_all     exchange  -      yes no  -       no  no",
+    "all_reduce":             "0  -      all_reduce     bandwidth -      no  no  -       no  no",
+    "agree":                  "0  -      -              none      -      no  no  notes   no  yes",
+    "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
+    "free":                   "0  -      -              none      -      no  no  notes   no  no",
+}
+TORCHS = {
+    "all_gather_into_tensor": "0  -      gather         bandwidth -      yes no  -       no  no",
+    "reduce_scatter_tensor":  "0  -      reduce_scatter scatter   -      no  no  -       no  no",
+    "all_reduce":             "0  -      all_reduce     bandwidth -      no  no  -       no  no",
+    "wait_tensor":            "0  -      -              none      graph  no  yes -       no  no",
+}
+# fmt: on
+_OTHER = _row("0 - - kernel - no no - no no")
+
+library = torch.library.Library("fsdp", "DEF")
+for _schema in SCHEMAS:
+    _is_on_host = _row(OURS[_schema.partition("(")[0]]).is_on_host
+    library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,) if _is_on_host else ())
+
+fsdp, c10d = torch.ops.fsdp, torch.ops._c10d_functional
+TRAITS: dict[torch._ops.OpOverload, Traits] = {
+    getattr(ops, name).default: _row(row)
+    for ops, rows in ((fsdp, OURS), (c10d, TORCHS))
+    for name, row in rows.items()
+}
+
+
+def traits_of(op: object) -> Traits:
+    """The row of an op; for what is neither ours nor a collective, that of any kernel."""
+    return TRAITS.get(op, _OTHER)  # type: ignore[call-overload, no-any-return]
+
+
+# What is captured of communications, and has to be lowered to collectives.
+TO_LOWER = tuple(op for op, traits in TRAITS.items() if traits.lowers_to)
+
+
+def param_spec(node: Node) -> ParamSpec:
+    """The parameter that a node of ours is about.
+
+    Raises:
+        ValueError: its op has no `ParamSpec` among its arguments.
+    """
+    at = traits_of(node.target).spec_at
+    if not at:
+        raise ValueError(f"%{node.name} ({node.target}) has no ParamSpec among its arguments")
+    return ParamSpec.of(node.args[at:])
+
+
+def set_param_spec(node: Node, spec: ParamSpec) -> None:
+    """Let a node be about a parameter with other settings."""
+    at = traits_of(node.target).spec_at
+    node.args = (*node.args[:at], *spec.args())  # type: ignore[arg-type]
+
+
 UNSHARD = fsdp.unshard.default
 REDUCE_GRAD = fsdp.reduce_grad.default
 KEEP_SLICE = fsdp.keep_slice.default
@@ -122,6 +226,6 @@ AGREE = fsdp.agree.default
 WATCH_HEADS = fsdp.watch_heads.default
 FREE = fsdp.free.default
 
-for _effect in (RETAIN, ADD_RETAINED, REDUCE_LATER, STEP, FREE, AGREE, WATCH_HEADS):
-    torch.fx.node.has_side_effect(_effect)
-torch.fx.node.has_side_effect(MARK_GRADS)
+for _op, _traits in TRAITS.items():
+    if _traits.effect:
+        torch.fx.node.has_side_effect(_op)

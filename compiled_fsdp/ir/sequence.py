@@ -1,18 +1,13 @@
-"""A graph's collectives as text, and the node that compares them between ranks when the graph first
-runs (`agreement.py`).
-"""
+"""A graph's collectives as text, to be compared between ranks (`passes/agree.py`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .collectives import group_of
-from .graph import Builder, is_backward, placeholders, starts, value
-from .meta import get_tag, take_record
+from .collectives import as_in_torch, group_of
+from .graph import phase_of, starts, value
+from .meta import get_tag
 from .printer import printable
-from .schema import AGREE, ALL_GATHER, GATHER_AHEAD
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -29,10 +24,11 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
     for node in starts(graph):
         label = groups.setdefault(group_of(node), f"group {len(groups)}")
         dtype = value(node.all_input_nodes[0]).dtype
-        op = node.target._opname  # type: ignore[union-attr]
+        op = as_in_torch(node)[0]._opname
         lines.append(f"{op} of {_sizes(node)} x {dtype} over {label}: {owner(node)}")
-    kind = "backward" if is_backward(graph) else "forward"
-    return "\n".join([f"a {kind} graph of {len(lines)} collectives", *lines]), list(groups)
+    return "\n".join([f"a {phase_of(graph)} graph of {len(lines)} collectives", *lines]), list(
+        groups
+    )
 
 
 def sequence_over(graph: Graph, group: str) -> list[str]:
@@ -45,8 +41,10 @@ def sequence_over(graph: Graph, group: str) -> list[str]:
 
 def _sizes(node: Node) -> str:
     """Elements of each message."""
-    if node.target in (ALL_GATHER, GATHER_AHEAD):
-        sizes: Any = node.args[1 if node.target is ALL_GATHER else 3]
+    op: Any = node.target
+    names = [argument.name for argument in op._schema.arguments]
+    if "sizes" in names:
+        sizes: Any = node.args[names.index("sizes")]
     else:
         sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         sizes = [value(n).numel() for n in sent]
@@ -59,19 +57,3 @@ def owner(node: Node) -> str:
     if tag is None:
         return "the model's own"
     return printable(f"{tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})")
-
-
-def add_agreement(graph: Graph) -> None:
-    """Begin a graph of ours with the comparison, if it communicates, and its record; both travel
-    with the compiled code.
-    """
-    tensors = [n for n in placeholders(graph) if isinstance(n.meta.get("val"), torch.Tensor)]
-    record = take_record(graph.owning_module)  # type: ignore[arg-type]
-    communicates = any(get_tag(node) is not None for node in starts(graph))
-    if not tensors or not (communicates or record):
-        return
-    text, groups = sequence(graph) if communicates else ("", [])
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    run = Builder(first, first)
-    token = run(torch.ops.aten.new_empty.default, tensors[0], [1], dtype=torch.uint8)
-    run(AGREE, token, text, groups, record)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .keys import Keys
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,17 +38,7 @@ IN_BACKWARD = "backward"  # `ParamSpec.overlap`
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an
 # op's arguments.
-REGISTRY: dict[str, Any] = {}
-
-
-def register(thing: object) -> str:
-    """Enter something into `REGISTRY`, and return its key: the same for the same object."""
-    for key, known in REGISTRY.items():
-        if known is thing:
-            return key
-    key = f"{type(thing).__name__}#{len(REGISTRY)}"
-    REGISTRY[key] = thing
-    return key
+REGISTRY: Keys[Any] = Keys(lambda thing, n: f"{type(thing).__name__}#{n}", by_identity=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +180,10 @@ class ParamSpec:
     def shard_numel(self) -> int:
         """Elements in each rank's padded shard."""
         return _shard_numel(self.shape, self.dim, self.group_size)
+
+    def full_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of the full parameter with its padding, as it is gathered, or in another dtype."""
+        return self.group_size * self.shard_numel * (dtype or self.dtype).itemsize
 
     @property
     def shard_shape(self) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def faster(costs: Costs, members: Sequence[ParamSpec]) -> str:
     link, size = costs.link(spec.reduce_group), spec.group_size
     if not (link.scatter and link.exchange):
         return ""
-    nbytes = sum(size * s.shard_numel * s.reduce_dtype.itemsize for s in members)
+    nbytes = sum(s.full_bytes(s.reduce_dtype) for s in members)
     sent = nbytes * (size - 1) / size
     adding = costs.overhead + (nbytes + nbytes / size) / costs.bandwidth
     exchanged = link.seconds(sent, link.exchange) + adding

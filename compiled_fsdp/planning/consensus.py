@@ -23,8 +23,7 @@ from torch import Tensor
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_seconds
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.schema import TO_LOWER, param_spec
 from compiled_fsdp.torch_private.dynamo import tracing_context
 from compiled_fsdp.wire.agreement import everyones
 
@@ -32,6 +31,8 @@ from .plan import DISTANCES, Plan
 
 if TYPE_CHECKING:
     from torch.fx import Graph
+
+    from compiled_fsdp.ir.spec import ParamSpec
 
 Combine = Callable[[list[list[int]]], list[int]]
 T = TypeVar("T")
@@ -124,8 +125,7 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
 
 def specs_of(graph: Graph) -> list[ParamSpec]:
     """Of every read and every gradient, in the order of the graph."""
-    nodes = find(graph, UNSHARD, UNSHARD_SLICE, REDUCE_GRAD)
-    return [ParamSpec.of(n.args[2 if n.target is REDUCE_GRAD else 1 :]) for n in nodes]
+    return [param_spec(node) for node in find(graph, *TO_LOWER)]
 
 
 def _structure(spec: ParamSpec) -> str:

@@ -18,9 +18,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import schema
 from compiled_fsdp.ir.graph import hint, is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
+from compiled_fsdp.ir.schema import traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
-FREE_OF_COST = (schema.FREE, schema.MARK_GRADS, schema.STEP, operator.getitem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +101,12 @@ class Costs:
             return settled
         if (
             node.op != "call_function"
-            or node.target in FREE_OF_COST
-            or node.target is comm.WAIT
+            or traits_of(node.target).price == "none"
+            or node.target is operator.getitem
             or is_view(node)
         ):
             return 0.0
-        if node.target in comm.STARTS:
+        if traits_of(node.target).starts:
             sent, group = traffic(node)
             link = self.link(group)
             return max(self.overhead, link.start) + sent * link.issue
@@ -134,11 +133,7 @@ class Costs:
         """Seconds that a collective is on the wire."""
         sent, group = traffic(start)
         link = self.link(group)
-        kinds: dict[object, float] = {
-            comm.REDUCE_SCATTER: link.scatter,
-            comm.ALL_TO_ALL: link.exchange,
-        }
-        return link.seconds(sent, kinds.get(start.target, 0.0))
+        return link.seconds(sent, getattr(link, traits_of(start.target).price))
 
 
 def assumed(device: str) -> Costs:
@@ -240,9 +235,7 @@ def is_fusible(node: Node) -> bool:
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in comm.STARTS or node.target is comm.WAIT or is_matmul(node):
-        return False
-    return node.target.namespace in ("aten", "prims")
+    return node.target.namespace in ("aten", "prims") and not is_matmul(node)
 
 
 def nbytes(node: Node) -> float:
@@ -262,12 +255,12 @@ def traffic(start: Node) -> tuple[float, str]:
     """Bytes that each rank sends in a collective, by the best algorithm for it, and the name of the
     group.
     """
-    group = comm.group_of(start)
-    if start.target is comm.ALL_REDUCE:
+    group, kind = comm.group_of(start), traits_of(start.target).starts
+    if kind == "all_reduce":
         return 2 * nbytes(start), group
-    if start.target in (*comm.GATHERS, schema.CUSTOM_ALL_GATHER):
-        return nbytes(start) - sum(map(nbytes, start.all_input_nodes)), group
-    if start.target is comm.ALL_TO_ALL:
+    if kind == "gather":
+        return nbytes(start) - nbytes(start.all_input_nodes[0]), group
+    if kind == "all_to_all":
         size = int(start.args[1])  # type: ignore[arg-type]
         return nbytes(start) * (size - 1) / size, group
     return sum(map(nbytes, start.all_input_nodes)) - nbytes(start), group

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.ir.collectives import STARTS, WAIT
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from compiled_fsdp.ir.schema import GATHER_AHEAD, REDUCE_LATER, UNSHARD, UNSHARD_SLICE
+from compiled_fsdp.ir.schema import GATHER_AHEAD, param_spec, traits_of
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -181,14 +180,15 @@ class Lifetimes:
         elif node.op == "call_function":
             self._leaves[node] = self._results(node)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
-        if node.target in (WAIT, REDUCE_LATER):
+        awaits = traits_of(node.target).awaits
+        if awaits:
             start = node.all_input_nodes[0]
             needed += [s for n in start.all_input_nodes for s in self.of(n)]
             for storage in needed:
                 storage.under_way.append((start, node))
         for storage in needed:
             storage.users[node] = None
-            storage.is_kept |= node.op == "output" or node.target is REDUCE_LATER
+            storage.is_kept |= node.op == "output" or awaits == "unit"
 
     def _inline(self, node: Node) -> None:
         """Who reads this reads what it is computed from."""
@@ -253,9 +253,9 @@ class Lifetimes:
             tag = get_tag(node)
             if tag is not None:
                 self._name_communicated(node, tag, tag in started)
-            elif node.target in (UNSHARD, UNSHARD_SLICE):
-                self._call(node, GATHERED, node.args[-1])
-            if tag is not None and node.target in STARTS:
+            elif traits_of(node.target).lowers_to == "gather":
+                self._call(node, GATHERED, param_spec(node).fqn)
+            if tag is not None and traits_of(node.target).starts:
                 started.add(tag)
         backward = is_backward(self.graph)
         saved = {s for n in saved_for_backward(output(self.graph)) for s in self.of(n)}
@@ -269,7 +269,7 @@ class Lifetimes:
 
     def _name_communicated(self, node: Node, tag: CommTag, is_started: bool) -> None:
         unit = tag.unit.split("#")[0]
-        is_start = node.target in STARTS
+        is_start = bool(traits_of(node.target).starts)
         if tag.kind == "gather" and is_started:
             self._call(node, GATHERED, _copied(node, tag))
         elif tag.kind == "gather":

@@ -26,25 +26,23 @@ from compiled_fsdp.ir.graph import CAT, find, is_sum, output, placeholders, sum_
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
-    ADD_RETAINED,
-    FREE,
     GATHER_AHEAD,
     MARK_GRADS,
     REDUCE_GRAD,
     REDUCE_LATER,
-    RETAIN,
     STEP,
-    UNSHARD,
     UNSHARD_SLICE,
+    param_spec,
+    traits_of,
 )
-from compiled_fsdp.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.fx import Graph, Node
 
-OURS = (MARK_GRADS, RETAIN, ADD_RETAINED, REDUCE_LATER, STEP)
+    from compiled_fsdp.ir.spec import ParamSpec
+
 MAX_READINGS = 16  # of a bucket in which one parameter has several gradients
 
 
@@ -198,8 +196,8 @@ class Captured:
     def _note(self, node: Node, exprs: dict[Node, Expr]) -> Expr | None:
         """What an fsdp op stands for; None for other nodes."""
         run = self.run
-        if node.target in (UNSHARD, UNSHARD_SLICE):
-            spec = ParamSpec.of(node.args[1:])
+        if traits_of(node.target).lowers_to == "gather":
+            spec = param_spec(node)
             spec = spec.over_post_group() if node.target is UNSHARD_SLICE else spec
             source: Node = node.args[0]  # type: ignore[assignment]
             flat = comm.Source(exprs[source], value(source).numel(), value(source).dtype)
@@ -209,7 +207,7 @@ class Captured:
                 known.append(Gather(flat, result))
             return result
         if node.target is REDUCE_GRAD:
-            spec = ParamSpec.of(node.args[2:])
+            spec = param_spec(node)
             grad, flat_node = cast("tuple[Node, Node]", node.args[:2])
             place = value(flat_node)
             grad_expr, flat_expr = exprs[grad], exprs[flat_node]
@@ -230,7 +228,7 @@ class Captured:
         found: dict[Node, tuple[Expr, list[int]]] = {}
         for node in graph.nodes:
             if node.target is REDUCE_GRAD:
-                spec = ParamSpec.of(node.args[2:])
+                spec = param_spec(node)
                 if spec.sync == "reduce":
                     found.setdefault(sum_root(node), (exprs[node.args[1]], []))[1].append(
                         spec.offset
@@ -384,11 +382,9 @@ def _type(val: Any) -> str:
 
 def has_effect(op: Any) -> bool:
     """Whether a call counts even if nobody reads the result."""
-    return (
-        op in OURS
-        or op in comm.STARTS
-        or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
-    )
+    traits = traits_of(op)
+    is_mutable = isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
+    return traits.effect == "program" or bool(traits.starts) or is_mutable
 
 
 def _walk(
@@ -403,7 +399,7 @@ def _walk(
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             exprs[node] = run.make(node.op, str(node.target))
-        elif node.op == "call_function" and node.target is not FREE:
+        elif node.op == "call_function" and traits_of(node.target).effect != "notes":
             special = note(node, exprs) if note else None
             exprs[node] = special or _expression(node, run, exprs)
             exprs[node] = stands_for(exprs[node], node)
@@ -414,11 +410,11 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
     def read(argument: Any) -> Any:
         return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
 
-    args: Any = torch.fx.node.map_aggregate(node.args, read)
-    kwargs: Any = torch.fx.node.map_aggregate(node.kwargs, read)
+    op, *arguments = cast("tuple[Any, ...]", comm.as_in_torch(node))
+    args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)
-    return run(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return run(op, *args, **kwargs)
 
 
 def _returned(graph: Graph, exprs: dict[Node, Expr]) -> list[Any]:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.torch_private.groups import group_named, group_store, group_timeout
 
 from .meeting import meet
@@ -132,8 +133,7 @@ class _Group:
 
 
 _groups: dict[str, _Group] = {}
-_texts: dict[str, str] = {}  # by digest
-_known: dict[str, str] = {}  # digests by text
+_texts: Keys[str] = Keys(lambda text, _: hashlib.sha256(text.encode()).hexdigest())
 
 
 def before_run(text: str, groups: Iterable[str]) -> None:
@@ -151,7 +151,7 @@ def before_run(text: str, groups: Iterable[str]) -> None:
 
 def _run(group: _Group, text: str) -> None:
     group.number += 1
-    group.runs.append(_digest(text))
+    group.runs.append(_texts.key(text))
     step = group.step_to(group.number)
     if step in group.agreed:
         return
@@ -169,7 +169,7 @@ def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
     if group is None:
         return None
     group.number += 1
-    group.runs.append(_digest(text))
+    group.runs.append(_texts.key(text))
     return _exchange(group, str(group.number), text)
 
 
@@ -192,7 +192,7 @@ def everyones(name: str, what: str, mine: str) -> list[str]:
 
 def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
     """Publish, and wait for the others; see the note above."""
-    digest = _digest(text)
+    digest = _texts.key(text)
     group.store.set(f"{key}/{group.rank}", digest)
     found = _digests(group, key)
     if set(found) == {digest}:
@@ -351,14 +351,6 @@ def break_connections(process_group: dist.ProcessGroup) -> None:
 
 
 # -- helpers
-
-
-def _digest(text: str) -> str:
-    digest = _known.get(text)
-    if digest is None:
-        digest = _known[text] = hashlib.sha256(text.encode()).hexdigest()
-        _texts[digest] = text
-    return digest
 
 
 def _group(name: str) -> _Group | None:

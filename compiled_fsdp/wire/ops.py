@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.schema import REDUCE_GRAD, library
+from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
@@ -469,14 +469,6 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """What an op without a result does to fake tensors."""
 
 
-for _name in (
-    "mark_grads_",
-    "retain_",
-    "add_retained_",
-    "reduce_later_",
-    "step_",
-    "agree",
-    "watch_heads",
-    "free",
-):
-    _fake(_name)(_nothing)
+for _schema in SCHEMAS:
+    if _schema.endswith("-> ()"):
+        _fake(_schema.partition("(")[0])(_nothing)

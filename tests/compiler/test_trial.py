@@ -17,7 +17,7 @@ from kit.harness import Options, batch_of, build, shard
 from torch import nn
 
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
-from compiled_fsdp.compiler import backend, budget
+from compiled_fsdp.compiler import backend, budget, driver
 from compiled_fsdp.compiler.trial import copied, is_settled, schedule, split, with_kept
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import UNSHARD
@@ -81,7 +81,7 @@ def test_the_same_as_partitioned_anew(name, policy, has_autocast):
     torch._dynamo.reset()
     model = shard(build(name), Options(name, policies=(policy,)), fully_shard)
     around = torch.autocast("cpu", torch.bfloat16) if has_autocast else nullcontext()
-    with planned(memory_budget=0.5), mock.patch.object(budget, "fit_budget", compare), around:
+    with planned(memory_budget=0.5), mock.patch.object(driver, "fit_budget", compare), around:
         torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(*batch_of(name, 0))
     assert compared[-1]
 

@@ -174,6 +174,9 @@ rank0/000_joint/03_choose_collectives.txt
 rank0/000_joint/04_reshard.diff
 rank0/000_joint/04_reshard.json
 rank0/000_joint/04_reshard.txt
+rank0/000_joint/05_note_heads.diff
+rank0/000_joint/05_note_heads.json
+rank0/000_joint/05_note_heads.txt
 rank0/001_forward/00_capture.json
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -203,12 +206,27 @@ rank0/001_forward/08_read_strided.txt
 rank0/001_forward/09_free.diff
 rank0/001_forward/09_free.json
 rank0/001_forward/09_free.txt
-rank0/001_forward/10_verify.diff
-rank0/001_forward/10_verify.json
-rank0/001_forward/10_verify.txt
-rank0/001_forward/11_gather_ahead.diff
-rank0/001_forward/11_gather_ahead.json
-rank0/001_forward/11_gather_ahead.txt
+rank0/001_forward/10_gather_ahead.diff
+rank0/001_forward/10_gather_ahead.json
+rank0/001_forward/10_gather_ahead.txt
+rank0/001_forward/11_summarize.diff
+rank0/001_forward/11_summarize.json
+rank0/001_forward/11_summarize.txt
+rank0/001_forward/12_watch_heads.diff
+rank0/001_forward/12_watch_heads.json
+rank0/001_forward/12_watch_heads.txt
+rank0/001_forward/13_agree.diff
+rank0/001_forward/13_agree.json
+rank0/001_forward/13_agree.txt
+rank0/001_forward/14_use_gloo.diff
+rank0/001_forward/14_use_gloo.json
+rank0/001_forward/14_use_gloo.txt
+rank0/001_forward/15_name_collectives.diff
+rank0/001_forward/15_name_collectives.json
+rank0/001_forward/15_name_collectives.txt
+rank0/001_forward/16_verify.diff
+rank0/001_forward/16_verify.json
+rank0/001_forward/16_verify.txt
 rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
 rank0/001_forward/timeline.json
@@ -241,12 +259,27 @@ rank0/002_backward/08_read_strided.txt
 rank0/002_backward/09_free.diff
 rank0/002_backward/09_free.json
 rank0/002_backward/09_free.txt
-rank0/002_backward/10_verify.diff
-rank0/002_backward/10_verify.json
-rank0/002_backward/10_verify.txt
-rank0/002_backward/11_gather_ahead.diff
-rank0/002_backward/11_gather_ahead.json
-rank0/002_backward/11_gather_ahead.txt
+rank0/002_backward/10_gather_ahead.diff
+rank0/002_backward/10_gather_ahead.json
+rank0/002_backward/10_gather_ahead.txt
+rank0/002_backward/11_summarize.diff
+rank0/002_backward/11_summarize.json
+rank0/002_backward/11_summarize.txt
+rank0/002_backward/12_watch_heads.diff
+rank0/002_backward/12_watch_heads.json
+rank0/002_backward/12_watch_heads.txt
+rank0/002_backward/13_agree.diff
+rank0/002_backward/13_agree.json
+rank0/002_backward/13_agree.txt
+rank0/002_backward/14_use_gloo.diff
+rank0/002_backward/14_use_gloo.json
+rank0/002_backward/14_use_gloo.txt
+rank0/002_backward/15_name_collectives.diff
+rank0/002_backward/15_name_collectives.json
+rank0/002_backward/15_name_collectives.txt
+rank0/002_backward/16_verify.diff
+rank0/002_backward/16_verify.json
+rank0/002_backward/16_verify.txt
 rank0/002_backward/memory.json
 rank0/002_backward/memory.txt
 rank0/002_backward/timeline.json
@@ -257,10 +290,15 @@ rank0/settings.json""",
                 (backward / "memory.txt").read_text(),
                 r"as it is, backward: peak 0.00 MB above rest at %cat_default",
             )
+            first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
+            self.assertEqual(
+                first,
+                "# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, LOWERED; "
+                "0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0",
+            )
             self.assertExpectedInline(
-                (backward / "01_lower.txt").read_text(),
+                graph,
                 """\
-# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED; 0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0
 %primals_1: f32[2,4]
 %primals_2: f32[10]
 %tangents_1: f32[2,4]

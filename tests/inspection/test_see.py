@@ -61,19 +61,20 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:7] == [
+    assert lines[:8] == [
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
         "000_joint choose_collectives: no change",
         "000_joint reshard: no change",
+        "000_joint note_heads: no change",
         "001_forward lower: nodes 12 -> 24",
         "001_forward bucket_all_gather: nodes 24 -> 28, all-gathers 4 -> 2",
         "001_forward bucket_reduce_scatter: no change",
     ]
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
-    assert lines[-1] == "002_backward gather_ahead: no change"
-    assert len(lines) == 4 + 11 + 11
+    assert lines[-1] == "002_backward verify: no change"
+    assert len(lines) == 5 + 16 + 16
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -161,7 +162,7 @@ def test_artifacts_in_torchs_trace(traced):
     assert {
         "001_forward_09_free.txt",
         "001_forward_memory.txt",
-        "002_backward_11_gather_ahead.diff",
+        "002_backward_10_gather_ahead.diff",
     } <= {*names}
     head, payload = ours["compiled_fsdp_001_forward_09_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (
@@ -169,7 +170,9 @@ def test_artifacts_in_torchs_trace(traced):
         0,
         "string",
     )
-    assert payload.startswith("# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, LOWERED")
+    assert payload.startswith(
+        "# made by free; holds: DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, LOWERED"
+    )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())
 

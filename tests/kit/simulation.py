@@ -14,7 +14,15 @@ import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, KEEP_SLICE, MARK_GRADS, RETAIN
+from compiled_fsdp.ir.schema import (
+    ADD_RETAINED,
+    AGREE,
+    FREE,
+    KEEP_SLICE,
+    MARK_GRADS,
+    RETAIN,
+    WATCH_HEADS,
+)
 from compiled_fsdp.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -92,13 +100,17 @@ class _Rank:
                     yield
                 values[node] = args[0]
             elif node.target in comm.STARTS:
-                values[node] = self._start(node.target, *args)
+                op, arguments, _ = comm.as_in_torch(node)
+                arguments = torch.fx.node.map_arg(arguments, lambda n: values[n])
+                values[node] = self._start(op, *arguments)
             else:
                 values[node] = self._compute(node.target, args, kwargs)
 
     def _compute(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is FREE:
             args[0].fill_(float("nan"))
+        elif target in (AGREE, WATCH_HEADS):
+            pass  # all ranks have one graph, and backward comes in by all outputs
         elif target in (MARK_GRADS, RETAIN, ADD_RETAINED):
             self.effects.append((str(target), args[0].clone(), *args[2:]))
             if target is ADD_RETAINED:

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compiled_fsdp.passes.base import run_pipeline
+from compiled_fsdp.passes.base import Context, run_pipeline
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.verify import check
 from kit.passes_harness import fake_ranks
@@ -46,6 +46,7 @@ class Subject:
     plan: Plan
     world: int
     groups: dict[str, list[tuple[int, ...]]]
+    context: Context
 
     def compiled(
         self, change: Callable[[GraphModule, Plan], GraphModule] | None = None
@@ -71,6 +72,7 @@ class Subject:
             self.plan,
             passes,
             lambda gm, _: kept.append(get_captured(gm)),
+            self.context,
         )
         return gm, kept[-1]
 
@@ -136,6 +138,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "keep": {"reshard_after_forward": False},
     "hsdp": {"mesh": 2},
 }
+# Who executes the graph, over which backend; of all settings, these under each.
+CONTEXTS = {
+    "": Context(),
+    " over gloo": Context(is_gloo=lambda group, device: True),
+    " under Inductor": Context(is_fused=True, is_gloo=lambda group, device: True),
+}
+UNDER_EACH = ("fp32", "hsdp")
 PLANS = (Plan(1, 1, 1, 0), Plan(2, 1, 2, 0), Plan(0, 0, 0, 0), Plan(1, 1, 1))
 
 # Of `FullyShardedDataParallel`: flat parameters, whose views the model reads.
@@ -181,7 +190,9 @@ def subjects() -> list[Subject]:
         for i, gm in enumerate(captured):
             kind = ("forward", "backward")[i % 2] + ("" if i < 2 else " again")
             found += [
-                Subject(f"{name} {kind} {p}", gm, p, world, groups)
+                Subject(f"{name} {kind}{where} {p}", gm, p, world, groups, context)
+                for where, context in CONTEXTS.items()
+                if not where or name in UNDER_EACH
                 for p in (FLAT_PLANS if is_flat else PLANS)
             ]
     return found

@@ -15,7 +15,7 @@ from kit.models import loss_of
 from kit.oracle import communications
 from kit.pool import Pool
 
-from compiled_fsdp.ir.collectives import ALL_GATHER, STARTS
+from compiled_fsdp.ir.collectives import GATHERS, STARTS
 from compiled_fsdp.ir.regions import find_regions
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def reshard_changes() -> None:
                 model.set_reshard_after_forward(False)
             train(call, optimizer, [batch_of("odd", number)])
     assert graphs == [2]
-    gathers = [sum(n.target is ALL_GATHER for n in graph.nodes) for graph in halves]
+    gathers = [sum(n.target in GATHERS for n in graph.nodes) for graph in halves]
     # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the
     # gradient of the input)
     assert gathers == [4, 3, 4, 0]
@@ -277,7 +277,7 @@ def saved_from_weights(graph: Graph) -> int:
     derived: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.target is ALL_GATHER or (
+        if node.target in GATHERS or (
             inputs and node.op == "call_function" and all(n in derived for n in inputs)
         ):
             derived.add(node)

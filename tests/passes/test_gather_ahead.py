@@ -8,7 +8,9 @@ from compiled_fsdp.passes.lower import lower
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch.fx import GraphModule
 
+from compiled_fsdp.ir.graph import starts
 from compiled_fsdp.passes import gather_ahead as module
+from compiled_fsdp.planning.costs import assumed, traffic
 
 
 def gathers(names: str, backward: bool = False, **changes: Any) -> GraphModule:
@@ -42,6 +44,17 @@ class TestGatherAhead(GraphTest):
         """Where in the flat buffer the piece begins; the shard says how long it is."""
         self.assertEqual(pieces(gather_ahead(gathers("abc"), PLAN)), [(0, [6], 2, "shard")])
         self.assertEqual(pieces(gather_ahead(gathers("bc"), PLAN)), [(2, [4], 2, "shard")])
+
+    def test_costs_what_it_did(self):
+        """Bytes sent and time on the wire, whether the shard is the flat buffer or a part of it."""
+        costs = assumed("cpu")
+        for names in ("abc", "bc"):
+            gm = gathers(names)
+            (before,) = starts(gm.graph)
+            sent, seconds = traffic(before), costs.wire(before)
+            (after,) = starts(gather_ahead(gm, PLAN).graph)
+            self.assertEqual((traffic(after), costs.wire(after)), (sent, seconds))
+            self.assertEqual(sent, (len(names) * 8.0, "shard"))
 
     def test_leaves_alone(self):
         """Gaps, several buffers, backward, custom gathers, units that did not ask for it."""

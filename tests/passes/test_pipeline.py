@@ -5,17 +5,25 @@ stage.
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import tempfile
+from contextlib import redirect_stdout
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
-from compiled_fsdp.passes.base import Pass, Property, Stage, check_order, run_pipeline
-from compiled_fsdp.passes.pipeline import HALF, JOINT, PIPELINE
-from kit.passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, trace, unit
+from compiled_fsdp.passes.base import Context, Pass, Property, Stage, check_order, run_pipeline
+from compiled_fsdp.passes.pipeline import ALWAYS, HALF, JOINT, PIPELINE, current, key
+from kit.passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, ops, trace, unit
 from torch import Tensor, nn
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import dumped_to, fully_shard, pipeline, planned, print_graph
+from compiled_fsdp.compiler.inductor import HalfPass, JointPass
+from compiled_fsdp.inspection.dump_folder import read_folder, violations
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.graph import find
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,37 +107,34 @@ class TestPipeline(GraphTest):
         with self.assertRaisesRegex(RuntimeError, "was used before it has been defined"):
             run_pipeline(gm, PLAN, [Pass(swap, Stage.HALF, (), Property.LOWERED)])
 
-    def test_any_pass_after_lower_can_be_left_out(self):
+    def test_any_other_pass_can_be_left_out(self):
         """Leaving one out costs speed or memory; what follows still runs, and the graph still
         verifies.
         """
         (w,) = unit("u", {"w": (4, 2)})
-        optional = (
-            "bucket_all_gather",
-            "bucket_reduce_scatter",
-            "prefetch_all_gather",
-            "delay_wait",
-            "free",
-        )
-        for name in optional:
-            hand = Hand()
-            flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
-            y = hand.add(x, hand.unshard(flat, w))
-            gm = hand.returns(y, hand.reduce_grad(y, flat, w))
-            run_pipeline(gm, PLAN, [entry for entry in HALF if entry.name != name])
+        for name in {entry.name for entry in HALF} - {*ALWAYS}:
+            for context in (Context(), Context(is_fused=True)):
+                hand = Hand()
+                flat, x = hand.input("flat", 4), hand.input("x", 4, 2)
+                y = hand.add(x, hand.unshard(flat, w))
+                gm = hand.returns(y, hand.reduce_grad(y, flat, w))
+                shorter = [entry for entry in HALF if entry.name != name]
+                run_pipeline(gm, PLAN, shorter, context=context)
 
     def test_readme(self):
-        """One row a pass: purpose as in the docstring, requirements and property as in the list,
-        the test file.
+        """One row a pass: purpose as in the docstring, executor, requirements and property as in
+        the list, the test file.
         """
         readme = (ROOT / "passes" / "README.md").read_text()
         rows = re.findall(
-            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
+            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (\w+) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
             readme,
             re.MULTILINE,
         )
         self.assertEqual([row[0] for row in rows], [entry.name for entry in PIPELINE])
-        for entry, (name, purpose, requires, provides, test) in zip(PIPELINE, rows, strict=True):
+        for entry, row in zip(PIPELINE, rows, strict=True):
+            name, purpose, executor, requires, provides, test = row
+            self.assertEqual(executor, "both" if entry.only is None else entry.only.name.lower())
             doc = importlib.import_module(f"compiled_fsdp.passes.{name}").__doc__ or ""
             self.assertEqual(purpose, doc.split("\n\n")[0].replace("\n", " ").rstrip("."))
             self.assertEqual(requires, ", ".join(p.name for p in entry.requires) or "-")
@@ -147,7 +152,7 @@ class TestPipeline(GraphTest):
             found = trace(fully_shard(model), (torch.ones(3, 4, requires_grad=True),), Path(folder))
         self.assertEqual(
             [name.split("_", 1)[1] for name in found if name.startswith("backward")],
-            ["capture", *(entry.name for entry in HALF)],
+            ["capture", *(entry.name for entry in HALF if entry.runs_in(Context()))],
         )
         self.assertExpectedInline(
             body(found["joint/04_reshard"]),
@@ -321,7 +326,7 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
 return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
         )
         self.assertExpectedInline(
-            body(found["forward/10_verify"]),
+            body(found["forward/09_free"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]
@@ -622,7 +627,7 @@ mark_grads_(%div_tensor_5, %primals_2, [0, 8])
 return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         )
         self.assertExpectedInline(
-            body(found["backward/10_verify"]),
+            body(found["backward/09_free"]),
             """\
 %primals_2: f32[10]
 %primals_3: f32[10]
@@ -696,6 +701,143 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
         )
 
 
+class TestOwnPasses(GraphTest):
+    """`compiled_fsdp.pipeline`: passes of a user's, and passes left out."""
+
+    def setUp(self) -> None:
+        self.enterContext(fake_ranks(2))
+
+    def compiled(self) -> Any:
+        model = Model()
+        for block in model.blocks:
+            fully_shard(block)
+        return torch.compile(fully_shard(model), backend="compiled_fsdp_eager", fullgraph=True)
+
+    def step(self) -> Any:
+        return self.compiled()(torch.ones(3, 4, requires_grad=True)).sum().backward()
+
+    def test_the_example_of_the_readme(self):
+        readme = (ROOT / "passes" / "README.md").read_text()
+        (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        names: dict[str, Any] = {"model": self.compiled(), "batch": torch.ones(3, 4)}
+        with planned(bucket_bytes=0):
+            exec(code, names)
+        sent = {unit.split("#")[0]: n for unit, n in names["sent"].items()}
+        flat, scale, reduced = 10 * 4, 2 * 4, 2 * 10 * 4
+        self.assertEqual(
+            sent,
+            {"blocks.0": flat + scale + reduced, "blocks.1": flat + flat + reduced},
+            "nobody asks for the gradient of the input: backward reads no weight of the first",
+        )
+
+    def test_a_pass_stands_where_it_is_told(self):
+        seen: list[list[str]] = []
+
+        def look(gm, plan):
+            seen.append(ops(gm.graph))
+
+        with planned(bucket_bytes=0), pipeline(look, after="note_heads"):
+            with pipeline(look, before="lower"), pipeline(look, after="lower"):
+                self.step()
+            self.assertEqual([entry.name for entry in current(Stage.JOINT)][-1], "look")
+        joint, forward, lowered, *_ = seen
+        self.assertIn("reduce_grad", joint)
+        self.assertIn("unshard", forward)
+        self.assertNotIn("reduce_grad", forward)
+        self.assertIn("all_gather_into_tensor", lowered)
+        self.assertEqual(len(seen), 5)
+        self.assertEqual(current(Stage.JOINT) + current(Stage.HALF), PIPELINE)
+
+    def test_a_dump_with_a_pass_before_lower(self):
+        """Its graphs are checked from `lower` on."""
+
+        def look(gm, plan):
+            pass
+
+        with tempfile.TemporaryDirectory() as folder, pipeline(look, before="lower"):
+            with dumped_to(folder):
+                self.step()
+            graphs = read_folder(Path(folder))[0].graphs
+            self.assertEqual(
+                [entry.name for entry in graphs[1].passes][:3], ["capture", "look", "lower"]
+            )
+            self.assertEqual(list(violations(read_folder(Path(folder)))), [])
+
+    def test_print_graph(self):
+        with redirect_stdout(io.StringIO()) as text, pipeline(print_graph, after="lower"):
+            self.step()
+        self.assertRegex(
+            text.getvalue(), r"^# forward\n%primals_1: f32\[3,4\]\n(.*\n)+# backward\n"
+        )
+
+    def test_left_out(self):
+        """The graph of a shorter pipeline, with the same numbers."""
+        with tempfile.TemporaryDirectory() as folder, pipeline(without=("free", "agree")):
+            found = trace(self.compiled()._orig_mod, (torch.ones(3, 4),), Path(folder))
+        last = max(name for name in found if name.startswith("forward"))
+        self.assertEqual(last, "forward/14_verify")
+        self.assertNotIn("free(", found[last])
+        self.assertNotIn("agree(", found[last])
+
+    def test_what_breaks_a_rule_is_found(self):
+        def drop_waits(gm, plan):
+            for wait in find(gm.graph, WAIT):
+                wait.replace_all_uses_with(wait.args[0])
+                gm.graph.erase_node(wait)
+
+        with (
+            pipeline(drop_waits, before="verify"),
+            self.assertRaisesRegex(Exception, "Every collective is awaited exactly once"),
+        ):
+            self.step()
+
+    def test_another_module_is_refused(self):
+        def copied(gm, plan):
+            return deepcopy(gm)
+
+        with (
+            pipeline(copied, after="lower"),
+            self.assertRaisesRegex(Exception, "pass copied returned .*Rewrite gm.graph in place"),
+        ):
+            self.step()
+
+    def test_wrong_arguments(self):
+        def mine(gm, plan):
+            return gm
+
+        for own, options, said in (
+            ([mine], {"after": "verify"}, "after verify nothing would be checked"),
+            ([mine], {"after": "fuse"}, "there is no pass 'fuse'; there are "),
+            ([mine], {}, "with 1 passes; passes of one's own need one of the two"),
+            ([mine], {"before": "free", "after": "lower"}, "need one of the two"),
+            ([], {"before": "free"}, "with 0 passes"),
+            ([lambda gm, plan: gm], {"before": "free"}, "with a name of its own"),
+            (["free"], {"before": "free"}, "'free' is no pass"),
+            ([], {"without": "verify"}, "verify cannot be left out"),
+            ([], {"without": "lower"}, "lower cannot be left out: without it every parameter"),
+            ([], {"without": ("free", "watch_heads")}, "watch_heads cannot be left out: without"),
+            ([], {"without": ["reshard", "unshard"]}, "there is no pass 'unshard'"),
+        ):
+            with self.assertRaisesRegex(ValueError, said), pipeline(*own, **options):
+                pass
+        self.assertEqual(current(Stage.JOINT) + current(Stage.HALF), PIPELINE)
+
+    def test_key_of_caches(self):
+        keys = [key()]
+        with pipeline(without="free"):
+            keys.append(key())
+            with pipeline(without="agree"):
+                keys.append(key())
+            with pipeline(print_graph, before="verify"):
+                self.assertIsNone(key())
+        self.assertEqual(len(set(keys)), 3)
+        with pipeline(without="free"):
+            ours = [part().uuid() for part in (JointPass, HalfPass)]
+        self.assertEqual(len({*ours, JointPass().uuid(), HalfPass().uuid()}), 4)
+        with pipeline(print_graph, before="verify"):
+            self.assertEqual([part().uuid() for part in (JointPass, HalfPass)], [None, None])
+
+
 class Returns(nn.Module):
     """The user reads one of two views of a weight, and wants the weight back as well."""
 
@@ -717,7 +859,7 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/10_verify"])
+                self.assertNotIn("free(", found["forward/16_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
                         torch.ones(3, 4)

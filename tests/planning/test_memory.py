@@ -303,6 +303,13 @@ class TestFused(GraphTest):
 
 
 class TestProfile(GraphTest):
+    def test_a_gather_that_is_not_lowered_yet_is_named(self):
+        (w,) = unit("u", {"w": (4, 2)})
+        hand = Hand()
+        gm = hand.returns(hand.compute(hand.unshard(hand.input("flat", 4), w)))
+        owners = {s.owner: s.kind for s in Lifetimes(gm.graph).storages}
+        self.assertEqual(owners["w"], "gathered parameter")
+
     def test_text(self):
         """Who has the memory at the peak, by kind, with parameters by name."""
         specs = unit("layers.0#3", {"w": (200, 200), "v": (200, 200)})
@@ -317,7 +324,7 @@ class TestProfile(GraphTest):
         self.assertExpectedInline(
             str(profile(graph)),
             """\
-forward: peak 0.64 MB above rest at %mm_default, node 8 of 16
+forward: peak 0.64 MB above rest at %mm_default, node 10 of 18
      0.32 MB  bucket buffer: layers.0 0.32 MB
      0.16 MB  gathered parameter: w 0.16 MB
      0.16 MB  temporary: mm_default 0.16 MB""",

@@ -24,8 +24,9 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForB
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.ir.graph import Builder, find, output
-from compiled_fsdp.ir.meta import CommTag, get_tag
-from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER
+from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads
+from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER, WATCH_HEADS
 from compiled_fsdp.ir.spec import IN_BACKWARD
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -570,6 +571,32 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 f"after the pipeline: {said}.\n"
                 "Invariant: The graph returns the values that were captured, with the same "
                 "effects, of the communications that its settings name.",
+            )
+
+    def test_announced(self):
+        """Collectives in another order than `agree` compares; a flat buffer that is left out."""
+        gm = run_pipeline(half(2), PLAN, HALF)
+        first, second = (r.starts[0] for r in find_regions(gm.graph, "gather"))
+        first.prepend(second)
+        self.assertIn("%agree_default compares\na forward graph of", self.broken_detail(gm))
+
+        for flats in (1, 2):
+            gm = half(2)
+            named = [n for n in gm.graph.nodes if n.name.startswith("flat")]
+            for flat in named:
+                set_heads(flat, (2, {0: [1]}))
+            gm = run_pipeline(gm, PLAN, HALF)
+            (watch,) = find(gm.graph, WATCH_HEADS)
+            if flats == 2:
+                check(gm, PLAN, "the pipeline")
+                continue
+            watch.args = (watch.args[0], watch.args[1][:1], *watch.args[2:])
+            self.assertEqual(
+                self.broken_detail(gm),
+                "after the pipeline: %watch_heads_default leaves out some of %flat0, %flat1, to "
+                "which not all outputs lead.\n"
+                "Invariant: What a graph says of itself before it runs is so: its collectives, in "
+                "order, and which outputs lead to which parameters.",
             )
 
     def test_every_invariant_is_tested_and_in_the_readme(self):
