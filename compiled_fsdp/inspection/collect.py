@@ -191,6 +191,7 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         peak_at=record.peak_at,
         peak_kinds=record.peak_kinds,
         predicted=record.predicted,
+        retained=[keys.get(key, key) for key in record.retained],
     )
 
 

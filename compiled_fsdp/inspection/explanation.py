@@ -75,8 +75,9 @@ class UnitInfo:
 class GraphInfo:
     """A graph that ran in the last step, or at all, if there was no step.
 
-    collectives: (units, parameters, bytes) of each all-gather and reduction, in order, in `gathers`
-        and `reductions`.
+    gathers, reductions: (units, parameters, bytes) of each all-gather and each reduction that it
+        starts, in order.
+    retained: units whose gradients it keeps, unreduced, for a later backward.
     """
 
     kind: str
@@ -89,6 +90,7 @@ class GraphInfo:
     peak_at: str
     peak_kinds: dict[str, int]
     predicted: dict[str, float] | None
+    retained: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,11 @@ def _graphs(graphs: list[GraphInfo]) -> str:
             for what, found in (("all-gather", graph.gathers), ("reduction", graph.reductions))
             if found
         ]
+        if graph.retained:
+            sizes.append(
+                f"the gradients of {_count(len(graph.retained), 'unit')} kept for a later backward "
+                "(set_requires_gradient_sync(False))"
+            )
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in graph.peak_kinds.items())
         lines += [
             f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran "
