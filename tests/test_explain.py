@@ -157,7 +157,7 @@ def test_in_a_graph():
     text = str(found)
     assert "  4 in a graph: layers.0 to layers.2, Model\n  1 never gathered: unused\n" in text
     assert (
-        "\n  layers.1: as layers.0\n    all-gathers 0 in graph 0 (with layers.0, layers.2), "
+        "\n  layers.1: as layers.0\n    all-gathers #0 of graph 0 (with layers.0, layers.2), "
         in text
     )
 

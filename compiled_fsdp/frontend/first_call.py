@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.inspection.collect import after_first_step
+from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.unit import taken
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
@@ -200,13 +200,20 @@ _trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Count the step for the models that it trains; the first one is summed up, on rank 0."""
+    """Count the step for the models that it trains; the first one is summed up, on rank 0.
+
+    A step before any backward is none: `torch.distributed.checkpoint` makes one to find out what
+    state an optimizer has.
+    """
     if optimizer not in _trained:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         _trained[optimizer] = [weakref.ref(tree) for tree in list(TREES) if _holds(tree, params)]
     for reference in _trained[optimizer]:
         tree = reference()
-        if tree is not None and tree.members and tree.clock.tick(optimizer):
+        if tree is None or not tree.members:
+            continue
+        is_step = tree.clock.count or has_trained([runtime.unit for runtime in tree.members])
+        if is_step and tree.clock.tick(optimizer):
             after_first_step(tree)
 
 

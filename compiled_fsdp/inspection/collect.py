@@ -46,6 +46,15 @@ if TYPE_CHECKING:
 
 Ran = tuple[Run, GraphRecord]
 
+EVALUATED = (
+    "its forward also ran eagerly without gradients, as when an evaluation calls the model that is "
+    "not compiled"
+)
+CALLED_TWICE = (
+    "its forward also ran with gradients outside the graphs, called by what is not compiled"
+)
+NOT_ITSELF = "its forward is not compiled, that of other units is"
+
 
 def after_first_step(tree: Tree) -> None:
     """Log the summary of a model, on rank 0, and write what is known of it beside the dumps of its
@@ -59,6 +68,15 @@ def after_first_step(tree: Tree) -> None:
     folder = dump.rank_folder()
     if folder is not None:
         (folder / "explain.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+
+
+def has_trained(units: Sequence[Unit]) -> bool:
+    """Returns whether a backward has come to one of these units, in a graph or eagerly."""
+    keys = {unit.key for unit in units}
+    return any(unit.options.consumers("mp_policy.reduce_dtype") for unit in units) or any(
+        record.kind == "backward" and not keys.isdisjoint(record.units)
+        for record in (GraphRecord.parse(run.record) for run in all_runs())
+    )
 
 
 def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Explanation:
@@ -103,7 +121,7 @@ def _unit(
     return UnitInfo(
         name=unit.name,
         where=where,
-        why=_why(unit, bool(in_graphs)) if where in (EAGER, BOTH) else [],
+        why=_why(unit, where, bool(in_graphs)),
         params=params,
         num_bytes=sum(p.num_bytes for p in params),
         compute_dtype="/".join(dict.fromkeys(_dtype(p.spec.dtype) for p in unit.params)),
@@ -121,22 +139,25 @@ def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:
     if not has_run:
         return NOT_YET
     if unit.key in in_graphs:
-        return BOTH if unit.num_eager_forwards else GRAPH
+        return BOTH if unit.num_eager_recorded else GRAPH
     if unit.num_eager_forwards:
         return EAGER
     return UNLOWERED if unit.key in TRACED else NEVER
 
 
-def _why(unit: Unit, has_graphs: bool) -> list[str]:
+def _why(unit: Unit, where: str, has_graphs: bool) -> list[str]:
+    """Returns why a unit ran eagerly; nothing if it did not."""
+    if where not in (GRAPH, BOTH, EAGER) or not unit.num_eager_forwards:
+        return []
+    if where == GRAPH:
+        return [EVALUATED]
     if unit.why_eager:
         return list(unit.why_eager)
     if unit.has_extensions:
         return [WHY_EAGER]
-    return [
-        "its forward was called from outside any graph"
-        if has_graphs
-        else "the model is not compiled"
-    ]
+    if where == BOTH:
+        return [CALLED_TWICE]
+    return [NOT_ITSELF if has_graphs else "the model is not compiled"]
 
 
 def _mesh(info: Any) -> str:

@@ -258,16 +258,14 @@ def _param(param: Param, unit: str) -> str:
 
 
 def _collectives(unit: UnitInfo) -> list[str]:
-    """One line for its all-gathers, one for its reductions: each one's number in its graph, the
-    graph's number, with whom.
-    """
+    """One line for its all-gathers, one for its reductions: which one of which graph, with whom."""
     lines = []
     for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
         texts = []
         for shared in found:
             others = [name for name in shared.units if name != unit.name]
             texts.append(
-                f"{shared.number} in graph {shared.graph}"
+                f"#{shared.number} of graph {shared.graph}"
                 + (f" (with {_names(others)})" if others else "")
             )
         if texts:
