@@ -146,11 +146,11 @@ class TestWhereUnitsRan:
         run = call(model := build())
         optimizer = torch.optim.AdamW(model.parameters())
         get_optimizer_state_dict(model, optimizer)
-        assert explain(run, allow_unused=True).step.count == 0
+        assert explain(run).step.count == 0
         assert said(caplog) == []
         for _ in range(2):
             train(run)
             optimizer.step()
         (summary,) = said(caplog)
         assert "not run yet" not in summary
-        assert explain(run, allow_unused=True).step.count == 2
+        assert explain(run).step.count == 2

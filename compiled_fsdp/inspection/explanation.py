@@ -97,12 +97,15 @@ class GraphInfo:
 class OptionInfo:
     """An option that the user set, on units or (none) of the plan, and the parts that took a
     decision from it.
+
+    unused: what is to be said if a step has run since, and none did; else "".
     """
 
     name: str
     value: str
     units: list[str]
     consumers: list[str]
+    unused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +309,9 @@ def _options(options: list[OptionInfo]) -> str:
     lines = ["Options that were set" if options else "Options that were set: none"]
     for option in options:
         units = f" of {_names(option.units)}" if option.units else ""
+        if option.unused:
+            lines.append(f"  {option.unused}: changed nothing, although a step has run since")
+            continue
         lines.append(
             f"  {option.name}={option.value}{units}: "
             f"{', '.join(option.consumers) or 'consumed by nothing yet'}"
