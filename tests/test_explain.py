@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -360,10 +361,11 @@ def test_predicted_and_measured():
             step(model, optimizer)
     found = explain(model, profile=profile)
     assert found.step.count == 3
-    assert 0 < found.step.measured_exposed < found.step.measured_seconds
+    assert 0 < found.step.profiled_exposed < found.step.profiled_seconds
     assert found.step.measured_peak > 0
     assert "measured:  step time" in str(found)
-    assert "ms (median of the last of 3 steps); exposed communication" in str(found)
+    assert "ms (median of the last of 3 steps); peak" in str(found)
+    assert re.search(r"profiled:  step time .* ms, of which .* ms \(.*%\) wait for", str(found))
 
 
 def test_recompiles_have_reasons():

@@ -31,7 +31,8 @@ from usage import UsageError
 from compiled_fsdp import Costs, Link, fully_shard, planned
 from compiled_fsdp.command.cli import main
 from compiled_fsdp.dump import records
-from compiled_fsdp.inspection.report.measured import AGREE, CARRIED, WAIT
+from compiled_fsdp.inspection.profiles import WAIT
+from compiled_fsdp.inspection.report.measured import AGREE, CARRIED
 from compiled_fsdp.planning.memory import profile_step
 from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
@@ -390,7 +391,7 @@ class TestProfile:
         events = [e for e in forward_run(0) if e["name"] != "fsdp::all_gather"]
         with pytest.raises(
             DumpError,
-            match=r"p.json has 1 runs of graphs \(fsdp::agree\), none with the collectives of 0",
+            match=r"p.json has 1 runs of graphs \(fsdp::agree\), none of those that were dumped: 0",
         ):
             add_profile(spoilt, write_profile(tmp_path / "p.json", events))
         with pytest.raises(

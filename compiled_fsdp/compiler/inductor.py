@@ -143,9 +143,9 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     decided = handed_on(gm.graph.nodes)
     gm = run_pipeline(gm, plan, HALF, after_pass)
     consumed = {**decided, **take_consumed(gm)}
-    set_record(
-        gm, GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
-    )
+    record = GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
+    set_record(gm, record)
+    writer.write_record(record)
     return gm
 
 

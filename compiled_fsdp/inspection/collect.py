@@ -20,7 +20,7 @@ from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
 from compiled_fsdp.wire.runs import Run, all_runs
 
-from . import measured
+from . import measured, profiles
 from .explanation import (
     BOTH,
     EAGER,
@@ -220,14 +220,18 @@ def _step(tree: Tree, graphs: list[GraphRecord], profile: Any, units: Sequence[U
     times = [record.predicted for record in graphs if record.predicted is not None]
     is_known = bool(graphs) and len(times) == len(graphs)
     device = units[0].mesh_info.device.type
+    ranges = None if profile is None else profiles.of_profile(profile)
+    profiled = None if ranges is None else profiles.choose_step(ranges)
     return Step(
         count=tree.clock.count,
         predicted_seconds=sum(t["total"] for t in times) if is_known else None,
         predicted_exposed=sum(t["exposed"] for t in times) if is_known else None,
         predicted_peak=max((record.peak for record in graphs), default=None),
         measured_seconds=tree.clock.median,
-        measured_exposed=None if profile is None else measured.exposed(profile),
         measured_peak=None if profile is None else measured.peak(profile, device),
+        profiled_seconds=None if profiled is None else profiled.span.seconds,
+        profiled_exposed=measured.exposed(ranges, profiled) if ranges and profiled else None,
+        notes=[] if profiled is None else profiled.notes,
     )
 
 

@@ -113,7 +113,10 @@ class Step:
     """A training step, predicted and measured; seconds and bytes, None where it is not known.
 
     predicted_*: of the graphs of the last step, without the optimizer and without eager units.
+    measured_seconds: from one optimizer step to the next, the median of the last ones.
     peak: above what is at rest (predicted), or when the profile began (measured).
+    profiled_*: of one step of the profile, which has a length of its own: profiling costs.
+    notes: what keeps that from being a whole, ordinary step.
     """
 
     count: int
@@ -121,8 +124,10 @@ class Step:
     predicted_exposed: float | None
     predicted_peak: int | None
     measured_seconds: float | None
-    measured_exposed: float | None
     measured_peak: int | None
+    profiled_seconds: float | None
+    profiled_exposed: float | None
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,24 +340,29 @@ def _step(e: Explanation) -> str:
         ),
     ]
     how = f" (median of the last of {_count(step.count, 'step')})"
-    profile = "not measured"
     measured = [
         "step time "
         + _or(
             None if step.measured_seconds is None else f"{_ms(step.measured_seconds)}{how}",
             "not measured",
         ),
-        "exposed communication " + _or(_ms(step.measured_exposed), profile),
         "peak "
         + _or(
             None if step.measured_peak is None else f"{_mb(step.measured_peak)} above the start",
-            profile,
+            "not measured",
         ),
     ]
     lines = ["Step", f"  predicted: {'; '.join(predicted)}", f"  measured:  {'; '.join(measured)}"]
-    if step.measured_exposed is None or step.measured_peak is None:
+    if step.profiled_seconds is not None and step.profiled_exposed is not None:
         lines.append(
-            "  (explain(model, profile=p) takes the rest from a "
+            f"  profiled:  step time {_ms(step.profiled_seconds)}, of which "
+            f"{_ms(step.profiled_exposed)} ({_share(step.profiled_exposed, step.profiled_seconds)})"
+            " wait for communication"
+        )
+    lines += [f"  ({note})" for note in step.notes]
+    if step.profiled_seconds is None or step.measured_peak is None:
+        lines.append(
+            "  (explain(model, profile=p) takes what waits, and the peak, from a "
             "torch.profiler.profile(profile_memory=True) of a step)"
         )
     if any(u.where == EAGER for u in e.units) and e.graphs:
@@ -397,6 +407,10 @@ def _or(text: str | None, otherwise: str) -> str:
 
 def _mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e4 else f"{num_bytes:.0f} bytes"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
 
 
 def _ms(seconds: float | None) -> str | None:
