@@ -5,7 +5,7 @@ what contains it.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerAction, profile
 
 from compiled_fsdp import dumped_to, explain, fully_shard
+from compiled_fsdp.inspection.report.headline import headline
+from compiled_fsdp.inspection.report.read import DumpedRank
 from compiled_fsdp.report import add_profile, write_report
 from compiled_fsdp.wire import runs
 
@@ -178,3 +180,55 @@ class TestTheStep:
                 found.step()
         parts = job.measured(found)["step"]["parts"]
         assert [kind for _, _, kind, _ in parts].count("forward") == 2  # a step, and an evaluation
+
+
+class TestHeadline:
+    """What the page says first."""
+
+    STEP: ClassVar[dict[str, Any]] = {
+        "total": 0.0892,
+        "waiting": 0.0491,
+        "starting": 0.0001,
+        "compiling": 0.0,
+        "largest": ["reduction of layers.0", 0.0089],
+    }
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            (
+                {},
+                "55 % of the step waits for communication (49.1 ms of 89.2 ms); largest: the "
+                "reduction of layers.0, 8.9 ms.",
+            ),
+            (
+                {"waiting": 1e-4},
+                "Less than 1 % of the step waits for communication: there is nothing to gain.",
+            ),
+            (
+                {"starting": 0.05},
+                "8.9 ms. Starting collectives takes more, 56 % (50.0 ms): the training thread "
+                "copies, or shares its core with those that send.",
+            ),
+            (
+                {"compiling": 0.0446},
+                "50 % of the profiled step is compilation, so it says little of others: profile a "
+                "later step.",
+            ),
+        ],
+    )
+    def test_of_a_measured_step(self, changes: dict[str, Any], says: str) -> None:
+        rank = DumpedRank(0, None, (), (), {**self.STEP, **changes})
+        assert headline(rank).endswith(says)
+
+    def test_without_a_profile(self) -> None:
+        assert headline(DumpedRank(0, None, (), (), None)).startswith("Predicted, not measured.")
+
+    def test_it_is_on_the_page(self, job: Job, tmp_path: Path) -> None:
+        for _ in range(2):
+            job.step()
+        with profile() as found:
+            job.step()
+        job.measured(found)
+        write_report(job.dump, tmp_path / "page.html")
+        assert "the step waits for communication" in (tmp_path / "page.html").read_text()

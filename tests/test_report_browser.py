@@ -120,6 +120,29 @@ def test_assumed_costs_are_said(seen: Seen) -> None:
     assert seen.page.get_by_text("Predicted times rest on assumed costs").is_visible()
 
 
+def test_what_was_measured_comes_first(seen: Seen) -> None:
+    """A sentence, then what the profiled step took; the prediction says how far off it is."""
+    page, step = seen.page, seen.data()["ranks"][0]["step"]
+    assert re.match(r"\d+ % of the step waits", page.locator("#headline").text_content())
+    tiles = page.locator(".tile").all_text_contents()
+    assert tiles[0].startswith("profiled step")
+    assert f"{round(100 * step['waiting'] / step['total'])} %" in tiles[1]
+    (predicted,) = (text for text in tiles if text.startswith("predicted forward and backward"))
+    assert "of it exposed; measured" in predicted
+
+
+def test_every_rank_is_on_one_axis(seen: Seen) -> None:
+    page, ranks = seen.page, seen.data()["ranks"]
+    drawing = page.locator("svg.step")
+    assert drawing.locator(".rank").count() == len(ranks) == 2
+    for rank, drawn in zip(ranks, drawing.locator(".rank").all(), strict=True):
+        assert drawn.locator(".part-backward").count() == 1
+        assert drawn.locator(".waiting").count() == len(rank["step"]["waits"]) > 0
+    assert re.search(r"Rank \d ends last, .* after the first; rank \d waits", page.content())
+    drawing.locator(".part-forward").first.hover()
+    assert "of the step" in page.locator("#tip").text_content()
+
+
 def test_names_are_text(seen: Seen) -> None:
     """A module called like markup: nothing runs, nothing is loaded, every tab shows it as it is."""
     page = seen.page
@@ -177,10 +200,12 @@ def scale(seen: Seen) -> float:
 def test_zoom(seen: Seen) -> None:
     """By buttons, keys, the wheel and dragging; double-click shows all again."""
     page, drawing = seen.page, seen.page.locator("svg.timeline").first
+    drawing.scroll_into_view_if_needed()
+    section = page.locator("section.graph").first
     before = scale(seen)
-    page.get_by_label("zoom in").first.click()
+    section.get_by_label("zoom in").click()
     assert scale(seen) == pytest.approx(2 * before)
-    page.get_by_label("show all").first.click()
+    section.get_by_label("show all").click()
     assert scale(seen) == pytest.approx(before)
     box = drawing.bounding_box()
     page.mouse.move(box["x"] + 119, box["y"] + 30)
@@ -258,9 +283,10 @@ def test_switches(seen: Seen) -> None:
     assert "rank 0 of 2" in page.locator("#subtitle").text_content()
     page.get_by_label("rank", exact=True).select_option("1")
     assert "rank 1 of 2" in page.locator("#subtitle").text_content()
-    before = page.locator(".tile b").first.text_content()
+    predicted = page.locator(".tile", has_text="predicted forward and backward").locator("b")
+    before = predicted.text_content()
     page.get_by_label("predicted for").select_option("fused")
-    assert page.locator(".tile b").first.text_content() != before
+    assert predicted.text_content() != before
     seen.tab("Settings")
     page.reload()
     assert page.get_by_role("tab", name="Settings").get_attribute("aria-selected") == "true"

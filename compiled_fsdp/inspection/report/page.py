@@ -15,13 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir.printer import printable
 
+from .headline import headline
 from .read import read_dump
 from .trace import chrome_trace
 
 if TYPE_CHECKING:
     from .read import DumpedRank
 
-SCRIPTS = ("dom.js", "axis.js", "timeline.js", "memory.js", "tables.js", "page.js")
+SCRIPTS = (
+    "dom.js",
+    "axis.js",
+    "drawing.js",
+    "step.js",
+    "timeline.js",
+    "memory.js",
+    "tables.js",
+    "page.js",
+)
 
 
 def write_report(dump_dir: Path, out: Path) -> None:
@@ -61,7 +71,7 @@ def as_script(data: object) -> str:
 def _rank(rank: DumpedRank) -> dict[str, Any]:
     found = asdict(rank)
     del found["folder"]
-    return found
+    return {**found, "headline": headline(rank)}
 
 
 def _printable(value: Any) -> Any:

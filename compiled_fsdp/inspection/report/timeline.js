@@ -1,6 +1,6 @@
 // The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
 
-const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
+const UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
 
 // The unit that a module belongs to: the longest unit name that its path begins with.
 function unitOf(module, units) {
@@ -35,8 +35,9 @@ function rowsOf(times, most = 4) {
   });
 }
 
-class Timeline {
+class Timeline extends Drawing {
   constructor(graph, run, units) {
+    super();
     this.graph = graph;
     this.collectives = graph.timeline.collectives;
     this.sources = [["predicted", run], ["measured", graph.measured]].filter(([, found]) => found).map(([label, found]) => {
@@ -54,42 +55,11 @@ class Timeline {
     this.root.addEventListener("pointerleave", () => tip.hide());
   }
 
-  get width() {
-    return this.root.clientWidth || 1200;
-  }
-
-  x(time) {
-    return LEFT + ((time - this.view.begin) / (this.view.end - this.view.begin)) * (this.width - LEFT - RIGHT);
-  }
-
-  // Left edge and width of a stretch of time, cut to what is in view; null outside.
-  span(begin, end, least = 1) {
-    if (end < this.view.begin || begin > this.view.end) return null;
-    const from = Math.max(LEFT, this.x(begin)), to = Math.min(this.width - RIGHT, this.x(end));
-    return { x: from, width: Math.max(least, to - from) };
-  }
-
   draw() {
     const height = this.height;
     this.root.style.height = `${height + 2}px`; // with its border; no viewBox: one unit is one pixel
     this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
-  }
-
-  patterns() {
-    return svg("defs", {}, svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-      svg("rect", { class: "hatch-page", width: 7, height: 7 }), svg("line", { class: "hatch-line", x1: 0, y1: 0, x2: 0, y2: 7 })));
-  }
-
-  axis(height) {
-    const { step, values } = ticks(this.view.begin * 1e3, this.view.end * 1e3, this.width / 120);
-    const marks = values.map((v) => {
-      const x = this.x(v / 1e3);
-      const near = x > this.width - 60;
-      return [svg("line", { x1: x, x2: x, y1: TOP - 4, y2: height - 18 }),
-        svg("text", { x: near ? this.width - RIGHT : x, y: height - 5, "text-anchor": near ? "end" : "middle" }, `${v.toFixed(decimals(step))} ms`)];
-    });
-    return svg("g", { class: "axis" }, marks);
   }
 
   lanes(source) {
@@ -163,12 +133,6 @@ class Timeline {
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
       svg("rect", { y: top, height: WIRE - 2, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 8, height: 6, ...shown }),
       this.label(ownerOf(collective), at, top + 14));
-  }
-
-  label(words, at, y, mayCut = true) {
-    const room = Math.floor((at.width - 8) / 6.9);
-    if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
-    return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
   }
 
   // What is to be said of a collective; `most` parameters are listed, and what does not depend on the source unless it is null.
