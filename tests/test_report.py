@@ -126,7 +126,8 @@ class TestRecords:
         assert sum(t["exposed"] for t in run["times"]) > 0
         # What computes and what stands still make up the whole.
         busy = sum(end - begin for begin, end, _, _ in run["compute"])
-        assert busy + sum(t["exposed"] for t in run["times"]) == pytest.approx(line.total)
+        thread = sum(t["exposed"] + t["issuing"] for t in run["times"])
+        assert busy + thread == pytest.approx(line.total)
 
     def test_collectives_are_named(self, traced: tuple[Path, list[Graph]]) -> None:
         """Each unit of a 64 x 64 weight and a bias: 4,160 elements of 4 bytes, half of them from
@@ -465,9 +466,9 @@ SPOILED = {
     "cut off": (lambda t: t[:100], "timeline.json", r"is no JSON: .*cut off or garbled"),
     "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
     "of another version": (
-        lambda t: t.replace('"format": 1', '"format": 9'),
+        lambda t: t.replace('"format": 2', '"format": 9'),
         "memory.json",
-        r"format is 9, should be 1",
+        r"format is 9, should be 2",
     ),
     "not a number": (
         lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1),

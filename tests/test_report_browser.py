@@ -291,6 +291,8 @@ def test_switches(seen: Seen) -> None:
     page.reload()
     assert page.get_by_role("tab", name="Settings").get_attribute("aria-selected") == "true"
     assert page.get_by_text("bucket_bytes").is_visible()
+    for words in ("all-to-alls", "starting delays the thread by", "each further message"):
+        assert page.get_by_text(f"every link: {words}").is_visible()
     with page.expect_download() as download:
         page.get_by_text("save trace.json").click()
     assert json.loads(download.value.path().read_text())["traceEvents"]

@@ -359,7 +359,7 @@ def _step(e: Explanation) -> str:
             f"{_ms(step.profiled_exposed)} ({_share(step.profiled_exposed, step.profiled_seconds)})"
             " wait for communication"
         )
-    lines += [f"  ({note})" for note in step.notes]
+    lines += [f"  ({note})" for note in (*_far_off(step), *step.notes)]
     if step.profiled_seconds is None or step.measured_peak is None:
         lines.append(
             "  (explain(model, profile=p) takes what waits, and the peak, from a "
@@ -368,6 +368,21 @@ def _step(e: Explanation) -> str:
     if any(u.where == EAGER for u in e.units) and e.graphs:
         lines.append("  (predictions are of the graphs alone)")
     return "\n".join(lines)
+
+
+FAR = 2.0  # times as long, or as short, as was measured
+
+
+def _far_off(step: Step) -> list[str]:
+    if not step.predicted_seconds or not step.measured_seconds:
+        return []
+    ratio = step.measured_seconds / step.predicted_seconds
+    if 1 / FAR <= ratio <= FAR:
+        return []
+    return [
+        f"a step took {ratio:.2g} times what is predicted, which knows neither the optimizer nor "
+        "other processes on the same cores: do not plan with these costs"
+    ]
 
 
 def _recompiles(found: list[dict[str, str]]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.dump.records import FORMAT
 from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.profiles import (
     AUTOGRAD,
@@ -34,7 +35,7 @@ from compiled_fsdp.inspection.profiles import (
 )
 from compiled_fsdp.wire.ranges import GRAPH
 
-from .read import MEASURED, MEASURED_FORMAT, DumpedGraph, DumpedRank, digest, read_dump
+from .read import MEASURED, DumpedGraph, DumpedRank, digest, read_dump
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +134,7 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
             f"wrote the dump, on rank {rank}"
         )
     out = ranks[rank].folder / MEASURED
-    out.write_text(json.dumps({"format": MEASURED_FORMAT, "source": source, **measured}) + "\n")
+    out.write_text(json.dumps({"format": FORMAT, "source": source, **measured}) + "\n")
     return out
 
 

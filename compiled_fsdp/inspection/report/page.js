@@ -83,7 +83,7 @@ const DRAWN = [];
 
 function timelineTab({ graphs, executor, rank }) {
   const units = [...new Set(rank.graphs.flatMap((g) => g.timeline.collectives.flatMap((c) => c.units)))].flatMap((u) => u.split(", "));
-  return [el("div", { class: "bar-of-tools" }, timelineLegend(graphs.some((g) => g.measured)), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
+  return [el("div", { class: "bar-of-tools" }, timelineLegend(), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
     stepSection(), graphs.map((graph) => {
       const run = graph.timeline[executor], line = new Timeline(graph, run, units);
       const rows = collectiveTable(graph, run);

@@ -17,6 +17,7 @@ MEASURED = "measured.json"
 HEAD = {"format": int, "kind": str, "executor": str}
 TIMES = {
     "issued": NUMBER,
+    "issuing": NUMBER,
     "begin": NUMBER,
     "end": NUMBER,
     "awaited": (NUMBER, None),
@@ -67,7 +68,6 @@ PROFILE = {
     "storages": [list],
 }
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
-MEASURED_FORMAT = 2
 MEASURED_STEP = {
     "began": NUMBER,
     "total": NUMBER,
@@ -82,7 +82,7 @@ MEASURED_STEP = {
 }
 MEASURED_RUN = {
     "total": NUMBER,
-    "times": [{**TIMES, "issuing": NUMBER}],
+    "times": [TIMES],
     "compute": [list],
     "has_arrivals": bool,
     "of": str,
@@ -249,9 +249,9 @@ def _head(found: Any, check: Check) -> None:
         check.fail(f"executor is {found['executor']!r}, should be one of {list(EXECUTORS)}")
 
 
-def _version(found: Any, check: Check, version: int = FORMAT) -> None:
-    if found["format"] != version:
-        check.fail(f"format is {found['format']}, should be {version}")
+def _version(found: Any, check: Check) -> None:
+    if found["format"] != FORMAT:
+        check.fail(f"format is {found['format']}, should be {FORMAT}")
 
 
 def _stretches(rows: list[list[Any]], shapes: list[Any], where: str, check: Check) -> None:
@@ -270,7 +270,7 @@ def _measured(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | N
     found = load(path, DOING)
     check = Check(path, DOING)
     check(found, {"format": int})
-    _version(found, check, MEASURED_FORMAT)
+    _version(found, check)
     check(found, {"graphs": dict, "step": MEASURED_STEP})
     graphs: dict[str, dict[str, Any]] = found["graphs"]
     for name, run in graphs.items():

@@ -115,15 +115,25 @@ function diffLine(line) {
 
 // -- settings
 
+const rate = (n) => (n ? `${bytes(n)}/s` : "as all-gathers");
+const LINK = { latency: ["latency", seconds], bandwidth: ["all-gathers", rate], scatter: ["reduce-scatters", rate], exchange: ["all-to-alls", rate],
+  message: ["each further message", seconds], start: ["starting delays the thread by", seconds], issue: ["and for each MB sent by", (s) => seconds(s * 1e6)] };
+
+// Every field of a link; one that this page does not know by its name.
+function linkRows(name, link) {
+  return Object.entries(link).map(([field, value]) => { const [words, show] = LINK[field] ?? [field, String]; return [`${name}: ${words}`, show(value)]; });
+}
+
 function settingsTables(graph) {
   const { settings, costs } = graph.timeline;
   const text = (value) => (value === null ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const part = (title, pairs, note) => el("section", {}, el("h2", {}, title), note ? el("p", { class: "muted" }, note) : null,
     el("div", { class: "scroll" }, el("table", { class: "settings" }, el("tbody", {}, pairs.map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, key), el("td", {}, text(value))))))));
-  const links = Object.entries(costs.links).map(([name, link]) => [name ? `link of group ${name}` : "every link", `${seconds(link.latency)} latency, ${bytes(link.bandwidth)}/s`]);
+  const links = Object.entries(costs.links).flatMap(([name, link]) => linkRows(name ? `group ${name}` : "every link", link));
   return el("div", { class: "two" },
     part("Plan", Object.entries(settings.plan), "What the passes were told; see Plan in the package."),
-    part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)], ...links],
+    part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)],
+      ["pointwise kernels", costs.is_fused ? "fused" : "each by itself"], ["kernels measured in the model", String((costs.kernels ?? []).length)], ...links],
       costs.is_assumed ? "Assumed round numbers: nothing was measured here." : "Measured on these ranks, and agreed by them."),
     part("Versions and ranks", [...Object.entries(settings.versions), ["rank", settings.rank], ["world size", settings.world_size], ["executor", EXECUTORS[graph.timeline.executor]]]),
     part("Environment", Object.entries(settings.environment), Object.keys(settings.environment).length ? "Variables that torch and this package read." : "None of the variables that torch and this package read is set."));

@@ -99,7 +99,7 @@ class Timeline extends Drawing {
     return drawn;
   }
 
-  // Measured: how long the thread is busy with starting a collective.
+  // How long the thread is busy with starting a collective.
   issues(source, top) {
     return source.run.times.map((times, index) => {
       const at = times.issuing ? this.span(times.issued, times.issued + times.issuing, 1) : null;
@@ -176,9 +176,9 @@ class Timeline extends Drawing {
   }
 }
 
-function timelineLegend(hasMeasured) {
+function timelineLegend() {
   const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
   return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
     entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
-    hasMeasured ? entry("mark-issues", "measured: starts a collective") : null);
+    entry("mark-issues", "starts a collective"));
 }
