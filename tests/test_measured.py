@@ -130,6 +130,20 @@ class TestTheStep:
         rows = [row[:2] for name in ("parts", "waits", "starts") for row in step[name]]
         assert all(0 <= begin <= end <= step["total"] for begin, end in rows)
 
+    def test_modules_compute(self, job: Job) -> None:
+        """Heavy kernels by the order of their ops, as in the graph."""
+        for _ in range(2):
+            job.step()
+        with profile() as found:
+            job.step()
+        measured = job.measured(found)
+        for name in job.halves():
+            timeline = json.loads((job.dump / "rank0" / name / "timeline.json").read_text())
+            heavy = [row[2:] for row in timeline["plain"]["compute"] if "mm" in row[2]]
+            rows = measured["graphs"][name]["compute"]
+            assert [row[2:] for row in rows if "mm" in row[2]] == heavy
+            assert {row[3] for row in rows} > {"0", "1", "2"} - {"" if heavy else "0"}
+
     def test_a_part_of_one_says_so(self, job: Job, tmp_path: Path) -> None:
         for _ in range(2):
             job.step()

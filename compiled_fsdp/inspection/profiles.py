@@ -7,25 +7,26 @@ out; the compilation itself is kept, since it is part of the step that it happen
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compiled_fsdp.torch_private.tracing import started
 
-from .check import NUMBER, Check, load
+from .check import NUMBER, Check, DumpError, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 DOING = "reading the profile"
-DEVICE = (
-    "has kernels of a device; only a step on the CPU can be laid over the predicted one so far, "
-    "since on a device starts and waits return at once. Look at it beside the trace that "
-    "write_trace writes"
-)
+# Kinds of ranges in a Chrome trace of torch: what runs on a device, what launches it, and what is
+# the profiler's own or a range drawn a second time on the device.
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
+IGNORED = ("Trace", "overhead", "gpu_user_annotation")
 MICROSECOND = 1e-6
 WAIT = "_c10d_functional::wait_tensor"  # what every executor waits by
 NAMESPACES = ("fsdp", "_c10d_functional")
@@ -74,16 +75,31 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """What ran on a device, and the call on a thread of the CPU that launched it."""
+
+    event: Event
+    launch: Event
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it is a collective of NCCL (or RCCL, whose kernels are called alike)."""
+        return self.event.name.startswith("nccl")
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """The ranges of a profile, by time, a range before what it encloses.
 
-    events: without those of compilations.
+    events: of the CPU, without those of compilations.
     compiles: the outermost compilations.
+    kernels: of a device, by time; none on the CPU.
     base: what is to be added to times for those of a clock that the ranks of a machine share.
     """
 
     events: list[Event]
     compiles: list[Event]
+    kernels: list[Kernel]
     base: float = 0.0
 
     @property
@@ -107,14 +123,15 @@ class Step:
 
 
 def of_profile(profile: Any) -> Profile:
-    """A finished `torch.profiler.profile`, however often it is read.
+    """A finished `torch.profiler.profile`, however often it is read; with kernels of a device, only
+    once.
 
     Raises:
-        NotImplementedError: it is of a device.
+        DumpError: it has kernels of a device, and was exported already.
     """
     found = list(profile.events())
     if any(event.device_type != torch.profiler.DeviceType.CPU for event in found):
-        raise NotImplementedError(f"{DOING}: it {DEVICE}")
+        return _exported(profile)
     events = [
         Event(
             event.name,
@@ -124,7 +141,21 @@ def of_profile(profile: Any) -> Profile:
         )
         for event in found
     ]
-    return _profile(events, started(profile))
+    return _profile(events, [], started(profile))
+
+
+def _exported(profile: Any) -> Profile:
+    """Which call launched a kernel stands in the file that torch writes, once, and nowhere else."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        try:
+            profile.export_chrome_trace(str(path))
+        except RuntimeError as error:
+            raise DumpError(
+                f"{DOING}: it has kernels of a device, and torch exports a profile only once "
+                f"({error}); give the path of the file that it was exported to"
+            ) from error
+        return read_profile(path)
 
 
 def read_profile(path: Path) -> Profile:
@@ -132,29 +163,37 @@ def read_profile(path: Path) -> Profile:
 
     Raises:
         DumpError: it is none; names the file.
-        NotImplementedError: it is of a device.
     """
     found = load(path, DOING)
     check = Check(path, DOING)
     check(found, {"traceEvents": [dict]})
-    if any(event.get("cat") == "kernel" for event in found["traceEvents"]):
-        raise NotImplementedError(f"{DOING}: {path.name} {DEVICE}")
-    events = []
+    events, on_device, launches = [], [], {}
     for index, event in enumerate(found["traceEvents"]):
-        if event.get("ph") == "X":
-            check(event, {"name": str, "ts": NUMBER, "dur": NUMBER}, f"traceEvents[{index}]")
-            begin = event["ts"] * MICROSECOND
-            end = begin + event["dur"] * MICROSECOND
-            if event.get("cat") not in ("Trace", "overhead"):  # the profiler's own
-                events.append(Event(event["name"], begin, end, event.get("tid")))
+        if event.get("ph") != "X" or event.get("cat") in IGNORED:
+            continue
+        where = f"traceEvents[{index}]"
+        check(event, {"name": str, "ts": NUMBER, "dur": NUMBER}, where)
+        begin = event["ts"] * MICROSECOND
+        known = Event(event["name"], begin, begin + event["dur"] * MICROSECOND, event.get("tid"))
+        if event.get("cat") not in (*ON_DEVICE, *LAUNCHES):
+            events.append(known)
+            continue
+        check(event, {"args": dict}, where)
+        number = event["args"].get("correlation")
+        if event["cat"] in ON_DEVICE:
+            on_device.append((known, number))
+        else:
+            launches[number] = known
+    kernels = [Kernel(k, launches[number]) for k, number in on_device if number in launches]
     base = found.get("baseTimeNanoseconds", 0)
-    return _profile(events, base * 1e-9 if isinstance(base, int) else 0.0)
+    return _profile(events, kernels, base * 1e-9 if isinstance(base, int) else 0.0)
 
 
-def _profile(events: list[Event], base: float) -> Profile:
+def _profile(events: list[Event], kernels: list[Kernel], base: float) -> Profile:
     events.sort(key=lambda event: (event.begin, -event.end))
+    kernels.sort(key=lambda kernel: kernel.event.begin)
     compiles = outermost(event for event in events if event.name.endswith(COMPILES))
-    return Profile(_outside(events, compiles), compiles, base)
+    return Profile(_outside(events, compiles), compiles, kernels, base)
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:

@@ -35,6 +35,8 @@ from compiled_fsdp.inspection.profiles import (
 )
 from compiled_fsdp.wire.ranges import GRAPH
 
+from .device import Device
+from .kernels import computing
 from .read import MEASURED, DumpedGraph, DumpedRank, digest, read_dump
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ PARTS = {
 NORMS = ("aten::_foreach_norm", "aten::linalg_vector_norm")
 KINDS = {"gather": "all-gather", "reduce": "reduction", "all_reduce": "all-reduce"}
 ELSEWHERE = "a collective outside the graphs"
+ON_CPU = "cpu"  # a part of the step whose kernels are to be looked up, on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Run:
     the range that encloses it.
 
     digest: of the graph's record; "" if the profile does not say.
+    ops: outermost ops of its thread that are no communication.
     """
 
     begin: float
@@ -70,6 +74,13 @@ class Run:
     waits: list[Event]
     carried: list[Event]
     digest: str
+    thread: object
+    ops: list[Event]
+
+    @property
+    def until(self) -> float:
+        """When the thread is done with it, as far as the profile says."""
+        return max([self.end or self.begin, *(e.end for e in (*self.starts, *self.waits))])
 
     def is_of(self, graph: DumpedGraph) -> bool:
         """Whether it is called like the graph, as far as both say, and starts as many collectives,
@@ -86,18 +97,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A run, the graph that it is of, and its times in the form of a predicted run."""
+    """A run, the graph that it is of, its times in the form of a predicted run, and when that
+    begins: on a device, with its first kernel.
+    """
 
     run: Run
     graph: DumpedGraph
     times: dict[str, Any]
+    begin: float
 
     @property
     def span(self) -> Event:
         """From its beginning to its end."""
-        return Event(
-            self.graph.name, self.run.begin, self.run.begin + float(self.times["total"]), None
-        )
+        return Event(self.graph.name, self.begin, self.begin + float(self.times["total"]), None)
 
 
 def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
@@ -112,8 +124,6 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
 
     Raises:
         DumpError: the profile is garbled, or no dumped graph runs in it.
-        NotImplementedError: it is of a device, whose collectives run on after their starts and
-            waits return.
     """
     ranks = {found.rank: found for found in read_dump(Path(dump_dir))}
     if rank not in ranks:
@@ -142,29 +152,35 @@ def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
     """Measured times of every graph that runs in the profile, by its folder's name, and the step
     that they are of.
     """
-    laid = match(rank.graphs, find_runs(profile.events))
+    device = Device(profile.kernels)
+    laid = match(rank.graphs, find_runs(profile.events), device)
     step = choose_step(profile)
-    inside = [entry for entry in laid if entry.span.begin >= step.span.begin]
-    inside = [entry for entry in inside if entry.span.begin < step.span.end]
+    inside = [e for e in laid if step.span.begin <= e.run.begin < step.span.end]
+    span = device.shown(step.span) if device else step.span
     graphs = {
         entry.graph.name: {**entry.times, "of": digest(rank.folder / entry.graph.name)}
         for entry in (*laid, *inside)
     }
-    waits = sorted(_waits(profile, step.span, inside), key=lambda wait: wait.begin)
+    found = _exposed(device, span, inside) if device else _waits(profile, span, inside)
+    waits = sorted(found, key=lambda wait: wait.begin)
     starts = [e for e in outermost(e for e in profile.events if e.kind) if e.is_in(step.span)]
+    parts = [(e, kind) for e, kind in _parts(profile, step.span, inside)]
+    if device:  # who starts collectives is the CPU, ahead of the device
+        starts = []
+        parts = [(device.shown(e) if e.thread else e, kind) for e, kind in parts]
     largest = max(waits, key=lambda wait: wait.seconds, default=None)
     return {
         "graphs": graphs,
         "step": {
-            "began": profile.base + step.span.begin,
-            "total": step.span.seconds,
-            "waiting": seconds_in(step.span, waits),
-            "starting": seconds_in(step.span, starts),
+            "began": profile.base + span.begin,
+            "total": span.seconds,
+            "waiting": seconds_in(span, waits),
+            "starting": seconds_in(span, starts),
             "compiling": seconds_in(step.span, profile.compiles),
             "largest": None if largest is None else [largest.name, largest.seconds],
-            "parts": [_row(e, step.span, kind) for e, kind in _parts(profile, step.span, inside)],
-            "waits": [_row(e, step.span) for e in waits],
-            "starts": [_row(e, step.span) for e in starts],
+            "parts": [_row(e, span, kind) for e, kind in parts if e.seconds],
+            "waits": [_row(e, span) for e in waits],
+            "starts": [_row(e, span) for e in starts],
             "notes": [*step.notes, *_halves(inside)],
         },
     }
@@ -190,22 +206,22 @@ def _parts(profile: Profile, span: Event, inside: list[Laid]) -> Iterator[tuple[
     """Yields what a step consists of, and of what kind it is; what comes later lies on top."""
     backward = [e for e in profile.events if e.name.startswith(AUTOGRAD) and e.is_in(span)]
     for event in _joined(outermost(backward)):
-        yield Event("backward, autograd", event.begin, event.end, None), "autograd"
+        yield Event("backward, autograd", event.begin, event.end, ON_CPU), "autograd"
     steps = [e for e in profile.events if e.name.startswith(OPTIMIZER) and e.is_in(span)]
     if backward and steps:
         between = Event("", max(e.end for e in backward), steps[0].begin, None)
         has_norms = any(e.name in NORMS and e.is_in(between) for e in profile.events)
         name = "clipping: norms of gradients" if has_norms else "between backward and step"
-        yield Event(name, between.begin, between.end, None), "clip" if has_norms else "other"
+        yield Event(name, between.begin, between.end, ON_CPU), "clip" if has_norms else "other"
     for entry in inside:
         yield entry.span, str(entry.graph.timeline["kind"])
     for event in profile.events:
         kind = next((k for prefix, k in PARTS.items() if event.name.startswith(prefix)), None)
         if kind is not None and event.is_in(span):
-            yield Event(event.name.partition("#")[2], event.begin, event.end, None), kind
+            yield Event(event.name.partition("#")[2], event.begin, event.end, ON_CPU), kind
     for event in profile.compiles:
         if seconds_in(span, [event]):
-            yield Event("compilation", event.begin, event.end, None), "compile"
+            yield Event("compilation", event.begin, event.end, ON_CPU), "compile"
 
 
 def _joined(events: list[Event], gap: float = 1e-3) -> list[Event]:
@@ -242,7 +258,26 @@ def _name(collective: dict[str, Any]) -> str:
     return f"{KINDS.get(collective['kind'], collective['kind'])} of {owner}"
 
 
-def match(graphs: tuple[DumpedGraph, ...], runs: list[Run]) -> list[Laid]:
+def _exposed(device: Device, span: Event, inside: list[Laid]) -> Iterator[Event]:
+    """Yields when a device computes nothing because a collective is under way, by its name."""
+    known = {
+        kernel: _name(collective)
+        for entry in inside
+        for collective, start in zip(
+            entry.graph.timeline["collectives"], entry.run.starts, strict=False
+        )
+        for kernel in device.communication_in(start)
+    }
+    for kernel in device.kernels:
+        exposed = device.exposed(kernel)
+        if kernel.is_communication and exposed and kernel.event.is_in(span):
+            name = known.get(kernel, ELSEWHERE)
+            yield Event(name, kernel.event.end - exposed, kernel.event.end, None)
+
+
+def match(
+    graphs: tuple[DumpedGraph, ...], runs: list[Run], device: Device | None = None
+) -> list[Laid]:
     """The runs that are of a dumped graph, in order.
 
     Several graphs may be alike, as when a forward was compiled again for another backward: then a
@@ -266,7 +301,11 @@ def match(graphs: tuple[DumpedGraph, ...], runs: list[Run]) -> list[Laid]:
         )
         graph = ranked[-1]
         before = graph.name
-        found.append(Laid(run, graph, times(graph, run)))
+        if device:
+            begin, measured = device.times(graph, run.begin, run.until, run.thread, run.starts)
+        else:
+            begin, measured = run.begin, times(graph, run)
+        found.append(Laid(run, graph, measured, begin))
     return found
 
 
@@ -281,6 +320,7 @@ def find_runs(events: list[Event]) -> list[Run]:
     ends = [e for e in events if e.name.startswith(AROUND)]
     digests = [e for e in events if e.name.startswith(GRAPH)]
     comm = outermost(e for e in events if e.kind or e.name == WAIT)
+    ops = outermost(e for e in events if e.name.startswith("aten::"))
     runs = []
     for mark in marks:
         later = [m.begin for m in marks if m.thread == mark.thread and m.begin > mark.begin]
@@ -301,6 +341,8 @@ def find_runs(events: list[Event]) -> list[Run]:
                 [e for e in inside if not e.kind],
                 [arrivals.get(id(e), e) for e in starts],
                 name.removeprefix(GRAPH),
+                mark.thread,
+                [e for e in ops if e.thread == mark.thread and mark.end <= e.begin < until],
             )
         )
     return runs
@@ -341,7 +383,7 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
     return {
         "total": total,
         "times": found,
-        "compute": _between(busy, run.begin, total),
+        "compute": computing(_between(busy, run.begin, total), run.ops, run.begin, graph),
         "has_arrivals": has_arrivals,
     }
 

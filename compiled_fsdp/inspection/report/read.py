@@ -275,7 +275,7 @@ def _measured(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | N
     graphs: dict[str, dict[str, Any]] = found["graphs"]
     for name, run in graphs.items():
         check(run, MEASURED_RUN, f"graphs.{name}")
-        _stretches(run["compute"], [NUMBER, NUMBER], f"graphs.{name}.compute", check)
+        _stretches(run["compute"], [NUMBER, NUMBER, str, str], f"graphs.{name}.compute", check)
     _stretches(found["step"]["parts"], [NUMBER, NUMBER, str, str], "step.parts", check)
     for name in ("waits", "starts"):
         _stretches(found["step"][name], [NUMBER, NUMBER, str], f"step.{name}", check)

@@ -12,9 +12,9 @@ function unitOf(module, units) {
 function grouped(compute, units) {
   const found = [], shades = new Map();
   for (const [begin, end, node, module] of compute) {
-    const name = module === undefined ? "" : unitOf(module, units);
+    const name = unitOf(module, units);
     const last = found[found.length - 1];
-    if (last && last.name === name && begin - last.end < 1e-9) last.end = end;
+    if (last && last.name === name && begin - last.end < 1e-9 && !last.node === !node) last.end = end;
     else found.push({ begin, end, name, node, shade: 0 });
   }
   for (const group of found) {
@@ -80,7 +80,7 @@ class Timeline extends Drawing {
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${group.shade}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
+        svg("rect", { class: `unit-${group.shade}`, y: top, height: group.node ? UNIT : UNIT + KERNEL, ...at }), this.label(name, at, top + 15));
     });
   }
 
@@ -88,10 +88,10 @@ class Timeline extends Drawing {
     const drawn = [];
     let last = null;
     source.run.compute.forEach(([begin, end, node, module], index) => {
-      const at = node === undefined ? null : this.span(begin, end, 0.3);
+      const at = node ? this.span(begin, end, 0.3) : null;
       if (!at || (last && at.width < 1 && at.x + at.width < last + 0.7)) return;
       last = at.x + at.width;
-      const about = (event) => tip.show(event, el("b", { class: "mono" }, `%${node}`), definitions([
+      const about = (event) => tip.show(event, el("b", { class: "mono" }, node), definitions([
         ["module", module || "none"], ["from", seconds(begin)], ["takes", `${seconds(end - begin)}, light kernels after it included`]]));
       drawn.push(svg("g", { class: "kernel", onpointermove: about, onpointerout: tip.hide },
         svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 12, false)));
