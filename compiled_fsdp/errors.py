@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def named(thing: object) -> str:
@@ -10,6 +14,12 @@ def named(thing: object) -> str:
     text = repr(thing)
     kind = type(thing).__name__
     return kind if len(text) > 60 or "\n" in text else f"{kind} {text}"
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """Names as a list that ends after three: "['a', 'b', 'c'] and 9 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{list(names[:most])}{more}"
 
 
 _said: set[str] = set()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.unit import taken
@@ -63,7 +63,7 @@ def check_same_model(units: Sequence[Unit]) -> None:
     texts = []
     for rank, theirs in known.items():
         only = [line for line in theirs if line not in common]
-        shown = only[:5] or "none: some are missing, or the order differs"
+        shown = shortened(only) if only else "none: some are missing, or the order differs"
         texts.append(f"  rank {rank}: {len(theirs)} parameters; not on all ranks: {shown}")
     raise DivergenceError(
         "fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts)
@@ -81,7 +81,7 @@ def check_devices(units: Iterable[Unit]) -> None:
         wrong = [p.fqn for p in unit.params if p.sharded.device.type != device.type]
         if wrong:
             raise RuntimeError(
-                f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, "
+                f"{unit.name}: parameters {shortened(wrong)} are not on {device.type}, where their mesh is, "
                 "so they cannot be gathered. Move the whole sharded model with "
                 f".to({device.type!r})"
             )
@@ -120,7 +120,7 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         ) from error
     raise RuntimeError(
         f"{told}: one of another unit "
-        f"({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not "
+        f"({', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}), whose own forward is not "
         "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
         "other before and reshard() after it"
     ) from error
@@ -146,7 +146,7 @@ def check_buffers(
     ]
     if forgotten:
         raise RuntimeError(
-            f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta "
+            f"{unit.name}: buffers {shortened(forgotten)} hold whatever was in memory: they were on the meta "
             "device, and nothing wrote them since to_empty(). Initialise them (non-persistent "
             "ones are not in a state dict), for example with reset_parameters()"
         )
@@ -166,7 +166,7 @@ def check_buffers(
     names = [name for name, is_other in zip(numeric, differs, strict=True) if is_other]
     if names:
         warn_once(
-            f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP "
+            f"compiled_fsdp: buffers {shortened(names)} differ between the ranks before the first step. FSDP "
             "never synchronises buffers: if they should be equal, broadcast them from one rank "
             "after to_empty()"
         )
