@@ -4,6 +4,8 @@ do.
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import Plan, current_plan, explain, fully_shard, planned, set_plan
 from compiled_fsdp.errors import shortened
+from compiled_fsdp.planning.plan import options as plan_options
+from compiled_fsdp.planning.plan import use
+from compiled_fsdp.wire import runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,3 +163,53 @@ def test_lists_end_after_three_names() -> None:
     assert shortened([f"layers.{n}" for n in range(12)]) == (
         "['layers.0', 'layers.1', 'layers.2'] and 9 more"
     )
+
+
+class TestPlans:
+    def test_a_budget_of_one_byte(self) -> None:
+        """1 is not 1.0."""
+        with pytest.raises(ValueError, match=r"memory_budget=1 is an int, so 1 bytes .*a float"):
+            Plan(memory_budget=1)
+        assert Plan(memory_budget=1 << 20).memory_budget == 1 << 20
+        assert Plan(memory_budget=1.0).memory_budget == 1.0
+
+    def test_auto_is_taken_and_printed(self) -> None:
+        plan = Plan(prefetch="auto", bucket_bytes="auto", reductions="auto", copy_out=None)
+        assert plan == Plan(prefetch=None, bucket_bytes=None, reductions=None, copy_out=None)
+        text = repr(plan)
+        for name in ("prefetch", "bucket_bytes", "reductions", "copy_out"):
+            assert f"{name}='auto'" in text
+        assert "memory_budget=None" in text
+        assert eval(text, {"Plan": Plan}) == plan
+        assert plan.is_from_costs
+        with pytest.raises(ValueError, match=r"reductions='ring'; should be one of .*'auto' for"):
+            Plan(reductions="ring")
+        with pytest.raises(ValueError, match="memory_budget='auto'; should be bytes"):
+            Plan(memory_budget="auto")
+
+    def test_explain_says_auto(self, fake_world: None) -> None:
+        with planned(prefetch="auto"):
+            text = str(explain(sharded(Net())))
+        assert "Plan.prefetch='auto': consumed by nothing yet" in text
+
+    def test_set_after_compiling_warns(
+        self, fake_world: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch._dynamo.reset()
+        monkeypatch.setattr(runs, "_runs", {})
+        before = current_plan()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_plan(replace(before, prefetch=1))
+            called(sharded(Net()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_plan(current_plan())  # nothing changes
+                with planned(prefetch=3):
+                    pass
+            with pytest.warns(UserWarning, match="set_plan was called after graphs were compiled"):
+                set_plan(replace(before, prefetch=2))
+        finally:
+            use(before)
+            plan_options.asked.pop("Plan.prefetch", None)

@@ -125,7 +125,7 @@ class GraphRecord:
             gathers=[Bucket.of(r) for r in regions["gather"] if r.starts],
             reductions=[Bucket.of(r) for r in regions["reduce"] if r.starts],
             consumed=_by_option(consumed),
-            plan={name: text(getattr(asked, name)) for name in ASKED},
+            plan={name: text(asked.shown(name)) for name in ASKED},
             peak=memory.peak,
             peak_at=memory.node.name,
             peak_kinds=kinds,

@@ -106,7 +106,8 @@ def timeline(graph: Graph) -> dict[str, Any]:
 
 def settings() -> dict[str, Any]:
     """What the graph was made under: plan, versions, this process."""
-    plan = {key: value for key, value in asdict(current_plan()).items() if key != "costs"}
+    now = current_plan()
+    plan = {name: now.shown(name) for name in asdict(now) if name != "costs"}
     return {
         "plan": plan,
         "versions": {

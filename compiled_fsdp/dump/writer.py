@@ -269,7 +269,7 @@ def settings() -> dict[str, Any]:
         "rank": dist.get_rank() if is_there else 0,
         "world_size": dist.get_world_size() if is_there else 1,
         "backend": dist.get_backend() if is_there else "",
-        "plan": {name: str(getattr(plan, name)) for name in ASKED},
+        "plan": {name: str(plan.shown(name)) for name in ASKED},
     }
 
 

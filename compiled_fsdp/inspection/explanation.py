@@ -330,7 +330,7 @@ def _step(e: Explanation) -> str:
         "step time "
         + _or(
             _ms(step.predicted_seconds),
-            "not known: the plan has no costs (Plan(prefetch=None) measures them)",
+            "not known: the plan has no costs (Plan(prefetch='auto') measures them)",
         ),
         "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
         "peak "
