@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from compiled_fsdp import Plan, current_plan, explain, fully_shard, planned, set_plan
-from compiled_fsdp.errors import shortened
+from compiled_fsdp import Plan, current_plan, errors, explain, fully_shard, planned, set_plan
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.planning.plan import use
 from compiled_fsdp.wire import runs
@@ -213,3 +214,31 @@ class TestPlans:
         finally:
             use(before)
             plan_options.asked.pop("Plan.prefetch", None)
+
+
+class TestWarnings:
+    def test_once_at_the_line_of_the_user(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        model = sharded(Net())
+        run = torch.compile(model, backend="aot_eager")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                run(torch.ones(2, 4)).sum().backward()
+        ours = [w for w in told if str(w.message).startswith("compiled_fsdp")]
+        assert len(ours) == 1
+        assert ours[0].filename == __file__
+
+    def test_on_rank_0(self, fake_world: None, caplog: pytest.LogCaptureFixture) -> None:
+        with (
+            mock.patch.object(errors, "_on_every_rank", False),
+            mock.patch("torch.distributed.get_rank", return_value=1),
+            warnings.catch_warnings(record=True) as told,
+        ):
+            caplog.set_level("INFO", "compiled_fsdp")
+            warn_once("compiled_fsdp: something")
+        assert told == []
+        assert "compiled_fsdp: something" in caplog.messages
+        errors._said.clear()
+        with pytest.warns(UserWarning, match="something"):
+            warn_once("compiled_fsdp: something")
