@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from compiled_fsdp import Plan, current_plan, errors, explain, fully_shard, planned, set_plan
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.inspection.guards import in_words
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.planning.plan import use
 from compiled_fsdp.wire import runs
@@ -242,3 +243,39 @@ class TestWarnings:
         errors._said.clear()
         with pytest.warns(UserWarning, match="something"):
             warn_once("compiled_fsdp: something")
+
+
+class TestRecompiles:
+    """Dynamo's guards on what is ours, in words, and without the stack that torch adds."""
+
+    def test_settings_freezing_and_modes(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(model := sharded(Net()), backend="compiled_fsdp_eager")
+
+        def step() -> None:
+            run(torch.ones(2, 4)).sum().backward()
+
+        model.set_requires_gradient_sync(False)
+        step()
+        model.set_requires_gradient_sync(True)
+        step()
+        model.layers[0].weight.requires_grad_(False)
+        step()
+        with torch.no_grad():
+            run(torch.ones(2, 4))
+        reasons = [entry["reason"].partition(": ")[2] for entry in explain(run).recompiles]
+        assert reasons[0].startswith(
+            "what the outermost unit is set to do is another than when it was compiled "
+            "(set_requires_gradient_sync, "
+        )
+        assert (
+            "a parameter of unit 'layers.0' was frozen, or is trained again (requires_grad)"
+            in reasons
+        )
+        assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
+        assert not any("handle" in text or "\n" in text for text in reasons)
+
+    def test_those_of_others_stay(self) -> None:
+        text = "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3"
+        assert in_words(f"{text}\nUser stack trace:\n  File") == text
+        assert in_words("something else") == "something else"

@@ -37,6 +37,7 @@ from .explanation import (
     Step,
     UnitInfo,
 )
+from .guards import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,7 +97,9 @@ def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Expla
         graphs=[_graph(run, record, keys) for run, record in last_step],
         options=[*_unit_options(units, ours), *_plan_options(parsed)],
         step=_step(tree, graphs, profile, units),
-        recompiles=[{"function": function, "reason": reason} for function, reason in recompiles()],
+        recompiles=[
+            {"function": function, "reason": in_words(reason)} for function, reason in recompiles()
+        ],
     )
 
 
