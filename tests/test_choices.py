@@ -255,7 +255,8 @@ class TestGrowth:
 @pytest.mark.parametrize("size", [-1, 1.5, True])
 def test_bad_sizes(name, size):
     with pytest.raises(
-        ValueError, match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None"
+        ValueError,
+        match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or 'auto'",
     ):
         Plan(**{name: size})
 
