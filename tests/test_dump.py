@@ -211,6 +211,7 @@ rank0/001_forward/11_gather_ahead.json
 rank0/001_forward/11_gather_ahead.txt
 rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
+rank0/001_forward/record.json
 rank0/001_forward/timeline.json
 rank0/002_backward/00_capture.json
 rank0/002_backward/00_capture.txt
@@ -249,6 +250,7 @@ rank0/002_backward/11_gather_ahead.json
 rank0/002_backward/11_gather_ahead.txt
 rank0/002_backward/memory.json
 rank0/002_backward/memory.txt
+rank0/002_backward/record.json
 rank0/002_backward/timeline.json
 rank0/settings.json""",
             )
