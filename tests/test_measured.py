@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
+from reported import data_of
 from torch import nn
 from torch.profiler import ProfilerAction, profile
 
@@ -153,7 +154,7 @@ class TestTheStep:
         assert job.measured(found)["step"]["notes"] == notes
         assert explain(job.run, profile=found).step.notes == notes
         write_report(job.dump, tmp_path / "page.html")
-        assert notes[0] in (tmp_path / "page.html").read_text()
+        assert notes[0] in str(data_of(tmp_path / "page.html"))
 
     def test_a_compilation_in_it_is_named(self, job: Job) -> None:
         """A first step is mostly compilation, which waits for other ranks and runs ops on fake
@@ -245,4 +246,4 @@ class TestHeadline:
             job.step()
         job.measured(found)
         write_report(job.dump, tmp_path / "page.html")
-        assert "the step waits for communication" in (tmp_path / "page.html").read_text()
+        assert "the step waits for communication" in str(data_of(tmp_path / "page.html"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from reported import data_of
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
@@ -160,7 +161,7 @@ def test_it_is_drawn(dump: Path, tmp_path: Path) -> None:
     path = recorded(dump).write(tmp_path / "p.json")
     add_profile(dump, path)
     write_report(dump, tmp_path / "page.html")
-    assert "of the step waits for communication" in (tmp_path / "page.html").read_text()
+    assert "of the step waits for communication" in str(data_of(tmp_path / "page.html"))
     write_trace(dump, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "sm90_xmma_gemm_f32f32" in {event["name"] for event in events}

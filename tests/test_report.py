@@ -33,6 +33,7 @@ from compiled_fsdp.command.cli import main
 from compiled_fsdp.dump import records
 from compiled_fsdp.inspection.profiles import WAIT
 from compiled_fsdp.inspection.report.measured import AGREE, CARRIED
+from compiled_fsdp.inspection.report.page import unpacked
 from compiled_fsdp.planning.memory import profile_step
 from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.report import DumpError, add_profile, write_report, write_trace
@@ -78,7 +79,7 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> Any:
-        return json.loads(self.scripts[0])
+        return unpacked(self.scripts[0])
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ class TestPage:
         text = (tmp_path / "page.html").read_text()
         page = Page(text)
         assert [attrs for tag, attrs in page.tags if tag == "script"] == [
-            {"type": "application/json", "id": "data"},
+            {"type": "text/plain", "id": "data"},
             {},
         ]
         assert not [

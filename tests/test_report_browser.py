@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from reported import EVIL
 
+from compiled_fsdp.inspection.report.page import unpacked
 from compiled_fsdp.report import write_report
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ class Seen:
         )
         self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
         self.page.goto(file.as_uri())
+        self.page.get_by_role("tab").first.wait_for()
 
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
 
     def data(self) -> Any:
-        return json.loads(self.page.locator("#data").text_content())
+        return unpacked(self.page.locator("#data").text_content())
 
 
 @pytest.fixture
@@ -371,3 +373,54 @@ def test_a_narrow_window_scrolls_no_page(browser: Any, file: Path) -> None:
         seen.tab(name)
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= 640, name
     seen.context.close()
+
+
+def widened(dump: Path, folder: Path, times: int = 6) -> Path:
+    """A dump whose graphs have each collective so many times, as with many layers; unmeasured."""
+    found = folder / "dump"
+    shutil.copytree(dump, found)
+    for path in found.glob("rank*/measured.json"):
+        path.unlink()
+    for path in found.glob("rank*/*/timeline.json"):
+        values = json.loads(path.read_text())
+        values["collectives"] *= times
+        for number, collective in enumerate(values["collectives"]):
+            collective["units"] = [f"model.layers.{number}"]
+        values["waits"] = list(range(len(values["collectives"])))
+        for executor in ("plain", "fused"):
+            values[executor]["times"] *= times
+        path.write_text(json.dumps(values))
+    return found
+
+
+@pytest.mark.parametrize("width", [500, 1280, 2560])
+def test_many_layers(browser: Any, dump: Path, tmp_path: Path, width: int) -> None:
+    """The most exposed first and the others folded, labels without what all begin with, passes that
+    did nothing hidden, and no page that scrolls sideways.
+    """
+    write_report(widened(dump, tmp_path), tmp_path / "page.html")
+    seen = Seen(browser, tmp_path / "page.html")
+    page = seen.page
+    page.set_viewport_size({"width": width, "height": 900})
+    graph = seen.data()["ranks"][0]["graphs"][0]
+    exposed = sorted((t["exposed"] for t in graph["timeline"]["plain"]["times"]), reverse=True)
+    rows = page.locator("table.collectives").first.locator("tbody tr")
+    assert rows.count() == 5
+    numbers = rows.evaluate_all("rows => rows.map(row => Number(row.dataset.index))")
+    times = graph["timeline"]["plain"]["times"]
+    assert [times[n]["exposed"] for n in numbers] == exposed[:5]
+    page.get_by_role("button", name=f"all {len(times)}, in order").first.click()
+    assert rows.count() == len(times)
+    labels = page.locator("svg.timeline").first.locator(".wire-lane text").all_text_contents()
+    assert not any(label.startswith("model") for label in labels)
+    for name in ("Timeline", "Memory", "Buckets", "Passes", "Settings"):
+        seen.tab(name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    seen.tab("Passes")
+    idle = page.get_by_text("passes that changed no collective, cast or free").last
+    verify = page.get_by_text("10_verify", exact=True)
+    assert verify.count() == 0
+    idle.click()
+    verify.wait_for(state="visible")
+    seen.context.close()
+    assert seen.wrong == []

@@ -2,7 +2,7 @@
 
 const EXECUTORS = { plain: "the graph as it is", fused: "under Inductor" };
 const TABS = { timeline: "Timeline", memory: "Memory", buckets: "Buckets", passes: "Passes", settings: "Settings" };
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = null;
 const state = { rank: 0, step: null, executor: null, tab: location.hash.slice(1) in TABS ? location.hash.slice(1) : "timeline" };
 
 // A forward with the backward that goes on from it, or either alone.
@@ -83,6 +83,7 @@ const DRAWN = [];
 
 function timelineTab({ graphs, executor, rank }) {
   const units = [...new Set(rank.graphs.flatMap((g) => g.timeline.collectives.flatMap((c) => c.units)))].flatMap((u) => u.split(", "));
+  setPrefix(units);
   return [el("div", { class: "bar-of-tools" }, timelineLegend(), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
     stepSection(), graphs.map((graph) => {
       const run = graph.timeline[executor], line = new Timeline(graph, run, units);
@@ -146,13 +147,20 @@ function render() {
   redraw();
 }
 
-document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
-render();
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent.trim()), (c) => c.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+}
 
-// The width in which drawings were made: that of the window, or what a scroll bar left of it.
-let drawnAt = document.getElementById("main").clientWidth;
-new ResizeObserver(([{ contentRect }]) => {
-  if (contentRect.width === drawnAt) return;
-  drawnAt = contentRect.width;
-  redraw();
-}).observe(document.getElementById("main"));
+document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
+unpacked().then((found) => {
+  data = found;
+  render();
+  // The width in which drawings were made: that of the window, or what a scroll bar left of it.
+  let drawnAt = document.getElementById("main").clientWidth;
+  new ResizeObserver(([{ contentRect }]) => {
+    if (contentRect.width === drawnAt) return;
+    drawnAt = contentRect.width;
+    redraw();
+  }).observe(document.getElementById("main"));
+}, (error) => { document.getElementById("headline").textContent = `This page cannot be unpacked here (${error}); a browser of 2023 or later can.`; });

@@ -1,5 +1,5 @@
-"""The page: data as JSON inside a template; what shows them is JavaScript, which only ever sets
-text.
+"""The page: data as JSON, packed, inside a template; what shows them is JavaScript, which only
+ever sets text.
 
 The page's own policy forbids it to load anything, so that names in it can do no harm even if one
 were taken for markup.
@@ -7,6 +7,8 @@ were taken for markup.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from dataclasses import asdict
 from importlib.resources import files
@@ -53,7 +55,7 @@ def page(ranks: list[DumpedRank], title: str) -> str:
     parts = {
         "/*css*/": _file("page.css"),
         "/*js*/": "\n".join(map(_file, SCRIPTS)),
-        "/*data*/": as_script(_printable(data)),
+        "/*data*/": packed(_printable(data)),
     }
     html = _file("page.html")
     for mark, text in parts.items():
@@ -62,10 +64,17 @@ def page(ranks: list[DumpedRank], title: str) -> str:
     return html
 
 
-def as_script(data: object) -> str:
-    """JSON that cannot end the element that it stands in."""
+def packed(data: object) -> str:
+    """JSON by gzip, in letters that cannot end the element that they stand in: a tenth of the text,
+    and unpacked by every browser since 2023.
+    """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpacked(text: str) -> Any:
+    """From `packed`."""
+    return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
 def _rank(rank: DumpedRank) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Timeline extends Drawing {
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${group.shade}`, y: top, height: group.node ? UNIT : UNIT + KERNEL, ...at }), this.label(name, at, top + 15));
+        svg("rect", { class: `unit-${group.shade}`, y: top, height: group.node ? UNIT : UNIT + KERNEL, ...at }), this.label(short(name), at, top + 15));
     });
   }
 
@@ -132,7 +132,7 @@ class Timeline extends Drawing {
       "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
       svg("rect", { y: top, height: WIRE - 2, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 8, height: 6, ...shown }),
-      this.label(ownerOf(collective), at, top + 14));
+      this.label(ownerOf(collective).split(", ").map(short).join(", "), at, top + 14));
   }
 
   // What is to be said of a collective; `most` parameters are listed, and what does not depend on the source unless it is null.
