@@ -151,7 +151,7 @@ class TestErrorsOfTorch:
         model, full = sharded(Net()), Net().state_dict()
         with pytest.raises(
             RuntimeError,
-            match=r"^load_state_dict: \['layers\.0\.weight', 'layers\.0\.bias'\] are full tensors, "
+            match=r"Net:\s+load_state_dict: \['layers\.0\.weight', 'layers\.0\.bias'\] are full tensors, "
             "and the model's parameters are shards of them.*set_model_state_dict",
         ):
             model.load_state_dict(full)

@@ -33,7 +33,9 @@ class StockState(FSDPState):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self._runtime = weakref.ref(runtime)
-        self._state_ctx: Any = SimpleNamespace(all_states=[self], is_last_backward=True)
+        self._state_ctx: Any = SimpleNamespace(
+            all_states=[self], is_last_backward=True, manual_backward_finalization=False
+        )
         self._fsdp_param_groups = [self]  # type: ignore[list-item]
         if "_fsdp_param_group" in self.__dict__:
             self.__dict__["_fsdp_param_group"] = self

@@ -40,7 +40,7 @@ def shard_classes(
         module.register_state_dict_pre_hook(_reshard_first(state))
         module.register_state_dict_post_hook(_start_at_zero)
         module.register_load_state_dict_pre_hook(_reshard_first(state))
-        module.register_load_state_dict_pre_hook(_refuse_full)
+        module.register_load_state_dict_pre_hook(_explain_full)
         module.register_load_state_dict_post_hook(_adopt_loaded(state))
     for root in roots:
         inner = uncompiled(root)
@@ -86,13 +86,18 @@ def _reshard_first(state: State) -> Callable[..., None]:
     return hook
 
 
-def _refuse_full(
-    module: nn.Module, entries: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+def _explain_full(
+    module: nn.Module,
+    entries: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
-    """A hook before `load_state_dict`: a shard cannot be copied from a full tensor.
-
-    Raises:
-        RuntimeError: there are full tensors among the entries, to be copied.
+    """A hook before `load_state_dict`, which says what torch says of each parameter: a shard cannot
+    be copied from a full tensor. All that can be loaded is, as ever.
     """
     if metadata.get("assign_to_params_buffers"):
         return
@@ -104,7 +109,7 @@ def _refuse_full(
         and not isinstance(entry, DTensor)
     ]
     if full:
-        raise RuntimeError(
+        errors.append(
             f"load_state_dict: {shortened(full)} are full tensors, and the model's parameters are "
             "shards of them. Let torch.distributed.checkpoint.state_dict cut them: "
             "set_model_state_dict(model, state_dict, "

@@ -181,7 +181,7 @@ def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
             "parts": [_row(e, span, kind) for e, kind in parts if e.seconds],
             "waits": [_row(e, span) for e in waits],
             "starts": [_row(e, span) for e in starts],
-            "notes": [*step.notes, *_halves(inside)],
+            "notes": list(dict.fromkeys([*step.notes, *_halves(inside)])),
         },
     }
 
