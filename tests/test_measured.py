@@ -111,7 +111,7 @@ class TestTheGraphThatRan:
             job.evaluate()
         path = tmp_path / "profile.json"
         found.export_chrome_trace(str(path))
-        path.write_text(path.read_text().replace("fsdp::graph ", "anything "))
+        path.write_text(path.read_text().replace("compiled_fsdp graph ", "anything "))
         measured = json.loads(add_profile(job.dump, path).read_text())
         assert list(measured["graphs"]) == job.halves()
         assert [kind for _, _, kind, _ in measured["step"]["parts"]].count("forward") == 1

@@ -21,7 +21,7 @@ from compiled_fsdp.torch_private.tracing import is_profiling
 
 OFF = nullcontext()
 SHOWN = 4  # parameters in a name
-GRAPH = "fsdp::graph "  # and the digest of its record
+GRAPH = "compiled_fsdp graph "  # no op, and the digest of its record
 
 
 def stock(name: str) -> AbstractContextManager[object]:
