@@ -159,7 +159,7 @@ def build_ours_costs(job: Job) -> Step:
         return loss
 
     def predicted() -> float | None:
-        return explain(model, allow_unused=True).step.predicted_seconds
+        return explain(model).step.predicted_seconds
 
     PREDICTIONS["ours_costs"] = Prediction(predicted, seconds)
     return step_from_costs

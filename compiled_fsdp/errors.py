@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import logging
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +29,46 @@ def first_of(names: Sequence[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """Names as a list that ends after three: "['a', 'b', 'c'] and 9 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{list(names[:most])}{more}"
+
+
 _said: set[str] = set()
+_on_every_rank = False
+NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "passes"),  # which stands beside the package in a checkout
+    contextlib.__file__,
+    functools.__file__,
+    "<eval_with_key",  # code that torch made
+    "<frozen",
+)
 
 
 def warn_once(text: str, about: str = "") -> None:
-    """Warn, the first time this text, or any text about the same, comes up in this process."""
+    """Warn, the first time this text, or any text about the same, comes up in this process: on rank
+    0, at the user's line that led here. Other ranks log it, at INFO.
+    """
     key = about or text
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(text, stacklevel=3)
+    if key in _said:
+        return
+    _said.add(key)
+    if _on_every_rank or not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=_level_of_the_user())
+    else:
+        logging.getLogger("compiled_fsdp").info(text)
+
+
+def _level_of_the_user() -> int:
+    """The innermost frame outside torch and this package, counted from the caller; the caller of
+    `warn_once` if there is none.
+    """
+    frame, level = inspect.currentframe(), 0
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(NOT_THE_USERS):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 3

@@ -9,7 +9,7 @@ Data come from the folder that `dumped_to` or COMPILED_FSDP_DUMP wrote, and from
 are JSON and text; nothing is unpickled, and every name is shown as text.
 """
 
-from compiled_fsdp.inspection.report.check import DumpError as DumpError
+from compiled_fsdp.inspection.check import DumpError as DumpError
 from compiled_fsdp.inspection.report.measured import add_profile as add_profile
 from compiled_fsdp.inspection.report.page import write_report as write_report
 from compiled_fsdp.inspection.report.trace import write_trace as write_trace

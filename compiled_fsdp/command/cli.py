@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.dump_folder import (
     Dumped,
     DumpedGraph,
@@ -28,7 +29,6 @@ from compiled_fsdp.inspection.dump_folder import (
     violations,
 )
 from compiled_fsdp.inspection.explanation import Explanation
-from compiled_fsdp.inspection.report.check import DumpError
 from compiled_fsdp.inspection.report.measured import add_profile
 from compiled_fsdp.inspection.report.page import write_report
 from compiled_fsdp.inspection.report.trace import write_trace

@@ -89,18 +89,22 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
     held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
     after_pass = _checking(plan, watcher.after_pass) if _is_checking() else watcher.after_pass
-    record = _recorder(plan, handed_on(gm.graph.nodes), is_fused=context.is_fused)
+    record = _recorder(plan, handed_on(gm.graph.nodes), watcher, is_fused=context.is_fused)
     gm = run_pipeline(gm, plan, current(Stage.HALF), after_pass, replace(context, record=record))
     take_consumed(gm)
     return gm
 
 
-def _recorder(plan: Plan, decided: Consumed, *, is_fused: bool) -> Callable[[GraphModule], str]:
+def _recorder(
+    plan: Plan, decided: Consumed, watcher: dump.Dump, *, is_fused: bool
+) -> Callable[[GraphModule], str]:
     """What makes the record of a half graph, of whose joint graph's passes that is consumed."""
 
     def record(gm: GraphModule) -> str:
         consumed = {**decided, **take_consumed(gm)}
-        return GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
+        made = GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
+        watcher.write_record(made)
+        return made
 
     return record
 

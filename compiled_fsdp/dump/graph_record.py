@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.schema import RETAIN
 from compiled_fsdp.options import text
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
@@ -21,6 +22,8 @@ from compiled_fsdp.planning.plan import ASKED
 from compiled_fsdp.planning.planner import predict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.fx import Graph
 
     from compiled_fsdp.ir.meta import Consumed
@@ -68,6 +71,8 @@ class GraphRecord:
 
     kind: "forward" or "backward".
     is_fused: whether Inductor compiles it.
+    gathers, reductions: those that it starts.
+    retained: units whose gradients it keeps for a later backward, unreduced.
     consumed: (option, passes, units).
     plan: what the fields of the plan were, as text.
     peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are,
@@ -87,6 +92,7 @@ class GraphRecord:
     peak_kinds: dict[str, int]
     predicted: dict[str, float] | None = None
     units: list[str] = field(default_factory=list)
+    retained: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -95,8 +101,7 @@ class GraphRecord:
         """From a finished graph, the plan that its passes got and as the user set it, and what they
         have consumed.
         """
-        gathers = [Bucket.of(r) for r in find_regions(graph, "gather")]
-        reductions = [Bucket.of(r) for r in find_regions(graph, "reduce")]
+        regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
         memory = profile(graph, is_fused)
         kinds: dict[str, int] = {}
         for alive in memory.alive:
@@ -115,17 +120,16 @@ class GraphRecord:
             kind="backward" if is_backward(graph) else "forward",
             is_fused=is_fused,
             num_nodes=len(graph.nodes),
-            gathers=gathers,
-            reductions=reductions,
+            gathers=[Bucket.of(r) for r in regions["gather"] if r.starts],
+            reductions=[Bucket.of(r) for r in regions["reduce"] if r.starts],
             consumed=_by_option(consumed),
-            plan={name: text(getattr(asked, name)) for name in ASKED},
+            plan={name: text(asked.shown(name)) for name in ASKED},
             peak=memory.peak,
             peak_at=memory.node.name,
             peak_kinds=kinds,
             predicted=predicted,
-            units=list(
-                dict.fromkeys(u for bucket in (*gathers, *reductions) for u in bucket.units)
-            ),
+            units=_units(r for found in regions.values() for r in found),
+            retained=_units(r for r in regions["reduce"] if not r.starts and _is_retained(r)),
         )
 
     def text(self) -> str:
@@ -147,6 +151,14 @@ class GraphRecord:
             values[name] = [Bucket(**bucket) for bucket in values[name]]
         values["consumed"] = [(option, by, units) for option, by, units in values["consumed"]]
         return cls(**values)
+
+
+def _units(regions: Iterable[Region]) -> list[str]:
+    return list(dict.fromkeys(spec.unit for region in regions for spec in region.tag.specs))
+
+
+def _is_retained(region: Region) -> bool:
+    return any(node.target is RETAIN for node in region.nodes)
 
 
 def _by_option(consumed: Consumed) -> list[tuple[str, list[str], list[str]]]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.costs import Costs
     from compiled_fsdp.planning.lifetimes import Storage
 
-FORMAT = 1
+FORMAT = 2
 SHOWN = (
     "COMPILED_FSDP_",
     "TORCH_LOGS",
@@ -106,7 +106,8 @@ def timeline(graph: Graph) -> dict[str, Any]:
 
 def settings() -> dict[str, Any]:
     """What the graph was made under: plan, versions, this process."""
-    plan = {key: value for key, value in asdict(current_plan()).items() if key != "costs"}
+    now = current_plan()
+    plan = {name: now.shown(name) for name in asdict(now) if name != "costs"}
     return {
         "plan": plan,
         "versions": {
@@ -166,15 +167,18 @@ def _collective(start: Node) -> dict[str, Any]:
 def _run(graph: Graph, nodes: list[Node], costs: Costs) -> dict[str, Any]:
     """A simulated run: `times[i]` is of the i-th collective, `compute` the stretches of the
     training thread that compute, and `nodes[i]` when the i-th node of the graph begins.
+
+    What starting a collective costs the thread is `issuing`, and no computation.
     """
     points = program(graph, costs)
     line = simulate(points)
     begins = {p.node: line.reached[p.node] + line.exposed.get(p.start, 0.0) for p in points}  # type: ignore[arg-type]
     waits = {p.start: p.node for p in points if p.start is not None}
+    issuing = {node: costs.compute(node) for node in nodes}
     compute = [
-        [begins[p.node], begins[p.node] + p.seconds, p.node.name, module_of(p.node)]
+        [begins[p.node] + taken, begins[p.node] + p.seconds, p.node.name, module_of(p.node)]
         for p in points
-        if p.seconds
+        if p.seconds > (taken := issuing.get(p.node, 0.0))
     ]
     times = []
     for node in nodes:
@@ -183,6 +187,7 @@ def _run(graph: Graph, nodes: list[Node], costs: Costs) -> dict[str, Any]:
         times.append(
             {
                 "issued": line.reached[node],
+                "issuing": issuing[node],
                 "begin": begin,
                 "end": end,
                 "awaited": awaited,

@@ -151,6 +151,11 @@ class Dump:
                 write_records(gm.graph, self.path, self.is_fused)
                 self._write_settings(gm.graph)
 
+    def write_record(self, record: str) -> None:
+        """Write what the finished graph says of itself when it runs, by which a profile finds it."""
+        if self.path is not None:
+            (self.path / "record.json").write_text(record)
+
     def _write_settings(self, graph: Graph) -> None:
         """What all graphs of this rank have in common, `settings.json`: written again as more
         groups become known.
@@ -265,7 +270,7 @@ def settings() -> dict[str, Any]:
         "rank": dist.get_rank() if is_there else 0,
         "world_size": dist.get_world_size() if is_there else 1,
         "backend": dist.get_backend() if is_there else "",
-        "plan": {name: str(getattr(plan, name)) for name in ASKED},
+        "plan": {name: str(plan.shown(name)) for name in ASKED},
     }
 
 

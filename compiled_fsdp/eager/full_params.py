@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compiled_fsdp.errors import first_of, warn_once
+from compiled_fsdp.errors import first_of, shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
@@ -103,7 +103,7 @@ class FullParams:
             self._sum_up(IN_FORWARD)
 
     def _start(self) -> None:
-        self._check_not_meta()
+        check_not_meta(self.unit)
         self.drop_pending()
         self.pending_versions = self.versions_now()
         with torch.inference_mode(mode=False), torch.no_grad(), span("all_gather", self.unit.name):
@@ -345,14 +345,20 @@ class FullParams:
         agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
         self.is_agreed = True
 
-    def _check_not_meta(self) -> None:
-        meta = [p.fqn for p in self.unit.params if p.sharded.device.type == "meta"]
-        if meta:
-            raise RuntimeError(
-                f"unshard of {self.unit.name}: parameters {meta} are on the meta device and have "
-                "no values to gather. Call module.to_empty(device=...) and then "
-                "reset_parameters(), or load a state dict, before the first use"
-            )
+
+def check_not_meta(unit: Unit) -> None:
+    """A unit can be gathered once its parameters have values.
+
+    Raises:
+        RuntimeError: some are on the meta device.
+    """
+    meta = [p.fqn for p in unit.params if p.sharded.device.type == "meta"]
+    if meta:
+        raise RuntimeError(
+            f"unshard of {unit.name}: parameters {shortened(meta)} are on the meta device and have "
+            "no values to gather. Call module.to_empty(device=...) and then "
+            "reset_parameters(), or load a state dict, before the first use"
+        )
 
 
 def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:

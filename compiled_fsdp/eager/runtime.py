@@ -98,6 +98,7 @@ class Runtime(FullParams):
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
         self.unit.num_eager_forwards += 1
+        self.unit.num_eager_recorded += torch.is_grad_enabled()
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run

@@ -33,7 +33,9 @@ class StockState(FSDPState):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self._runtime = weakref.ref(runtime)
-        self._state_ctx: Any = SimpleNamespace(all_states=[self], is_last_backward=True)
+        self._state_ctx: Any = SimpleNamespace(
+            all_states=[self], is_last_backward=True, manual_backward_finalization=False
+        )
         self._fsdp_param_groups = [self]  # type: ignore[list-item]
         if "_fsdp_param_group" in self.__dict__:
             self.__dict__["_fsdp_param_group"] = self
@@ -42,6 +44,21 @@ class StockState(FSDPState):
         runtime = self._runtime()
         assert runtime is not None
         return runtime
+
+    @property
+    def fsdp_params(self) -> Any:
+        """What an outer module of torch's `fully_shard` asks for before its first forward.
+
+        Raises:
+            RuntimeError: always, since that module would gather what is ours.
+        """
+        name = self._alive().unit.name
+        raise RuntimeError(
+            f"torch.distributed.fsdp.fully_shard was called on a module around {name!r}, which "
+            "compiled_fsdp.fully_shard had sharded. One model cannot have units of both: import "
+            "fully_shard from compiled_fsdp alone, or call compiled_fsdp.replace_stock() before "
+            "anything else is imported"
+        )
 
     def post_backward(self) -> None:
         """Free and reduce, for every unit below this stage."""
@@ -53,6 +70,26 @@ class StockState(FSDPState):
         tree.end_of_backward()
         for runtime in tree.in_order():
             runtime.unit.note_schedule()
+
+
+def is_sharded_by_stock(parameter: nn.Parameter) -> bool:
+    """Returns whether a unit of torch's `fully_shard` holds this shard."""
+    states = {reference() for reference in list(_module_state_mapping.values())}
+    return any(
+        held.sharded_param is parameter
+        for state in states
+        if isinstance(state, FSDPState) and not isinstance(state, StockState)
+        for group in _groups(state)
+        for held in group.fsdp_params
+    )
+
+
+def _groups(state: FSDPState) -> list[Any]:
+    """Several since torch 2.12, one or none before."""
+    if "_fsdp_param_groups" in state.__dict__:
+        return list(state.__dict__["_fsdp_param_groups"])
+    group = state.__dict__.get("_fsdp_param_group")
+    return [] if group is None else [group]
 
 
 def show_to_schedules(module: nn.Module, state: StockState) -> None:

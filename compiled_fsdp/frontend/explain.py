@@ -1,7 +1,8 @@
-"""`explain`: what became of a sharded model; and an error where options changed nothing."""
+"""`explain`: what became of a sharded model, and which options changed nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import named
 from compiled_fsdp.inspection import measured
 from compiled_fsdp.inspection.collect import Ran, collect
-from compiled_fsdp.inspection.explanation import Explanation
+from compiled_fsdp.inspection.explanation import Explanation, OptionInfo
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.units.unit import original_class
@@ -36,7 +37,7 @@ class UnusedOptionError(RuntimeError):
         self.explanation = explanation
 
 
-def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False) -> Explanation:
+def explain(model: nn.Module, *, profile: Any = None, strict: bool = False) -> Explanation:
     """Say what became of a sharded model: which units are in a graph, what communicates them, what
     it costs, what each option did.
 
@@ -48,12 +49,12 @@ def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False
             inside.
         profile: a finished `torch.profiler.profile` of some steps, from which exposed communication
             is taken, and with `profile_memory=True` the peak.
-        allow_unused: do not raise for options that nothing consumed; they are in the result.
+        strict: raise for options that changed nothing; without, the result says so.
 
     Raises:
         TypeError: nothing in the model is sharded, or `profile` is no profile.
-        UnusedOptionError: a step has run since an option was set, and nothing consumed it;
-            `.explanation` has the rest.
+        UnusedOptionError: with `strict`, where a step has run since an option was set, and nothing
+            took a decision from it; `.explanation` has the rest.
     """
     inner = uncompiled(model)
     states = states_below(inner) if isinstance(inner, torch.nn.Module) else []
@@ -65,38 +66,37 @@ def explain(model: nn.Module, *, profile: Any = None, allow_unused: bool = False
     optimizer_steps.catch_up()
     units = sorted((s.unit for s in states), key=lambda unit: unit.number)
     found = collect(original_class(inner).__name__, units, states[0].runtime.tree, profile)
-    if not allow_unused:
-        _check_unused(found, units)
+    runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
+    found = replace(found, options=[_judged(option, units, runs) for option in found.options])
+    wrong = [f"  {option.unused}" for option in found.options if option.unused]
+    if strict and wrong:
+        raise UnusedOptionError(
+            "explain: these options were set, a step has run since, and nothing took a decision "
+            "from them, so they changed nothing:\n" + "\n".join(wrong) + "\nLeave them out",
+            found,
+        )
     return found
 
 
-def _check_unused(found: Explanation, units: Sequence[Unit]) -> None:
-    """Only where a backward has run since: before, nothing had the chance."""
-    runs = [(run, GraphRecord.parse(run.record)) for run in all_runs()]
-    wrong = []
-    for option in found.unused():
-        names = [
-            u.name
-            for u in units
-            if u.name in option.units and _has_trained(u, u.options, option.name, runs)
-        ]
-        is_of_plan = not option.units and any(
-            _has_trained(u, plan_options, option.name, runs) for u in units
-        )
-        if names or is_of_plan:
-            wrong.append(
-                f"  {option.name}={option.value}"
-                + (f" of {', '.join(names[:5])}" if names else "")
-                + _hint(option.name)
-            )
-    if wrong:
-        raise UnusedOptionError(
-            "explain: these options were set, a step has run since, and nothing took a decision "
-            "from them, so they changed nothing:\n"
-            + "\n".join(wrong)
-            + "\nLeave them out, or pass allow_unused=True to see the rest",
-            found,
-        )
+def _judged(option: OptionInfo, units: Sequence[Unit], runs: list[Ran]) -> OptionInfo:
+    """Returns the option with what is to be said if it changed nothing.
+
+    Only where a backward has run since: before, nothing had the chance.
+    """
+    if option.consumers:
+        return option
+    names = [
+        u.name
+        for u in units
+        if u.name in option.units and _has_trained(u, u.options, option.name, runs)
+    ]
+    is_of_plan = not option.units and any(
+        _has_trained(u, plan_options, option.name, runs) for u in units
+    )
+    if not names and not is_of_plan:
+        return option
+    of = f" of {', '.join(names[:5])}" if names else ""
+    return replace(option, unused=f"{option.name}={option.value}{of}{_hint(option.name)}")
 
 
 def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
-from compiled_fsdp.errors import warn_once
-from compiled_fsdp.inspection.collect import after_first_step
+from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.units.unit import taken
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
@@ -63,7 +63,7 @@ def check_same_model(units: Sequence[Unit]) -> None:
     texts = []
     for rank, theirs in known.items():
         only = [line for line in theirs if line not in common]
-        shown = only[:5] or "none: some are missing, or the order differs"
+        shown = shortened(only) if only else "none: some are missing, or the order differs"
         texts.append(f"  rank {rank}: {len(theirs)} parameters; not on all ranks: {shown}")
     raise DivergenceError(
         "fully_shard: the ranks of a shard group have different models:\n" + "\n".join(texts)
@@ -81,7 +81,7 @@ def check_devices(units: Iterable[Unit]) -> None:
         wrong = [p.fqn for p in unit.params if p.sharded.device.type != device.type]
         if wrong:
             raise RuntimeError(
-                f"{unit.name}: parameters {wrong} are not on {device.type}, where their mesh is, "
+                f"{unit.name}: parameters {shortened(wrong)} are not on {device.type}, where their mesh is, "
                 "so they cannot be gathered. Move the whole sharded model with "
                 f".to({device.type!r})"
             )
@@ -120,7 +120,7 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         ) from error
     raise RuntimeError(
         f"{told}: one of another unit "
-        f"({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}), whose own forward is not "
+        f"({', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}), whose own forward is not "
         "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
         "other before and reshard() after it"
     ) from error
@@ -146,7 +146,7 @@ def check_buffers(
     ]
     if forgotten:
         raise RuntimeError(
-            f"{unit.name}: buffers {forgotten} hold whatever was in memory: they were on the meta "
+            f"{unit.name}: buffers {shortened(forgotten)} hold whatever was in memory: they were on the meta "
             "device, and nothing wrote them since to_empty(). Initialise them (non-persistent "
             "ones are not in a state dict), for example with reset_parameters()"
         )
@@ -166,7 +166,7 @@ def check_buffers(
     names = [name for name, is_other in zip(numeric, differs, strict=True) if is_other]
     if names:
         warn_once(
-            f"compiled_fsdp: buffers {names} differ between the ranks before the first step. FSDP "
+            f"compiled_fsdp: buffers {shortened(names)} differ between the ranks before the first step. FSDP "
             "never synchronises buffers: if they should be equal, broadcast them from one rank "
             "after to_empty()"
         )
@@ -200,13 +200,20 @@ _trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Tree
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Count the step for the models that it trains; the first one is summed up, on rank 0."""
+    """Count the step for the models that it trains; the first one is summed up, on rank 0.
+
+    A step before any backward is none: `torch.distributed.checkpoint` makes one to find out what
+    state an optimizer has.
+    """
     if optimizer not in _trained:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         _trained[optimizer] = [weakref.ref(tree) for tree in list(TREES) if _holds(tree, params)]
     for reference in _trained[optimizer]:
         tree = reference()
-        if tree is not None and tree.members and tree.clock.tick(optimizer):
+        if tree is None or not tree.members:
+            continue
+        is_step = tree.clock.count or has_trained([runtime.unit for runtime in tree.members])
+        if is_step and tree.clock.tick(optimizer):
             after_first_step(tree)
 
 

@@ -120,14 +120,18 @@ def _unseen(units: list[Unit]) -> Iterator[None]:
     what options that took.
     """
     before = [
-        (unit.num_eager_forwards, {name: dict(by) for name, by in unit.options.consumed.items()})
+        (
+            (unit.num_eager_forwards, unit.num_eager_recorded),
+            {name: dict(by) for name, by in unit.options.consumed.items()},
+        )
         for unit in units
     ]
     try:
         yield
     finally:
-        for unit, (count, consumed) in zip(units, before, strict=True):
-            unit.num_eager_forwards, unit.options.consumed = count, consumed
+        for unit, (counts, consumed) in zip(units, before, strict=True):
+            unit.num_eager_forwards, unit.num_eager_recorded = counts
+            unit.options.consumed = consumed
 
 
 def _medians(mine: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_fsdp.eager import optimizer_steps
+from compiled_fsdp.eager.full_params import check_not_meta
 from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
@@ -79,7 +80,7 @@ class State:
         borrower.runtime.borrow(self.runtime)
         self.unit.lend_to(borrower.unit)
 
-    def _check(self) -> None:
+    def _check(self, *, is_in_graph: bool) -> None:
         for runtime in (
             self.runtime.tree.members
         ):  # casts of submodules before the first forward, which nobody saw
@@ -87,7 +88,10 @@ class State:
                 runtime.unit.take_over()
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
         if any(p.sharded.device.type == "meta" for unit in units for p in unit.params):
-            return  # gathering will say so
+            if is_in_graph:  # before Dynamo finds that devices differ; eagerly, gathering says so
+                for unit in units:
+                    check_not_meta(unit)
+            return
         check_devices(units)
         check_same_model(units)
         self.together = meet(units)
@@ -146,7 +150,7 @@ class State:
         tree.recover()
         optimizer_steps.catch_up()
         if self.unit.is_outermost and not self.is_checked:
-            self._check()
+            self._check(is_in_graph=is_compiled or is_traced)
         elif self.unit.is_outermost and not self.is_use_checked:
             units = [runtime.unit for runtime in tree.in_order()]
             self.is_use_checked = any(unit.has_gradients for unit in units)

@@ -28,6 +28,7 @@ from compiled_fsdp.units.unit import Unit, taken
 
 from .fsdp_module import FSDPModule
 from .module import shard_classes, share_params
+from .order import check_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,6 +124,7 @@ def fully_shard(
     _check_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
+    check_order(managed, ignored_params or set())
     params = _managed_params(
         managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy
     )

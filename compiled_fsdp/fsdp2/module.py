@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.state import State, get_state, set_state
 from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
@@ -40,6 +40,7 @@ def shard_classes(
         module.register_state_dict_pre_hook(_reshard_first(state))
         module.register_state_dict_post_hook(_start_at_zero)
         module.register_load_state_dict_pre_hook(_reshard_first(state))
+        module.register_load_state_dict_pre_hook(_explain_full)
         module.register_load_state_dict_post_hook(_adopt_loaded(state))
     for root in roots:
         inner = uncompiled(root)
@@ -83,6 +84,37 @@ def _reshard_first(state: State) -> Callable[..., None]:
         state.runtime.reshard()
 
     return hook
+
+
+def _explain_full(
+    module: nn.Module,
+    entries: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """A hook before `load_state_dict`, which says what torch says of each parameter: a shard cannot
+    be copied from a full tensor. All that can be loaded is, as ever.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        return
+    full = [
+        prefix + name
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+        and isinstance(entry := entries.get(prefix + name), Tensor)
+        and not isinstance(entry, DTensor)
+    ]
+    if full:
+        errors.append(
+            f"load_state_dict: {shortened(full)} are full tensors, and the model's parameters are "
+            "shards of them. Let torch.distributed.checkpoint.state_dict cut them: "
+            "set_model_state_dict(model, state_dict, "
+            "options=StateDictOptions(full_state_dict=True))"
+        )
 
 
 @untraced

@@ -20,7 +20,7 @@ from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
 from compiled_fsdp.wire.runs import Run, all_runs
 
-from . import measured
+from . import measured, profiles
 from .explanation import (
     BOTH,
     EAGER,
@@ -37,6 +37,7 @@ from .explanation import (
     Step,
     UnitInfo,
 )
+from .guards import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,6 +46,15 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 Ran = tuple[Run, GraphRecord]
+
+EVALUATED = (
+    "its forward also ran eagerly without gradients, as when an evaluation calls the model that is "
+    "not compiled"
+)
+CALLED_TWICE = (
+    "its forward also ran with gradients outside the graphs, called by what is not compiled"
+)
+NOT_ITSELF = "its forward is not compiled, that of other units is"
 
 
 def after_first_step(tree: Tree) -> None:
@@ -59,6 +69,15 @@ def after_first_step(tree: Tree) -> None:
     folder = dump.rank_folder()
     if folder is not None:
         (folder / "explain.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+
+
+def has_trained(units: Sequence[Unit]) -> bool:
+    """Returns whether a backward has come to one of these units, in a graph or eagerly."""
+    keys = {unit.key for unit in units}
+    return any(unit.options.consumers("mp_policy.reduce_dtype") for unit in units) or any(
+        record.kind == "backward" and not keys.isdisjoint(record.units)
+        for record in (GraphRecord.parse(run.record) for run in all_runs())
+    )
 
 
 def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Explanation:
@@ -78,7 +97,9 @@ def collect(name: str, units: Sequence[Unit], tree: Tree, profile: Any) -> Expla
         graphs=[_graph(run, record, keys) for run, record in last_step],
         options=[*_unit_options(units, ours), *_plan_options(parsed)],
         step=_step(tree, graphs, profile, units),
-        recompiles=[{"function": function, "reason": reason} for function, reason in recompiles()],
+        recompiles=[
+            {"function": function, "reason": in_words(reason)} for function, reason in recompiles()
+        ],
     )
 
 
@@ -103,7 +124,7 @@ def _unit(
     return UnitInfo(
         name=unit.name,
         where=where,
-        why=_why(unit, bool(in_graphs)) if where in (EAGER, BOTH) else [],
+        why=_why(unit, where, bool(in_graphs)),
         params=params,
         num_bytes=sum(p.num_bytes for p in params),
         compute_dtype="/".join(dict.fromkeys(_dtype(p.spec.dtype) for p in unit.params)),
@@ -121,22 +142,25 @@ def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:
     if not has_run:
         return NOT_YET
     if unit.key in in_graphs:
-        return BOTH if unit.num_eager_forwards else GRAPH
+        return BOTH if unit.num_eager_recorded else GRAPH
     if unit.num_eager_forwards:
         return EAGER
     return UNLOWERED if unit.key in TRACED else NEVER
 
 
-def _why(unit: Unit, has_graphs: bool) -> list[str]:
+def _why(unit: Unit, where: str, has_graphs: bool) -> list[str]:
+    """Returns why a unit ran eagerly; nothing if it did not."""
+    if where not in (GRAPH, BOTH, EAGER) or not unit.num_eager_forwards:
+        return []
+    if where == GRAPH:
+        return [EVALUATED]
     if unit.why_eager:
         return list(unit.why_eager)
     if unit.has_extensions:
         return [WHY_EAGER]
-    return [
-        "its forward was called from outside any graph"
-        if has_graphs
-        else "the model is not compiled"
-    ]
+    if where == BOTH:
+        return [CALLED_TWICE]
+    return [NOT_ITSELF if has_graphs else "the model is not compiled"]
 
 
 def _mesh(info: Any) -> str:
@@ -191,6 +215,7 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         peak_at=record.peak_at,
         peak_kinds=record.peak_kinds,
         predicted=record.predicted,
+        retained=[keys.get(key, key) for key in record.retained],
     )
 
 
@@ -198,14 +223,18 @@ def _step(tree: Tree, graphs: list[GraphRecord], profile: Any, units: Sequence[U
     times = [record.predicted for record in graphs if record.predicted is not None]
     is_known = bool(graphs) and len(times) == len(graphs)
     device = units[0].mesh_info.device.type
+    ranges = None if profile is None else profiles.of_profile(profile)
+    profiled = None if ranges is None else profiles.choose_step(ranges)
     return Step(
         count=tree.clock.count,
         predicted_seconds=sum(t["total"] for t in times) if is_known else None,
         predicted_exposed=sum(t["exposed"] for t in times) if is_known else None,
         predicted_peak=max((record.peak for record in graphs), default=None),
         measured_seconds=tree.clock.median,
-        measured_exposed=None if profile is None else measured.exposed(profile),
         measured_peak=None if profile is None else measured.peak(profile, device),
+        profiled_seconds=None if profiled is None else profiled.span.seconds,
+        profiled_exposed=measured.exposed(ranges, profiled) if ranges and profiled else None,
+        notes=[] if profiled is None else profiled.notes,
     )
 
 

@@ -75,8 +75,9 @@ class UnitInfo:
 class GraphInfo:
     """A graph that ran in the last step, or at all, if there was no step.
 
-    collectives: (units, parameters, bytes) of each all-gather and reduction, in order, in `gathers`
-        and `reductions`.
+    gathers, reductions: (units, parameters, bytes) of each all-gather and each reduction that it
+        starts, in order.
+    retained: units whose gradients it keeps, unreduced, for a later backward.
     """
 
     kind: str
@@ -89,18 +90,22 @@ class GraphInfo:
     peak_at: str
     peak_kinds: dict[str, int]
     predicted: dict[str, float] | None
+    retained: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
     """An option that the user set, on units or (none) of the plan, and the parts that took a
     decision from it.
+
+    unused: what is to be said if a step has run since, and none did; else "".
     """
 
     name: str
     value: str
     units: list[str]
     consumers: list[str]
+    unused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,10 @@ class Step:
     """A training step, predicted and measured; seconds and bytes, None where it is not known.
 
     predicted_*: of the graphs of the last step, without the optimizer and without eager units.
+    measured_seconds: from one optimizer step to the next, the median of the last ones.
     peak: above what is at rest (predicted), or when the profile began (measured).
+    profiled_*: of one step of the profile, which has a length of its own: profiling costs.
+    notes: what keeps that from being a whole, ordinary step.
     """
 
     count: int
@@ -116,8 +124,10 @@ class Step:
     predicted_exposed: float | None
     predicted_peak: int | None
     measured_seconds: float | None
-    measured_exposed: float | None
     measured_peak: int | None
+    profiled_seconds: float | None
+    profiled_exposed: float | None
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +266,14 @@ def _param(param: Param, unit: str) -> str:
 
 
 def _collectives(unit: UnitInfo) -> list[str]:
-    """One line for its all-gathers, one for its reductions: each one's number in its graph, the
-    graph's number, with whom.
-    """
+    """One line for its all-gathers, one for its reductions: which one of which graph, with whom."""
     lines = []
     for what, found in (("all-gathers", unit.gathers), ("reductions", unit.reductions)):
         texts = []
         for shared in found:
             others = [name for name in shared.units if name != unit.name]
             texts.append(
-                f"{shared.number} in graph {shared.graph}"
+                f"#{shared.number} of graph {shared.graph}"
                 + (f" (with {_names(others)})" if others else "")
             )
         if texts:
@@ -281,6 +289,11 @@ def _graphs(graphs: list[GraphInfo]) -> str:
             for what, found in (("all-gather", graph.gathers), ("reduction", graph.reductions))
             if found
         ]
+        if graph.retained:
+            sizes.append(
+                f"the gradients of {_count(len(graph.retained), 'unit')} kept for a later backward "
+                "(set_requires_gradient_sync(False))"
+            )
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in graph.peak_kinds.items())
         lines += [
             f"  {number} {graph.kind}: {', '.join(sizes) or 'no communication'}; ran "
@@ -301,6 +314,9 @@ def _options(options: list[OptionInfo]) -> str:
     lines = ["Options that were set" if options else "Options that were set: none"]
     for option in options:
         units = f" of {_names(option.units)}" if option.units else ""
+        if option.unused:
+            lines.append(f"  {option.unused}: changed nothing, although a step has run since")
+            continue
         lines.append(
             f"  {option.name}={option.value}{units}: "
             f"{', '.join(option.consumers) or 'consumed by nothing yet'}"
@@ -314,7 +330,7 @@ def _step(e: Explanation) -> str:
         "step time "
         + _or(
             _ms(step.predicted_seconds),
-            "not known: the plan has no costs (Plan(prefetch=None) measures them)",
+            "not known: the plan has no costs (Plan(prefetch='auto') measures them)",
         ),
         "exposed communication " + _or(_ms(step.predicted_exposed), "not known"),
         "peak "
@@ -324,29 +340,49 @@ def _step(e: Explanation) -> str:
         ),
     ]
     how = f" (median of the last of {_count(step.count, 'step')})"
-    profile = "not measured"
     measured = [
         "step time "
         + _or(
             None if step.measured_seconds is None else f"{_ms(step.measured_seconds)}{how}",
             "not measured",
         ),
-        "exposed communication " + _or(_ms(step.measured_exposed), profile),
         "peak "
         + _or(
             None if step.measured_peak is None else f"{_mb(step.measured_peak)} above the start",
-            profile,
+            "not measured",
         ),
     ]
     lines = ["Step", f"  predicted: {'; '.join(predicted)}", f"  measured:  {'; '.join(measured)}"]
-    if step.measured_exposed is None or step.measured_peak is None:
+    if step.profiled_seconds is not None and step.profiled_exposed is not None:
         lines.append(
-            "  (explain(model, profile=p) takes the rest from a "
+            f"  profiled:  step time {_ms(step.profiled_seconds)}, of which "
+            f"{_ms(step.profiled_exposed)} ({_share(step.profiled_exposed, step.profiled_seconds)})"
+            " wait for communication"
+        )
+    lines += [f"  ({note})" for note in (*_far_off(step), *step.notes)]
+    if step.profiled_seconds is None or step.measured_peak is None:
+        lines.append(
+            "  (explain(model, profile=p) takes what waits, and the peak, from a "
             "torch.profiler.profile(profile_memory=True) of a step)"
         )
     if any(u.where == EAGER for u in e.units) and e.graphs:
         lines.append("  (predictions are of the graphs alone)")
     return "\n".join(lines)
+
+
+FAR = 2.0  # times as long, or as short, as was measured
+
+
+def _far_off(step: Step) -> list[str]:
+    if not step.predicted_seconds or not step.measured_seconds:
+        return []
+    ratio = step.measured_seconds / step.predicted_seconds
+    if 1 / FAR <= ratio <= FAR:
+        return []
+    return [
+        f"a step took {ratio:.2g} times what is predicted, which knows neither the optimizer nor "
+        "other processes on the same cores: do not plan with these costs"
+    ]
 
 
 def _recompiles(found: list[dict[str, str]]) -> str:
@@ -386,6 +422,10 @@ def _or(text: str | None, otherwise: str) -> str:
 
 def _mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e4 else f"{num_bytes:.0f} bytes"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
 
 
 def _ms(seconds: float | None) -> str | None:

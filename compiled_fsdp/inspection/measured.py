@@ -10,11 +10,10 @@ import torch
 
 from compiled_fsdp.torch_private.tracing import allocations
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from .profiles import WAIT, seconds_in
 
-WAITS = "_c10d_functional::wait_tensor"  # what every executor waits by
-STEP = "Optimizer.step#"  # torch's own range around each step
+if TYPE_CHECKING:
+    from .profiles import Profile, Step
 
 
 def check(profile: Any) -> None:
@@ -36,13 +35,9 @@ def check(profile: Any) -> None:
         )
 
 
-def exposed(profile: Any) -> float:
-    """Seconds a step in which the training thread waited for a collective."""
-    events = list(profile.events())
-    spans = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(WAITS)]
-    steps = sum(e.name.startswith(STEP) for e in events)
-    seconds: float = _union(spans) / max(1, steps) / 1e6
-    return seconds
+def exposed(profile: Profile, step: Step) -> float:
+    """Seconds of a step in which the training thread waited for a collective."""
+    return seconds_in(step.span, (event for event in profile.events if event.name == WAIT))
 
 
 def peak(profile: Any, device: str) -> int | None:
@@ -60,12 +55,3 @@ def peak(profile: Any, device: str) -> int | None:
             now -= live.pop(address, 0)
         highest = max(highest, now)
     return highest if changes else None
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total = reached = 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

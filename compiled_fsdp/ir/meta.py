@@ -10,6 +10,7 @@ graph is for.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,7 @@ def module_of(node: Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
-    return path.removeprefix("L['self']").removeprefix("L['fn']").lstrip(".")
+    return re.sub(r"^L\['\w+'\]", "", path).lstrip(".")  # what Dynamo calls the outermost module
 
 
 def take_over(node: Node, original: Node) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
 from compiled_fsdp.wire import launch
@@ -42,6 +43,8 @@ OPERANDS = {
     "cuda": 2,
 }  # matrices to multiply: on the CPU more than caches hold, as in a model
 STREAM = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of fp32 to read and write
+ROUNDS = 3  # of everything, while repeats scatter
+SCATTER = 3.0  # of the middle repeats, the slowest over the fastest
 DIGITS = 2  # that count; runs on one machine should find each other's compiled code
 
 
@@ -80,21 +83,45 @@ def calibrate(infos: Sequence[Mesh]) -> Costs | None:
     """Measure and agree; collective over the groups of `infos`. Takes a second or two, less than
     five on a slow wire.
 
+    Where repeats scatter, as on a machine that others work on, everything is measured again, and
+    the calmest round counts.
+
     None where nothing is communicated: one rank, or a fake process group.
     """
     groups = groups_of(infos)
     if not groups:
         return None
-    device = infos[0].device
-    measured = [_flops(device), _bandwidth(device), _overhead(device)]
-    for group in groups.values():
-        measured += _link(group, device)
-    for group in groups.values():  # along one axis, then along the other: then all have the same
-        measured = _medians(measured, group, device)
+    rounds: list[tuple[float, list[float]]] = []
+    while len(rounds) < ROUNDS and (not rounds or rounds[-1][0] > SCATTER):
+        rounds.append(_round(groups, infos[0].device))
+    scatter, measured = min(rounds)
+    if scatter > SCATTER:
+        warn_once(
+            "compiled_fsdp: costs were measured on a busy machine: repeats of the same differ by a "
+            f"factor of {scatter:.0f}, after {ROUNDS} tries. What is decided and predicted from "
+            "them may be off by as much; measure on a quiet machine, or leave distances as they "
+            "are by default",
+            about="costs that scatter",
+        )
     flops, bandwidth, overhead, *links = [float(f"{x:.{DIGITS}g}") for x in measured]
     count = len(links) // len(groups)
     each = [Link(*links[n : n + count]) for n in range(0, len(links), count)]
     return Costs(flops, bandwidth, overhead, tuple(zip(groups, each, strict=True)))
+
+
+def _round(groups: dict[str, dist.ProcessGroup], device: torch.device) -> tuple[float, list[float]]:
+    """Returns by how much the repeats of one measurement scattered, at most, and all of them, the
+    same on every rank.
+    """
+    _scatter.clear()
+    measured = [_flops(device), _bandwidth(device), _overhead(device)]
+    for group in groups.values():
+        measured += _link(group, device)
+    measured.append(max(_scatter))
+    for group in groups.values():  # along one axis, then along the other: then all have the same
+        *_, most = _everyones(measured, group, device).max(0).values.tolist()
+        measured = [*_medians(measured[:-1], group, device), most]
+    return measured[-1], measured[:-1]
 
 
 def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
@@ -127,9 +154,14 @@ def calibrate_plan(infos: Sequence[Mesh]) -> None:
         use(replace(plan, costs=costs))
 
 
+_scatter: list[float] = []  # of each measurement of this round
+
+
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median time of a call, the first one left out."""
-    return statistics.median([_once(run, device) for _ in range(REPEATS + 1)][1:])
+    times = sorted([_once(run, device) for _ in range(REPEATS + 1)][1:])
+    _scatter.append(times[-2] / max(times[1], 1e-9))
+    return statistics.median(times)
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
@@ -234,7 +266,7 @@ def _ones(nbytes: float, most: int, device: torch.device) -> torch.Tensor:
 
 def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.device) -> float:
     """Seconds by which a collective of so many seconds delays what is computed while it is under
-    way.
+    way; 0 where repeats differ by more than that, as on a machine that others work on.
     """
     width = MATMUL.get(device.type, MATMUL["cuda"])
     a = torch.ones(width, width, device=device)
@@ -252,12 +284,23 @@ def _taken(start: Callable[[], torch.Tensor], seconds: float, device: torch.devi
         _once(lambda: run(is_beside=True), device) - _once(lambda: run(is_beside=False), device)
         for _ in range(REPEATS + 1)
     ]
-    return max(statistics.median(delays[1:]), 0.0) / IN_FLIGHT
+    return certain(delays[1:]) / IN_FLIGHT
+
+
+def certain(differences: Sequence[float]) -> float:
+    """Returns the median, or 0 if it is smaller than what lies between the middle ones."""
+    found = sorted(differences)
+    median = statistics.median(found)
+    return median if median > found[-2] - found[1] else 0.0
 
 
 def _medians(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    medians: list[float] = _everyones(mine, group, device).median(0).values.tolist()
+    return medians
+
+
+def _everyones(mine: list[float], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     values = torch.tensor(mine, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyone, values, group=group)
-    medians: list[float] = torch.stack(everyone).median(0).values.tolist()
-    return medians
+    return torch.stack(everyone)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import OWN_MESSAGE
 from compiled_fsdp.options import Options
+from compiled_fsdp.wire.runs import all_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,13 +38,15 @@ FROM_COSTS = (
     "own_message",
     "reductions",
     "copy_out",
-)  # None: decided from costs
-# Fields that are bytes, and what None stands for.
+)  # "auto": decided from costs; None inside the compiler
+AUTO = "auto"
+LEAST_BUDGET = 1 << 20  # bytes; an int below is a share that was meant to be a float
+# Fields that are bytes, and what else they may be.
 SIZES = {
-    "bucket_bytes": "from costs",
-    "split_bytes": "from costs",
-    "own_message": "from costs",
-    "reduction_bytes": "three times the largest reduction",
+    "bucket_bytes": "'auto' (from costs)",
+    "split_bytes": "'auto' (from costs)",
+    "own_message": "'auto' (from costs)",
+    "reduction_bytes": "None (three times the largest reduction)",
 }
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
@@ -53,10 +56,10 @@ COPY_OUT = ("copy", "strided", None)
 class Plan:
     """How collectives are scheduled: at distances that are set here, or from costs (`planner.py`).
 
-    Distances are in units (buckets); a fraction means that share of a unit's matmuls. None: decided
-    from `costs`; with a warning as in `Plan()`, if these are None too when a graph is compiled, and
-    likewise for all that costs decide. Distances are the default: on the wire that was measured
-    they were faster so far, and they need no measurement.
+    Distances are in units (buckets); a fraction means that share of a unit's matmuls. "auto" (or
+    None): decided from `costs`; with a warning as in `Plan()`, if there are none when a graph is
+    compiled, and likewise for all that costs decide. Distances are the default: on the wire that
+    was measured they were faster so far, and they need no measurement.
 
     prefetch: how far ahead of its first use an all-gather starts in forward; 0 starts it where it
         is needed.
@@ -67,25 +70,25 @@ class Plan:
         about to start.
     bucket_bytes: in a graph, neighbouring units share one all-gather, and one reduction, while
         together they are no larger than this (full parameters, in bytes); 0: every unit
-        communicates by itself; None: from costs, as much as keeps the link busy for `LATENCIES`
+        communicates by itself; "auto": from costs, as much as keeps the link busy for `LATENCIES`
         times its latency.
     split_bytes: in a graph, a unit of more than this (full parameters, in bytes) is gathered, and
         reduced, in parts of about this size, so that computing begins with the first and the last
-        one alone stays exposed; 0: never; None: from costs, as far as it makes the predicted time
+        one alone stays exposed; 0: never; "auto": from costs, as far as it makes the predicted time
         of a graph shorter (`splitting.py`).
     own_message: in a graph, a parameter of fewer bytes shares a message with its neighbours and is
-        copied out; a larger one is gathered straight into its place; None: from costs, where
+        copied out; a larger one is gathered straight into its place; "auto": from costs, where
         copying takes as long as a message.
     reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo,
-        whose reduce-scatter moves twice the bytes, else reduce-scatter); None: from costs, for each
+        whose reduce-scatter moves twice the bytes, else reduce-scatter); "auto": from costs, for each
         unit the faster.
     copy_out: how parameters that share a message are read under Inductor: "copy": each is copied
         into one piece where it is first needed; "strided": kernels that Inductor generates read it
-        in the bucket, and only what other kernels read is copied; None: from costs, strided where
+        in the bucket, and only what other kernels read is copied; "auto": from costs, strided where
         copying takes a hundredth of a graph's time. Strided reads save launches, and cost compile
         time, since every place in a bucket gets a kernel of its own, and time where a rank's rows
         are no whole vectors.
-    reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight=None`),
+    reduction_bytes: where costs decide when reductions are awaited (`reduces_in_flight="auto"`),
         those under way send together at most so many bytes (full gradients, which stay alive
         meanwhile); 0: one at a time; None: three times the largest.
     recompute: whether backward computes again what pointwise kernels make from values that are
@@ -118,49 +121,22 @@ class Plan:
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
-        for name in DISTANCES:
-            distance = getattr(self, name)
-            if distance is None:
-                continue
-            if (
-                isinstance(distance, bool)
-                or not isinstance(distance, int | float)
-                or not 0 <= distance < inf
-            ):
-                raise ValueError(
-                    f"Plan: {name}={distance!r}; should be a number of units, at least 0, or None "
-                    "(from costs)"
-                )
-        for name, by_default in SIZES.items():
-            size = getattr(self, name)
-            if size is not None and (
-                isinstance(size, bool) or not isinstance(size, int) or size < 0
-            ):
-                raise ValueError(
-                    f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None "
-                    f"({by_default})"
-                )
-        if self.reductions not in REDUCTIONS:
-            raise ValueError(
-                f"Plan: reductions={self.reductions!r}; should be one of {REDUCTIONS}, None for "
-                "the cheaper by costs"
-            )
-        if self.copy_out not in COPY_OUT:
-            raise ValueError(
-                f"Plan: copy_out={self.copy_out!r}; should be one of {COPY_OUT}, None for the "
-                "cheaper by costs"
-            )
-        if not isinstance(self.recompute, bool):
-            raise ValueError(f"Plan: recompute={self.recompute!r}; should be True or False")
-        budget = self.memory_budget
-        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if budget is not None and not (
-            is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)
-        ):
-            raise ValueError(
-                f"Plan: memory_budget={budget!r}; should be bytes (an int), or a float from 0.0 "
-                "(nothing kept for backward) to 1.0"
-            )
+        for name in FROM_COSTS:
+            if getattr(self, name) == AUTO:
+                object.__setattr__(self, name, None)
+        _check_distances(self)
+        _check_sizes(self)
+        _check_choices(self)
+        _check_budget(self)
+
+    def shown(self, name: str) -> Any:
+        """A field as users write it: "auto" for what costs decide."""
+        value = getattr(self, name)
+        return AUTO if value is None and name in FROM_COSTS else value
+
+    def __repr__(self) -> str:
+        """As it can be written down."""
+        return f"Plan({', '.join(f'{f.name}={self.shown(f.name)!r}' for f in fields(self))})"
 
     @property
     def is_from_costs(self) -> bool:
@@ -202,6 +178,68 @@ class Plan:
         return LATENCIES * link.latency * link.bandwidth
 
 
+def _check_distances(plan: Plan) -> None:
+    """Distances are numbers, 0 or more."""
+    for name in DISTANCES:
+        distance = getattr(plan, name)
+        if distance is None:
+            continue
+        if (
+            isinstance(distance, bool)
+            or not isinstance(distance, int | float)
+            or not 0 <= distance < inf
+        ):
+            raise ValueError(
+                f"Plan: {name}={distance!r}; should be a number of units, at least 0, or "
+                "'auto' (from costs)"
+            )
+
+
+def _check_sizes(plan: Plan) -> None:
+    """Sizes are whole numbers of bytes."""
+    for name, by_default in SIZES.items():
+        size = getattr(plan, name)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+            raise ValueError(
+                f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or {by_default}"
+            )
+
+
+def _check_choices(plan: Plan) -> None:
+    """The others are one of a few words, or a bool."""
+    if plan.reductions not in REDUCTIONS:
+        raise ValueError(
+            f"Plan: reductions={plan.reductions!r}; should be one of {REDUCTIONS[:-1]}, or "
+            "'auto' for the cheaper by costs"
+        )
+    if plan.copy_out not in COPY_OUT:
+        raise ValueError(
+            f"Plan: copy_out={plan.copy_out!r}; should be one of {COPY_OUT[:-1]}, or 'auto' "
+            "for the cheaper by costs"
+        )
+    if not isinstance(plan.recompute, bool):
+        raise ValueError(f"Plan: recompute={plan.recompute!r}; should be True or False")
+
+
+def _check_budget(plan: Plan) -> None:
+    """A budget is bytes, as an int, or a share, as a float."""
+    budget = plan.memory_budget
+    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if budget is not None and not (
+        is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)
+    ):
+        raise ValueError(
+            f"Plan: memory_budget={budget!r}; should be bytes (an int), or a float from 0.0 "
+            "(nothing kept for backward) to 1.0"
+        )
+    if isinstance(budget, int) and budget < LEAST_BUDGET:
+        raise ValueError(
+            f"Plan: memory_budget={budget!r} is an int, so {budget} bytes above what is at rest, "
+            f"and fewer than {LEAST_BUDGET} are no budget. For a share, write a float: 0.0 "
+            "(nothing kept for backward) to 1.0"
+        )
+
+
 _current = _DEFAULT = Plan()
 ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "memory_budget", "costs")
 # What users set of the plan; `Plan.kept` is decided, not set.
@@ -221,9 +259,20 @@ def set_plan(plan: Plan) -> None:
         raise TypeError(
             f"set_plan: plan is {plan!r}; should be a Plan, for example Plan(prefetch=1)"
         )
+    if plan != _current and all_runs():
+        warn_once(
+            "compiled_fsdp: set_plan was called after graphs were compiled, and those keep the plan "
+            "that they have: it holds for what is compiled from now on. Set it before the first "
+            "forward, or call torch._dynamo.reset() for what runs already",
+            about="set_plan after compiling",
+        )
+    _ask(plan)
+
+
+def _ask(plan: Plan) -> None:
     use(plan)
     for name in ASKED:
-        options.ask(f"Plan.{name}", getattr(plan, name), getattr(_DEFAULT, name))
+        options.ask(f"Plan.{name}", plan.shown(name), _DEFAULT.shown(name))
 
 
 def use(plan: Plan) -> None:
@@ -241,8 +290,8 @@ def planned(**changes: Any) -> Iterator[Plan]:
     unknown = [name for name in changes if name not in Plan.__slots__]
     if unknown:
         raise TypeError(f"planned: {unknown} are no fields of Plan; it has {list(Plan.__slots__)}")
-    set_plan(replace(before, **changes))
+    _ask(replace(before, **changes))
     try:
         yield current_plan()
     finally:
-        set_plan(before)
+        _ask(before)

@@ -65,6 +65,11 @@ def unprofiled() -> Iterator[None]:
         _enable_record_function(True)
 
 
+def started(profile: Any) -> float:
+    """When a finished profile began, in seconds of the machine's clock."""
+    return float(profile.profiler.kineto_results.trace_start_ns()) * 1e-9
+
+
 def allocations(profile: Any, device: str) -> list[tuple[int, int, int]]:
     """(time, address, bytes) of every allocation in a finished profile, and, with negative bytes,
     release.

@@ -134,10 +134,16 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
     """
     if mesh is None:
         if not dist.is_initialized():
-            dist.init_process_group()
+            _init_process_group()
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    if mesh.device_type != "cpu" and not torch.accelerator.is_available():
+        raise RuntimeError(
+            f"fully_shard: the mesh {mesh} is on {mesh.device_type}, and this process sees no such "
+            "device. Make it with init_device_mesh('cpu', ...), or see to it that torch finds the "
+            "device"
+        )
     if dims is not None:
         return _resolve_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -151,6 +157,17 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
         )
     return MeshInfo(mesh)
+
+
+def _init_process_group() -> None:
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ValueError(
+            "fully_shard: there is no process group, and none can be made here: "
+            f"{error}. Start the script with torchrun --nproc-per-node N, or call "
+            "torch.distributed.init_process_group(...) with rank and world_size before fully_shard"
+        ) from error
 
 
 def _resolve_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:

@@ -80,6 +80,7 @@ class Unit:
         # Why it ran outside a graph inside a compiled model, if Dynamo said so.
         self.why_eager: dict[str, None] = {}
         self.num_eager_forwards = 0
+        self.num_eager_recorded = 0  # of these, by autograd
         # Called before a compiled backward writes `.grad`: an eager forward may have left full
         # parameters registered.
         self.on_gradients: Callable[[], None] = _nothing

@@ -451,6 +451,7 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     """
     agreement.before_run(text, groups)
     note_run(record)
+    ranges.mark(record)
 
 
 @_real("watch_heads")

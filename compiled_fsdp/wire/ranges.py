@@ -10,7 +10,9 @@ on NCCL) have the names that torch gives them: one more op at each would cost so
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -19,6 +21,7 @@ from compiled_fsdp.torch_private.tracing import is_profiling
 
 OFF = nullcontext()
 SHOWN = 4  # parameters in a name
+GRAPH = "compiled_fsdp graph "  # no op, and the digest of its record
 
 
 def stock(name: str) -> AbstractContextManager[object]:
@@ -42,6 +45,19 @@ def title(op: str, phase: str, what: str) -> str:
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     op = op.removesuffix("_into_tensor").removesuffix("_tensor")
     return f"compiled_fsdp::{op} {phase} {unit} ({shown})"
+
+
+def mark(record: str) -> None:
+    """Say in a profile which graph runs from here on."""
+    if record and is_profiling():
+        with torch.profiler.record_function(f"{GRAPH}{digest(record)}"):
+            pass
+
+
+@cache
+def digest(record: str) -> str:
+    """A short name for a graph, by what it says of itself."""
+    return hashlib.sha256(record.encode()).hexdigest()[:16]
 
 
 def phase_now() -> str:

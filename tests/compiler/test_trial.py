@@ -173,8 +173,11 @@ def test_a_line_that_moves_is_drawn_anew(block):
 
     room = (peak(0.0) + peak(1.0)) // 2
     anew = []
-    with mock.patch.object(
-        budget, "split", lambda gm, plan: anew.append(plan.kept) or split(gm, plan)
+    with (
+        mock.patch("compiled_fsdp.planning.plan.LEAST_BUDGET", 0),
+        mock.patch.object(
+            budget, "split", lambda gm, plan: anew.append(plan.kept) or split(gm, plan)
+        ),
     ):
         assert peak(room) <= room
     assert anew[0] == ()

@@ -229,6 +229,7 @@ rank0/001_forward/16_verify.json
 rank0/001_forward/16_verify.txt
 rank0/001_forward/memory.json
 rank0/001_forward/memory.txt
+rank0/001_forward/record.json
 rank0/001_forward/timeline.json
 rank0/002_backward/00_capture.json
 rank0/002_backward/00_capture.txt
@@ -282,6 +283,7 @@ rank0/002_backward/16_verify.json
 rank0/002_backward/16_verify.txt
 rank0/002_backward/memory.json
 rank0/002_backward/memory.txt
+rank0/002_backward/record.json
 rank0/002_backward/timeline.json
 rank0/settings.json""",
             )

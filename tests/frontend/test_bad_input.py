@@ -435,23 +435,23 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "prefetch before": (
         ValueError,
-        "Plan: prefetch=-1; should be a number of units, at least 0, or None (from costs)",
+        "Plan: prefetch=-1; should be a number of units, at least 0, or 'auto' (from costs)",
     ),
     "prefetch by word": (
         ValueError,
-        "Plan: prefetch='all'; should be a number of units, at least 0, or None (from costs)",
+        "Plan: prefetch='all'; should be a number of units, at least 0, or 'auto' (from costs)",
     ),
     "prefetch by True": (
         ValueError,
-        "Plan: prefetch=True; should be a number of units, at least 0, or None (from costs)",
+        "Plan: prefetch=True; should be a number of units, at least 0, or 'auto' (from costs)",
     ),
     "buckets below nothing": (
         ValueError,
-        "Plan: bucket_bytes=-1; should be a number of bytes, at least 0, or None (from costs)",
+        "Plan: bucket_bytes=-1; should be a number of bytes, at least 0, or 'auto' (from costs)",
     ),
     "buckets by fraction": (
         ValueError,
-        "Plan: bucket_bytes=0.5; should be a number of bytes, at least 0, or None (from costs)",
+        "Plan: bucket_bytes=0.5; should be a number of bytes, at least 0, or 'auto' (from costs)",
     ),
     "a budget below nothing": (
         ValueError,
@@ -470,12 +470,12 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "endless reductions": (
         ValueError,
-        "Plan: reduces_in_flight=inf; should be a number of units, at least 0, or None (from "
+        "Plan: reduces_in_flight=inf; should be a number of units, at least 0, or 'auto' (from "
         "costs)",
     ),
     "backward prefetch by nan": (
         ValueError,
-        "Plan: backward_prefetch=nan; should be a number of units, at least 0, or None (from "
+        "Plan: backward_prefetch=nan; should be a number of units, at least 0, or 'auto' (from "
         "costs)",
     ),
     "planned with another field": (
@@ -487,7 +487,7 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "planned with a bad value": (
         ValueError,
-        "Plan: prefetch=-2; should be a number of units, at least 0, or None (from costs)",
+        "Plan: prefetch=-2; should be a number of units, at least 0, or 'auto' (from costs)",
     ),
     "a dump into nothing": (TypeError, "dumped_to: path is None; should be the path of a folder"),
     "a dump into a file": (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -109,7 +110,7 @@ def test_in_a_graph():
     model = compiled(build(mp_policy=BF16, reshard_after_forward=True))
     with planned(bucket_bytes=600):  # two blocks of 76 parameters in bf16 have 304 bytes
         step(model)
-    found = explain(model, allow_unused=True)
+    found = explain(model)
     units = {unit.name: unit for unit in found.units}
     assert {name: unit.where for name, unit in units.items()} == {
         "layers.0": "in a graph",
@@ -157,7 +158,7 @@ def test_in_a_graph():
     text = str(found)
     assert "  4 in a graph: layers.0 to layers.2, Model\n  1 never gathered: unused\n" in text
     assert (
-        "\n  layers.1: as layers.0\n    all-gathers 0 in graph 0 (with layers.0, layers.2), "
+        "\n  layers.1: as layers.0\n    all-gathers #0 of graph 0 (with layers.0, layers.2), "
         in text
     )
 
@@ -257,7 +258,7 @@ def test_consumed_by_the_eager_runtime():
     model.set_unshard_in_backward(False)
     model.set_is_last_backward(False)
     step(model)
-    found = options_of(explain(model, allow_unused=True))
+    found = options_of(explain(model))
     assert found == {
         "mesh": ["eager runtime"],
         "mp_policy.param_dtype": ["eager runtime"],
@@ -281,7 +282,7 @@ def test_overlap_is_consumed():
     for _ in range(2):
         step(run, optimizer)
         optimizer.zero_grad()
-    consumers = options_of(explain(run, allow_unused=True))["overlap_optimizer"]
+    consumers = options_of(explain(run))["overlap_optimizer"]
     assert "leave_in_flight" in consumers
 
 
@@ -290,10 +291,11 @@ def test_unused_options_raise():
     model = build()
     model.set_requires_all_reduce(False)
     with planned(prefetch=3):
-        explain(model)  # nothing had the chance yet
+        explain(model, strict=True)  # nothing had the chance yet
         step(model)
+        found = explain(model)
         with pytest.raises(UnusedOptionError) as raised:
-            explain(model)
+            explain(model, strict=True)
         assert str(raised.value) == (
             "explain: these options were set, a step has run since, and nothing took a decision "
             "from them, so they changed nothing:\n"
@@ -301,12 +303,17 @@ def test_unused_options_raise():
             "replicate axis (HSDP) there is no all-reduce)\n"
             "  Plan.prefetch=3 (a plan is for graphs: compile the model, before the step and after "
             "set_plan)\n"
-            "Leave them out, or pass allow_unused=True to see the rest"
+            "Leave them out"
         )
-        assert raised.value.explanation.step.count == 0
-        assert options_of(explain(model, allow_unused=True))["Plan.prefetch"] == []
+        assert raised.value.explanation == found
+        assert (
+            "\n  Plan.prefetch=3 (a plan is for graphs: compile the model, before the step and "
+            "after set_plan): changed nothing, although a step has run since" in str(found)
+        )
+        assert found.step.count == 0
+        assert options_of(explain(model))["Plan.prefetch"] == []
         model.set_requires_all_reduce(True)
-    explain(model)  # the plan of now sets nothing that is unused
+    explain(model, strict=True)  # the plan of now sets nothing that is unused
 
 
 def test_an_option_set_since_the_last_step_is_not_unused():
@@ -341,7 +348,7 @@ def test_predicted_and_measured():
     optimizer = torch.optim.SGD(model.parameters())
     with planned(costs=costs):
         step(model, optimizer)
-        found = explain(model, allow_unused=True)
+        found = explain(model)
         assert found.step.predicted_seconds == pytest.approx(
             sum(g.predicted["total"] for g in found.graphs)
         )
@@ -352,20 +359,21 @@ def test_predicted_and_measured():
     with torch.profiler.profile(profile_memory=True) as profile:
         for _ in range(2):
             step(model, optimizer)
-    found = explain(model, profile=profile, allow_unused=True)
+    found = explain(model, profile=profile)
     assert found.step.count == 3
-    assert 0 < found.step.measured_exposed < found.step.measured_seconds
+    assert 0 < found.step.profiled_exposed < found.step.profiled_seconds
     assert found.step.measured_peak > 0
     assert "measured:  step time" in str(found)
-    assert "ms (median of the last of 3 steps); exposed communication" in str(found)
+    assert "ms (median of the last of 3 steps); peak" in str(found)
+    assert re.search(r"profiled:  step time .* ms, of which .* ms \(.*%\) wait for", str(found))
 
 
 def test_recompiles_have_reasons():
     model = compiled(build())
     step(model)
-    assert explain(model, allow_unused=True).recompiles == []
+    assert explain(model).recompiles == []
     step(model, batch=3)
-    found = explain(model, allow_unused=True)
+    found = explain(model)
     assert len(found.recompiles) == 1
     assert "size mismatch at index 0. expected 2, actual 3" in found.recompiles[0]["reason"]
     assert found.recompiles[0]["reason"] in str(found)

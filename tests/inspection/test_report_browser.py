@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kit.reported import EVIL
 
+from compiled_fsdp.inspection.report.page import unpacked
 from compiled_fsdp.report import write_report
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ class Seen:
         )
         self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog: {dialog.message}"))
         self.page.goto(file.as_uri())
+        self.page.get_by_role("tab").first.wait_for()
 
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
 
     def data(self) -> Any:
-        return json.loads(self.page.locator("#data").text_content())
+        return unpacked(self.page.locator("#data").text_content())
 
 
 @pytest.fixture
@@ -118,6 +120,29 @@ def test_every_collective_is_drawn(seen: Seen) -> None:
 
 def test_assumed_costs_are_said(seen: Seen) -> None:
     assert seen.page.get_by_text("Predicted times rest on assumed costs").is_visible()
+
+
+def test_what_was_measured_comes_first(seen: Seen) -> None:
+    """A sentence, then what the profiled step took; the prediction says how far off it is."""
+    page, step = seen.page, seen.data()["ranks"][0]["step"]
+    assert re.match(r".* % of the step waits", page.locator("#headline").text_content())
+    tiles = page.locator(".tile").all_text_contents()
+    assert tiles[0].startswith("profiled step")
+    assert f"{round(100 * step['waiting'] / step['total'])} %" in tiles[1]
+    (predicted,) = (text for text in tiles if text.startswith("predicted forward and backward"))
+    assert "of it exposed; measured" in predicted
+
+
+def test_every_rank_is_on_one_axis(seen: Seen) -> None:
+    page, ranks = seen.page, seen.data()["ranks"]
+    drawing = page.locator("svg.step")
+    assert drawing.locator(".rank").count() == len(ranks) == 2
+    for rank, drawn in zip(ranks, drawing.locator(".rank").all(), strict=True):
+        assert drawn.locator(".part-backward").count() == 1
+        assert drawn.locator(".waiting").count() == len(rank["step"]["waits"])
+    assert re.search(r"Rank \d ends last, .* after the first; rank \d waits", page.content())
+    drawing.locator(".part-forward").first.hover()
+    assert "of the step" in page.locator("#tip").text_content()
 
 
 def test_names_are_text(seen: Seen) -> None:
@@ -177,10 +202,12 @@ def scale(seen: Seen) -> float:
 def test_zoom(seen: Seen) -> None:
     """By buttons, keys, the wheel and dragging; double-click shows all again."""
     page, drawing = seen.page, seen.page.locator("svg.timeline").first
+    drawing.scroll_into_view_if_needed()
+    section = page.locator("section.graph").first
     before = scale(seen)
-    page.get_by_label("zoom in").first.click()
+    section.get_by_label("zoom in").click()
     assert scale(seen) == pytest.approx(2 * before)
-    page.get_by_label("show all").first.click()
+    section.get_by_label("show all").click()
     assert scale(seen) == pytest.approx(before)
     box = drawing.bounding_box()
     page.mouse.move(box["x"] + 119, box["y"] + 30)
@@ -258,13 +285,16 @@ def test_switches(seen: Seen) -> None:
     assert "rank 0 of 2" in page.locator("#subtitle").text_content()
     page.get_by_label("rank", exact=True).select_option("1")
     assert "rank 1 of 2" in page.locator("#subtitle").text_content()
-    before = page.locator(".tile b").first.text_content()
+    predicted = page.locator(".tile", has_text="predicted forward and backward").locator("b")
+    before = predicted.text_content()
     page.get_by_label("predicted for").select_option("fused")
-    assert page.locator(".tile b").first.text_content() != before
+    assert predicted.text_content() != before
     seen.tab("Settings")
     page.reload()
     assert page.get_by_role("tab", name="Settings").get_attribute("aria-selected") == "true"
     assert page.get_by_text("bucket_bytes").is_visible()
+    for words in ("all-to-alls", "starting delays the thread by", "each further message"):
+        assert page.get_by_text(f"every link: {words}").is_visible()
     with page.expect_download() as download:
         page.get_by_text("save trace.json").click()
     assert json.loads(download.value.path().read_text())["traceEvents"]
@@ -343,3 +373,54 @@ def test_a_narrow_window_scrolls_no_page(browser: Any, file: Path) -> None:
         seen.tab(name)
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= 640, name
     seen.context.close()
+
+
+def widened(dump: Path, folder: Path, times: int = 6) -> Path:
+    """A dump whose graphs have each collective so many times, as with many layers; unmeasured."""
+    found = folder / "dump"
+    shutil.copytree(dump, found)
+    for path in found.glob("rank*/measured.json"):
+        path.unlink()
+    for path in found.glob("rank*/*/timeline.json"):
+        values = json.loads(path.read_text())
+        values["collectives"] *= times
+        for number, collective in enumerate(values["collectives"]):
+            collective["units"] = [f"model.layers.{number}"]
+        values["waits"] = list(range(len(values["collectives"])))
+        for executor in ("plain", "fused"):
+            values[executor]["times"] *= times
+        path.write_text(json.dumps(values))
+    return found
+
+
+@pytest.mark.parametrize("width", [500, 1280, 2560])
+def test_many_layers(browser: Any, dump: Path, tmp_path: Path, width: int) -> None:
+    """The most exposed first and the others folded, labels without what all begin with, passes that
+    did nothing hidden, and no page that scrolls sideways.
+    """
+    write_report(widened(dump, tmp_path), tmp_path / "page.html")
+    seen = Seen(browser, tmp_path / "page.html")
+    page = seen.page
+    page.set_viewport_size({"width": width, "height": 900})
+    graph = seen.data()["ranks"][0]["graphs"][0]
+    exposed = sorted((t["exposed"] for t in graph["timeline"]["plain"]["times"]), reverse=True)
+    rows = page.locator("table.collectives").first.locator("tbody tr")
+    assert rows.count() == 5
+    numbers = rows.evaluate_all("rows => rows.map(row => Number(row.dataset.index))")
+    times = graph["timeline"]["plain"]["times"]
+    assert [times[n]["exposed"] for n in numbers] == exposed[:5]
+    page.get_by_role("button", name=f"all {len(times)}, in order").first.click()
+    assert rows.count() == len(times)
+    labels = page.locator("svg.timeline").first.locator(".wire-lane text").all_text_contents()
+    assert not any(label.startswith("model") for label in labels)
+    for name in ("Timeline", "Memory", "Buckets", "Passes", "Settings"):
+        seen.tab(name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    seen.tab("Passes")
+    idle = page.get_by_text("passes that changed no collective, cast or free").last
+    verify = page.get_by_text("10_verify", exact=True)
+    assert verify.count() == 0
+    idle.click()
+    verify.wait_for(state="visible")
+    seen.context.close()
+    assert seen.wrong == []

@@ -4,14 +4,16 @@ and profiled on two ranks.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import record_step
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
+from compiled_fsdp.inspection.report.page import unpacked
 from compiled_fsdp.report import add_profile
 
 if TYPE_CHECKING:
@@ -47,3 +49,9 @@ def record(folder: str) -> None:
     trace = Path(folder) / f"{torch.distributed.get_rank()}.json"
     record_step(lambda: call(x).sum().backward(), trace)
     add_profile(Path(folder), trace, torch.distributed.get_rank())
+
+
+def data_of(page: Path) -> Any:
+    """What a report shows."""
+    (found,) = re.findall(r'id="data">([^<]*)</script>', page.read_text())
+    return unpacked(found)

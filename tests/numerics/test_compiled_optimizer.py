@@ -170,7 +170,7 @@ def explained() -> int:
     step = by_itself(optimizer)
     model(torch.ones(2, 4)).sum().backward()
     step()
-    compiled_fsdp.explain(model, allow_unused=True)  # the plan is for graphs
+    compiled_fsdp.explain(model)  # the plan is for graphs
     return model._get_fsdp_state().runtime.tree.clock.count
 
 

@@ -225,7 +225,7 @@ def measured_kernels() -> str:
         ]
         with captured() as halves:
             call(torch.randn(4, 6)).sum().backward()
-        where = {unit.where for unit in compiled_fsdp.explain(call, allow_unused=True).units}
+        where = {unit.where for unit in compiled_fsdp.explain(call).units}
         assert where == {"in a graph"}, "the eager steps were not the user's"
         heavy = [n for half in halves for n in half.nodes if is_matmul(n)]
         assert sorted(costs.compute(n) for n in heavy) == sorted(

@@ -164,6 +164,7 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
         return SimpleNamespace(profile=SimpleNamespace(peak=peak))
 
     by_num = [0, 50, 100, 200, 300, 400]
+    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
     monkeypatch.setattr(budget, "schedule", tried)
     monkeypatch.setattr(
         budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num])
@@ -254,7 +255,8 @@ class TestGrowth:
 @pytest.mark.parametrize("size", [-1, 1.5, True])
 def test_bad_sizes(name, size):
     with pytest.raises(
-        ValueError, match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or None"
+        ValueError,
+        match=f"Plan: {name}={size!r}; should be a number of bytes, at least 0, or 'auto'",
     ):
         Plan(**{name: size})
 

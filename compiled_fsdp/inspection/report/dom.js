@@ -33,6 +33,15 @@ const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole
 const sum = (list, pick = (x) => x) => list.reduce((total, entry) => total + pick(entry), 0);
 const KINDS = { gather: "all-gather", reduce: "reduction", all_reduce: "all-reduce" };
 const ownerOf = (c) => c.units.join(", ") || c.module || "the model's own";
+
+// What the names of all units below the outermost begin with, all but the last part of it: "model." of model.layers.0 and model.layers.1.
+let prefix = "";
+function setPrefix(names) {
+  const parts = names.filter((name) => name.includes(".")).map((name) => name.split("."));
+  const first = parts[0] ?? [], other = first.findIndex((part, n) => parts.some((p) => p[n] !== part));
+  prefix = parts.length > 1 && other > 1 ? `${first.slice(0, other - 1).join(".")}.` : "";
+}
+const short = (name) => (prefix && name.startsWith(prefix) ? name.slice(prefix.length) : name);
 const nameOf = (c) => `${KINDS[c.kind] ?? c.kind} of ${ownerOf(c)}`;
 const dotted = (kind) => el("i", { class: `dot ${kind}` });
 

@@ -2,7 +2,7 @@
 
 const EXECUTORS = { plain: "the graph as it is", fused: "under Inductor" };
 const TABS = { timeline: "Timeline", memory: "Memory", buckets: "Buckets", passes: "Passes", settings: "Settings" };
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = null;
 const state = { rank: 0, step: null, executor: null, tab: location.hash.slice(1) in TABS ? location.hash.slice(1) : "timeline" };
 
 // A forward with the backward that goes on from it, or either alone.
@@ -48,27 +48,44 @@ function saveTrace() {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-function tiles({ graphs, executor }) {
-  const runs = graphs.map((g) => g.timeline[executor]), measured = graphs.every((g) => g.measured) ? graphs.map((g) => g.measured) : null;
-  const exposed = (all) => sum(all, (r) => sum(r.times, (t) => t.exposed)), total = (all) => sum(all, (r) => r.total);
-  const collectives = graphs.flatMap((g) => g.timeline.collectives);
+const tile = (label, value, note, style) => el("div", { class: `tile ${style ?? ""}` }, el("span", {}, label), el("b", {}, value), el("span", {}, note));
+
+// What was measured comes first; of a prediction, how far it is from that.
+function tiles({ rank, graphs, executor }) {
+  const runs = graphs.map((g) => g.timeline[executor]), collectives = graphs.flatMap((g) => g.timeline.collectives);
+  const exposed = sum(runs, (r) => sum(r.times, (t) => t.exposed)), total = sum(runs, (r) => r.total);
   const peak = graphs.reduce((best, g) => (g.memory[executor].peak > best.memory[executor].peak ? g : best));
-  const tile = (label, value, note) => el("div", { class: "tile" }, el("span", {}, label), el("b", {}, value), el("span", {}, note));
-  return [
-    tile(`predicted ${graphs.length > 1 ? "step" : graphs[0].timeline.kind}`, seconds(total(runs)), runs.map((r) => seconds(r.total)).join(" + ")),
-    tile("exposed communication", seconds(exposed(runs)), `${percent(exposed(runs), total(runs))} of the time, predicted`),
-    measured ? tile("measured, profiled step", seconds(total(measured)), `${seconds(exposed(measured))} exposed, ${seconds(sum(measured, (r) => sum(r.times, (t) => t.issuing)))} starting`) : null,
+  const what = graphs.length > 1 ? "forward and backward" : graphs[0].timeline.kind;
+  return [...(rank.step ? measuredTiles(rank.step) : []), predictedTile(graphs, what, total, exposed),
     tile("communication", `${collectives.length} collectives`, `each rank sends ${bytes(sum(collectives, (c) => c.sent))}`),
-    tile("peak memory above rest", bytes(peak.memory[executor].peak), `in ${peak.timeline.kind}, at rest ${bytes(graphs[0].memory[executor].at_rest)}`),
-  ].filter(Boolean);
+    tile("predicted peak above rest", bytes(peak.memory[executor].peak), `in ${peak.timeline.kind}, at rest ${bytes(graphs[0].memory[executor].at_rest)}`)];
+}
+
+function measuredTiles(step) {
+  const apart = sum(step.parts.filter(([, , kind]) => ["optimizer", "clip", "data"].includes(kind)), ([begin, end]) => end - begin);
+  return [tile("profiled step", seconds(step.total), step.compiling ? `${seconds(step.compiling)} of it compilation` : "measured; a profiler makes it slower"),
+    tile("waits for communication", percent(step.waiting, step.total), `${seconds(step.waiting)}, measured`),
+    tile("starts collectives", percent(step.starting, step.total), `${seconds(step.starting)}, measured`),
+    tile("optimizer, clipping, data", percent(apart, step.total), `${seconds(apart)}, measured`)];
+}
+
+const FAR = 2; // times as long, or as short, as was measured
+
+function predictedTile(graphs, what, total, exposed) {
+  const note = `${seconds(exposed)} of it exposed`;
+  if (!graphs.every((g) => g.measured)) return tile(`predicted ${what}`, seconds(total), `${note}; not measured`);
+  const measured = sum(graphs, (g) => g.measured.total), isFar = total > FAR * measured || measured > FAR * total;
+  const far = isFar ? "; too far off to plan with" : "";
+  return tile(`predicted ${what}`, seconds(total), `${note}; measured ${seconds(measured)}${far}`, isFar ? "is-far" : "");
 }
 
 const DRAWN = [];
 
 function timelineTab({ graphs, executor, rank }) {
   const units = [...new Set(rank.graphs.flatMap((g) => g.timeline.collectives.flatMap((c) => c.units)))].flatMap((u) => u.split(", "));
-  return [el("div", { class: "bar-of-tools" }, timelineLegend(graphs.some((g) => g.measured)), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
-    graphs.map((graph) => {
+  setPrefix(units);
+  return [el("div", { class: "bar-of-tools" }, timelineLegend(), el("span", { class: "muted hint" }, "drag to zoom, double-click for all; click a collective to keep it")),
+    stepSection(), graphs.map((graph) => {
       const run = graph.timeline[executor], line = new Timeline(graph, run, units);
       const rows = collectiveTable(graph, run);
       DRAWN.push(line);
@@ -119,6 +136,7 @@ function render() {
   document.getElementById("title").textContent = data.title;
   document.getElementById("subtitle").textContent = `rank ${now.rank.rank} of ${settings.world_size}, compiled_fsdp ${settings.versions.compiled_fsdp}, torch ${settings.versions.torch}`;
   document.getElementById("switches").replaceChildren(...switches(now));
+  document.getElementById("headline").textContent = now.rank.headline;
   const notice = document.getElementById("notice");
   notice.hidden = !costs.is_assumed;
   notice.textContent = "Predicted times rest on assumed costs (round numbers, see Settings): nothing was measured on this machine. Order, bytes and memory do not depend on them.";
@@ -129,13 +147,20 @@ function render() {
   redraw();
 }
 
-document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
-render();
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent.trim()), (c) => c.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+}
 
-// The width in which drawings were made: that of the window, or what a scroll bar left of it.
-let drawnAt = document.getElementById("main").clientWidth;
-new ResizeObserver(([{ contentRect }]) => {
-  if (contentRect.width === drawnAt) return;
-  drawnAt = contentRect.width;
-  redraw();
-}).observe(document.getElementById("main"));
+document.getElementById("switches").addEventListener("submit", (event) => event.preventDefault());
+unpacked().then((found) => {
+  data = found;
+  render();
+  // The width in which drawings were made: that of the window, or what a scroll bar left of it.
+  let drawnAt = document.getElementById("main").clientWidth;
+  new ResizeObserver(([{ contentRect }]) => {
+    if (contentRect.width === drawnAt) return;
+    drawnAt = contentRect.width;
+    redraw();
+  }).observe(document.getElementById("main"));
+}, (error) => { document.getElementById("headline").textContent = `This page cannot be unpacked here (${error}); a browser of 2023 or later can.`; });

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from compiled_fsdp.dump.records import EXECUTORS, FORMAT
-
-from .check import NUMBER, Check, DumpError, load
+from compiled_fsdp.inspection.check import NUMBER, Check, DumpError, load
+from compiled_fsdp.wire import ranges
 
 DOING = "reading the dump"
 MEASURED = "measured.json"
 HEAD = {"format": int, "kind": str, "executor": str}
 TIMES = {
     "issued": NUMBER,
+    "issuing": NUMBER,
     "begin": NUMBER,
     "end": NUMBER,
     "awaited": (NUMBER, None),
@@ -67,9 +68,21 @@ PROFILE = {
     "storages": [list],
 }
 MEMORY = {**HEAD, "after": (str, None), "nodes": [str], **dict.fromkeys(EXECUTORS, PROFILE)}
+MEASURED_STEP = {
+    "began": NUMBER,
+    "total": NUMBER,
+    "waiting": NUMBER,
+    "starting": NUMBER,
+    "compiling": NUMBER,
+    "largest": (list, None),
+    "parts": [list],
+    "waits": [list],
+    "starts": [list],
+    "notes": [str],
+}
 MEASURED_RUN = {
     "total": NUMBER,
-    "times": [{**TIMES, "issuing": NUMBER}],
+    "times": [TIMES],
     "compute": [list],
     "has_arrivals": bool,
     "of": str,
@@ -87,9 +100,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class DumpedGraph:
-    """A finished graph: its two records, its passes, and its text after the last of them."""
+    """A finished graph: its two records, its passes, and its text after the last of them.
+
+    digest: what its runs are called in a profile; "" if the dump does not say.
+    """
 
     name: str
+    digest: str
     timeline: dict[str, Any]
     memory: dict[str, Any]
     passes: tuple[Pass, ...]
@@ -99,14 +116,17 @@ class DumpedGraph:
 
 @dataclass(frozen=True, slots=True)
 class DumpedRank:
-    """What one rank dumped, in the order of compilation; `joint`: passes on graphs before they were
-    split.
+    """What one rank dumped, in the order of compilation.
+
+    joint: passes on graphs before they were split.
+    step: the profiled step, if there is one.
     """
 
     rank: int
     folder: Path
     graphs: tuple[DumpedGraph, ...]
     joint: tuple[tuple[str, tuple[Pass, ...]], ...]
+    step: dict[str, Any] | None
 
 
 def read_dump(folder: Path) -> list[DumpedRank]:
@@ -136,14 +156,14 @@ def read_dump(folder: Path) -> list[DumpedRank]:
 
 
 def _rank(rank: int, folder: Path) -> DumpedRank:
-    measured = _measured(folder / MEASURED)
+    measured, step = _measured(folder / MEASURED)
     graphs, joint = [], []
     for path in sorted(p for p in folder.iterdir() if p.is_dir()):
         if (path / "timeline.json").exists():
             graphs.append(_graph(path, measured.get(path.name)))
         else:
             joint.append((path.name, _passes(path)))
-    return DumpedRank(rank, folder, tuple(graphs), tuple(joint))
+    return DumpedRank(rank, folder, tuple(graphs), tuple(joint), step)
 
 
 def _graph(path: Path, measured: dict[str, Any] | None) -> DumpedGraph:
@@ -156,8 +176,15 @@ def _graph(path: Path, measured: dict[str, Any] | None) -> DumpedGraph:
         if measured["of"] != digest(path):
             check.fail(f"{path.name} was measured before it was dumped again")
     texts = sorted(path.glob("[0-9][0-9]_*.txt"))
+    record = path / "record.json"
     return DumpedGraph(
-        path.name, timeline, memory, _passes(path), _text(texts[-1]) if texts else "", measured
+        path.name,
+        ranges.digest(_text(record)) if record.exists() else "",
+        timeline,
+        memory,
+        _passes(path),
+        _text(texts[-1]) if texts else "",
+        measured,
     )
 
 
@@ -236,19 +263,23 @@ def _stretches(rows: list[list[Any]], shapes: list[Any], where: str, check: Chec
             check(entry, shape, f"{where}[{index}]")
 
 
-def _measured(path: Path) -> dict[str, dict[str, Any]]:
-    """Measured runs by the folder's name of the graph."""
+def _measured(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Measured runs by the folder's name of the graph, and the step that they are of."""
     if not path.exists():
-        return {}
+        return {}, None
     found = load(path, DOING)
     check = Check(path, DOING)
-    check(found, {"format": int, "graphs": dict})
+    check(found, {"format": int})
     _version(found, check)
+    check(found, {"graphs": dict, "step": MEASURED_STEP})
     graphs: dict[str, dict[str, Any]] = found["graphs"]
     for name, run in graphs.items():
         check(run, MEASURED_RUN, f"graphs.{name}")
-        _stretches(run["compute"], [NUMBER, NUMBER], f"graphs.{name}.compute", check)
-    return graphs
+        _stretches(run["compute"], [NUMBER, NUMBER, str, str], f"graphs.{name}.compute", check)
+    _stretches(found["step"]["parts"], [NUMBER, NUMBER, str, str], "step.parts", check)
+    for name in ("waits", "starts"):
+        _stretches(found["step"][name], [NUMBER, NUMBER, str], f"step.{name}", check)
+    return graphs, found["step"]
 
 
 def _passes(path: Path) -> tuple[Pass, ...]:

@@ -1,20 +1,25 @@
 // What is read rather than drawn: collectives beside each other, buckets, what passes changed, settings.
 
 // A table that a click on a heading sorts. Columns: {name, value(row), show(row), isNumber, group}.
-function table(columns, rows, attributes = {}) {
+// With `first`, of more than FEW rows those come first that it ranks highest, and the others are folded.
+const FEW = 12, SHOWN = 5;
+
+function table(columns, rows, attributes = {}, first = null) {
   const body = el("tbody", {});
-  let by = null, down = false;
+  let by = null, down = false, isFolded = first !== null && rows.length > FEW;
+  const unfold = isFolded ? el("button", { type: "button", class: "unfold", onclick: () => { isFolded = false; unfold.remove(); draw(); } }, `all ${rows.length}, in order`) : null;
   const draw = () => {
-    const order = rows.map((row, index) => [row, index]);
+    let order = rows.map((row, index) => [row, index]);
+    if (isFolded) order = order.sort(([a], [b]) => first(b) - first(a)).slice(0, SHOWN);
     if (by !== null) order.sort(([a], [b]) => { const [x, y] = [by.value(a), by.value(b)]; return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1); });
     body.replaceChildren(...order.map(([row, index]) => el("tr", { "data-index": index },
       columns.map((c) => el("td", { class: c.isNumber ? "number" : null }, (c.show ?? c.value)(row))))));
   };
-  const sort = (column) => { down = by === column && !down; by = column; draw(); };
+  const sort = (column) => { down = by === column && !down; by = column; isFolded = false; unfold?.remove(); draw(); };
   const heads = columns.map((c) => el("th", { class: c.isNumber ? "number" : null, scope: "col" }, el("button", { type: "button", onclick: () => sort(c) }, c.name)));
   draw();
   const groups = columns.some((c) => c.group) ? el("tr", {}, groupHeads(columns)) : null;
-  return el("div", { class: "scroll" }, el("table", attributes, el("thead", {}, groups, el("tr", {}, heads)), body));
+  return el("div", { class: "scroll" }, el("table", attributes, el("thead", {}, groups, el("tr", {}, heads)), body), unfold);
 }
 
 function groupHeads(columns) {
@@ -54,7 +59,7 @@ function collectiveTable(graph, run) {
     ...(graph.measured ? timed("measured", (r) => r.m) : []),
     ...(graph.measured ? [{ group: "measured", name: "starting", isNumber: true, value: (r) => r.m.issuing, show: (r) => time(r.m.issuing) }] : []),
   ];
-  return table(columns, rows, { class: "collectives" });
+  return table(columns, rows, { class: "collectives" }, (r) => (r.m ?? r.p).exposed);
 }
 
 // Which parameters share a collective; a bar has a piece for each, as wide as its bytes, and changes shade with the unit.
@@ -97,7 +102,10 @@ function lazy(summary, make) {
 }
 
 function passList(name, passes, text) {
-  return el("section", {}, el("h2", {}, name), passes.map(passEntry), text ? lazy("the graph after the last pass", () => el("pre", {}, text)) : null);
+  const entries = passes.map((entry, index) => [passEntry(entry, index), index > 0 && !entry.diff]);
+  const idle = entries.filter(([, isIdle]) => isIdle).map(([made]) => made);
+  const folded = idle.length ? lazy(el("span", { class: "muted" }, `${idle.length} passes that changed no collective, cast or free`), () => idle) : null;
+  return el("section", {}, el("h2", {}, name), entries.filter(([, isIdle]) => !isIdle).map(([made]) => made), folded, text ? lazy("the graph after the last pass", () => el("pre", {}, text)) : null);
 }
 
 function passEntry(entry, index) {
@@ -115,15 +123,25 @@ function diffLine(line) {
 
 // -- settings
 
+const rate = (n) => (n ? `${bytes(n)}/s` : "as all-gathers");
+const LINK = { latency: ["latency", seconds], bandwidth: ["all-gathers", rate], scatter: ["reduce-scatters", rate], exchange: ["all-to-alls", rate],
+  message: ["each further message", seconds], start: ["starting delays the thread by", seconds], issue: ["and for each MB sent by", (s) => seconds(s * 1e6)] };
+
+// Every field of a link; one that this page does not know by its name.
+function linkRows(name, link) {
+  return Object.entries(link).map(([field, value]) => { const [words, show] = LINK[field] ?? [field, String]; return [`${name}: ${words}`, show(value)]; });
+}
+
 function settingsTables(graph) {
   const { settings, costs } = graph.timeline;
   const text = (value) => (value === null ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const part = (title, pairs, note) => el("section", {}, el("h2", {}, title), note ? el("p", { class: "muted" }, note) : null,
     el("div", { class: "scroll" }, el("table", { class: "settings" }, el("tbody", {}, pairs.map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, key), el("td", {}, text(value))))))));
-  const links = Object.entries(costs.links).map(([name, link]) => [name ? `link of group ${name}` : "every link", `${seconds(link.latency)} latency, ${bytes(link.bandwidth)}/s`]);
+  const links = Object.entries(costs.links).flatMap(([name, link]) => linkRows(name ? `group ${name}` : "every link", link));
   return el("div", { class: "two" },
     part("Plan", Object.entries(settings.plan), "What the passes were told; see Plan in the package."),
-    part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)], ...links],
+    part("Costs", [["matmuls", `${(costs.flops / 1e9).toPrecision(3)} GFLOP/s`], ["memory", `${bytes(costs.bandwidth)}/s`], ["a kernel's launch", seconds(costs.overhead)],
+      ["pointwise kernels", costs.is_fused ? "fused" : "each by itself"], ["kernels measured in the model", String((costs.kernels ?? []).length)], ...links],
       costs.is_assumed ? "Assumed round numbers: nothing was measured here." : "Measured on these ranks, and agreed by them."),
     part("Versions and ranks", [...Object.entries(settings.versions), ["rank", settings.rank], ["world size", settings.world_size], ["executor", EXECUTORS[graph.timeline.executor]]]),
     part("Environment", Object.entries(settings.environment), Object.keys(settings.environment).length ? "Variables that torch and this package read." : "None of the variables that torch and this package read is set."));

@@ -1,6 +1,6 @@
 // The timeline of one graph: a lane for the training thread and one for the wire, predicted and, where there is one, measured.
 
-const LEFT = 118, RIGHT = 14, TOP = 14, UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
+const UNIT = 22, KERNEL = 16, WIRE = 22, GAP = 12;
 
 // The unit that a module belongs to: the longest unit name that its path begins with.
 function unitOf(module, units) {
@@ -12,9 +12,9 @@ function unitOf(module, units) {
 function grouped(compute, units) {
   const found = [], shades = new Map();
   for (const [begin, end, node, module] of compute) {
-    const name = module === undefined ? "" : unitOf(module, units);
+    const name = unitOf(module, units);
     const last = found[found.length - 1];
-    if (last && last.name === name && begin - last.end < 1e-9) last.end = end;
+    if (last && last.name === name && begin - last.end < 1e-9 && !last.node === !node) last.end = end;
     else found.push({ begin, end, name, node, shade: 0 });
   }
   for (const group of found) {
@@ -35,8 +35,9 @@ function rowsOf(times, most = 4) {
   });
 }
 
-class Timeline {
+class Timeline extends Drawing {
   constructor(graph, run, units) {
+    super();
     this.graph = graph;
     this.collectives = graph.timeline.collectives;
     this.sources = [["predicted", run], ["measured", graph.measured]].filter(([, found]) => found).map(([label, found]) => {
@@ -54,42 +55,11 @@ class Timeline {
     this.root.addEventListener("pointerleave", () => tip.hide());
   }
 
-  get width() {
-    return this.root.clientWidth || 1200;
-  }
-
-  x(time) {
-    return LEFT + ((time - this.view.begin) / (this.view.end - this.view.begin)) * (this.width - LEFT - RIGHT);
-  }
-
-  // Left edge and width of a stretch of time, cut to what is in view; null outside.
-  span(begin, end, least = 1) {
-    if (end < this.view.begin || begin > this.view.end) return null;
-    const from = Math.max(LEFT, this.x(begin)), to = Math.min(this.width - RIGHT, this.x(end));
-    return { x: from, width: Math.max(least, to - from) };
-  }
-
   draw() {
     const height = this.height;
     this.root.style.height = `${height + 2}px`; // with its border; no viewBox: one unit is one pixel
     this.root.replaceChildren(this.patterns(), this.axis(height), ...this.sources.map((source) => this.lanes(source)));
     this.links();
-  }
-
-  patterns() {
-    return svg("defs", {}, svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-      svg("rect", { class: "hatch-page", width: 7, height: 7 }), svg("line", { class: "hatch-line", x1: 0, y1: 0, x2: 0, y2: 7 })));
-  }
-
-  axis(height) {
-    const { step, values } = ticks(this.view.begin * 1e3, this.view.end * 1e3, this.width / 120);
-    const marks = values.map((v) => {
-      const x = this.x(v / 1e3);
-      const near = x > this.width - 60;
-      return [svg("line", { x1: x, x2: x, y1: TOP - 4, y2: height - 18 }),
-        svg("text", { x: near ? this.width - RIGHT : x, y: height - 5, "text-anchor": near ? "end" : "middle" }, `${v.toFixed(decimals(step))} ms`)];
-    });
-    return svg("g", { class: "axis" }, marks);
   }
 
   lanes(source) {
@@ -110,7 +80,7 @@ class Timeline {
       const about = (event) => tip.show(event, el("b", {}, name || group.node || "computes"),
         definitions([["from", seconds(group.begin)], ["takes", seconds(group.end - group.begin)]]));
       return svg("g", { class: "unit", onpointermove: about, onpointerout: tip.hide },
-        svg("rect", { class: `unit-${group.shade}`, y: top, height: source.label === "measured" ? UNIT + KERNEL : UNIT, ...at }), this.label(name, at, top + 15));
+        svg("rect", { class: `unit-${group.shade}`, y: top, height: group.node ? UNIT : UNIT + KERNEL, ...at }), this.label(short(name), at, top + 15));
     });
   }
 
@@ -118,10 +88,10 @@ class Timeline {
     const drawn = [];
     let last = null;
     source.run.compute.forEach(([begin, end, node, module], index) => {
-      const at = node === undefined ? null : this.span(begin, end, 0.3);
+      const at = node ? this.span(begin, end, 0.3) : null;
       if (!at || (last && at.width < 1 && at.x + at.width < last + 0.7)) return;
       last = at.x + at.width;
-      const about = (event) => tip.show(event, el("b", { class: "mono" }, `%${node}`), definitions([
+      const about = (event) => tip.show(event, el("b", { class: "mono" }, node), definitions([
         ["module", module || "none"], ["from", seconds(begin)], ["takes", `${seconds(end - begin)}, light kernels after it included`]]));
       drawn.push(svg("g", { class: "kernel", onpointermove: about, onpointerout: tip.hide },
         svg("rect", { class: `kernel-${index % 2}`, y: top, height: KERNEL, ...at }), this.label(node, at, top + 12, false)));
@@ -129,7 +99,7 @@ class Timeline {
     return drawn;
   }
 
-  // Measured: how long the thread is busy with starting a collective.
+  // How long the thread is busy with starting a collective.
   issues(source, top) {
     return source.run.times.map((times, index) => {
       const at = times.issuing ? this.span(times.issued, times.issued + times.issuing, 1) : null;
@@ -162,13 +132,7 @@ class Timeline {
       "aria-label": `${nameOf(collective)}, ${times.exposed > 0 ? `${seconds(times.exposed)} exposed` : "hidden"}`,
       onpointermove: (event) => tip.show(event, ...this.about(index, source, 8)), onpointerout: tip.hide, onclick: () => this.select(index) },
       svg("rect", { y: top, height: WIRE - 2, rx: 2, ...at }), shown && svg("rect", { class: "exposed", y: top + WIRE - 8, height: 6, ...shown }),
-      this.label(ownerOf(collective), at, top + 14));
-  }
-
-  label(words, at, y, mayCut = true) {
-    const room = Math.floor((at.width - 8) / 6.9);
-    if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
-    return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
+      this.label(ownerOf(collective).split(", ").map(short).join(", "), at, top + 14));
   }
 
   // What is to be said of a collective; `most` parameters are listed, and what does not depend on the source unless it is null.
@@ -212,9 +176,9 @@ class Timeline {
   }
 }
 
-function timelineLegend(hasMeasured) {
+function timelineLegend() {
   const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
   return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
     entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
-    hasMeasured ? entry("mark-issues", "measured: starts a collective") : null);
+    entry("mark-issues", "starts a collective"));
 }

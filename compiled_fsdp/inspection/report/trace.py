@@ -70,9 +70,9 @@ def _graphs(rank: DumpedRank, source: str, pid: int) -> list[dict[str, Any]]:
 
 def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[str, Any]]:
     events = [_range(graph.name, COMPUTE, start, 0.0, run["total"], {})]
-    for begin, end, *names in run["compute"]:
-        node, module = names or ("compute", "")
-        events.append(_range(module or node, COMPUTE, start, begin, end, {"node": node}))
+    for begin, end, node, module in run["compute"]:
+        name = module or node or "computes"
+        events.append(_range(name, COMPUTE, start, begin, end, {"node": node}))
     for collective, times in zip(graph.timeline["collectives"], run["times"], strict=True):
         name = printable(
             f"{collective['kind']} {', '.join(collective['units']) or collective['module']}"

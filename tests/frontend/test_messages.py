@@ -1,0 +1,281 @@
+"""Slips that people make in their first hour: each error names what was done, to what, and what to
+do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+from compiled_fsdp import Plan, current_plan, errors, explain, fully_shard, planned, set_plan
+from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.inspection.guards import in_words
+from compiled_fsdp.planning.plan import options as plan_options
+from compiled_fsdp.planning.plan import use
+from compiled_fsdp.wire import runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Net(nn.Module):
+    """Three blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(model: nn.Module, blocks: Callable[..., Any] = fully_shard) -> nn.Module:
+    for layer in model.layers:
+        blocks(layer)
+    return fully_shard(model)
+
+
+def called(model: nn.Module) -> None:
+    torch.compile(model, backend="compiled_fsdp_eager")(torch.ones(2, 4))
+
+
+def called_as_method(model: nn.Module) -> None:
+    model.compile(backend="compiled_fsdp_eager")
+    model(torch.ones(2, 4))
+
+
+def called_in_a_function(model: nn.Module) -> None:
+    torch.compile(lambda x: model(x).sum(), backend="compiled_fsdp_eager")(torch.ones(2, 4))
+
+
+@pytest.mark.usefixtures("fake_world")
+class TestMeta:
+    @pytest.mark.parametrize("call", [called, called_as_method, called_in_a_function])
+    def test_the_eager_text_before_dynamo_s(self, call: Callable[[nn.Module], None]) -> None:
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = sharded(Net())
+        with pytest.raises(Exception, match=r"^(RuntimeError: )?unshard of layers\.0") as raised:
+            call(model)
+        assert (
+            "parameters ['layers.0.weight', 'layers.0.bias'] are on the meta device and have no "
+            "values to gather. Call module.to_empty(device=...)" in str(raised.value)
+        )
+        assert len(str(raised.value).splitlines()) < 20
+
+    def test_it_runs_once_there_are_values(self) -> None:
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = sharded(Net())
+        with pytest.raises(RuntimeError, match="on the meta device"):
+            called(model)
+        model.to_empty(device="cpu")
+        called(model)
+
+
+@pytest.mark.usefixtures("fake_world")
+class TestOrder:
+    def test_root_before_its_blocks(self) -> None:
+        model = fully_shard(Net())
+        with pytest.raises(
+            RuntimeError,
+            match=r"^fully_shard: parameter weight of Linear is layers\.0\.weight of the unit "
+            r"'Net' already, which was sharded before what is inside it\. Call fully_shard from "
+            "the inside out",
+        ):
+            fully_shard(model.layers[0])
+
+    def test_what_the_outer_unit_ignores_can_be_sharded(self) -> None:
+        model = Net()
+        fully_shard(model, ignored_params=set(model.layers[0].parameters()))
+        fully_shard(model.layers[0])
+
+
+@pytest.mark.usefixtures("fake_world")
+class TestStockBesideOurs:
+    BOTH = "One model cannot have units of both"
+
+    def test_their_blocks(self) -> None:
+        with pytest.raises(
+            RuntimeError,
+            match=r"parameter weight of FSDPLinear was sharded by torch\.distributed\.fsdp\."
+            rf"fully_shard\. {self.BOTH}",
+        ):
+            sharded(Net(), stock_fully_shard)
+
+    def test_their_root_first(self) -> None:
+        model = stock_fully_shard(Net())
+        with pytest.raises(RuntimeError, match=rf"parameter weight of Linear .*{self.BOTH}"):
+            fully_shard(model.layers[0])
+
+    def test_their_root_last(self) -> None:
+        model = Net()
+        for layer in model.layers:
+            fully_shard(layer)
+        stock_fully_shard(model)
+        with pytest.raises(
+            RuntimeError, match=rf"fully_shard was called on a module around 'Linear'.*{self.BOTH}"
+        ):
+            model(torch.ones(2, 4))
+
+
+class TestErrorsOfTorch:
+    def test_no_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not dist.is_initialized()
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(ValueError, match=r"there is no process group.*RANK.*torchrun"):
+            fully_shard(nn.Linear(4, 4))
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without one")
+    def test_a_mesh_of_another_device(self, fake_world: None) -> None:
+        mesh = init_device_mesh("cuda", (2,))
+        with pytest.raises(
+            RuntimeError, match=r"the mesh .* is on cuda, and this process sees no such device"
+        ):
+            fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+    def test_a_full_state_dict(self, fake_world: None) -> None:
+        model, full = sharded(Net()), Net().state_dict()
+        with pytest.raises(
+            RuntimeError,
+            match=r"Net:\s+load_state_dict: \['layers\.0\.weight', 'layers\.0\.bias'\] are full tensors, "
+            "and the model's parameters are shards of them.*set_model_state_dict",
+        ):
+            model.load_state_dict(full)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, full, options=options)
+        model.load_state_dict(model.state_dict())
+
+
+def test_lists_end_after_three_names() -> None:
+    assert shortened(["a", "b", "c"]) == "['a', 'b', 'c']"
+    assert shortened([f"layers.{n}" for n in range(12)]) == (
+        "['layers.0', 'layers.1', 'layers.2'] and 9 more"
+    )
+
+
+class TestPlans:
+    def test_a_budget_of_one_byte(self) -> None:
+        """1 is not 1.0."""
+        with pytest.raises(ValueError, match=r"memory_budget=1 is an int, so 1 bytes .*a float"):
+            Plan(memory_budget=1)
+        assert Plan(memory_budget=1 << 20).memory_budget == 1 << 20
+        assert Plan(memory_budget=1.0).memory_budget == 1.0
+
+    def test_auto_is_taken_and_printed(self) -> None:
+        plan = Plan(prefetch="auto", bucket_bytes="auto", reductions="auto", copy_out=None)
+        assert plan == Plan(prefetch=None, bucket_bytes=None, reductions=None, copy_out=None)
+        text = repr(plan)
+        for name in ("prefetch", "bucket_bytes", "reductions", "copy_out"):
+            assert f"{name}='auto'" in text
+        assert "memory_budget=None" in text
+        assert eval(text, {"Plan": Plan}) == plan
+        assert plan.is_from_costs
+        with pytest.raises(ValueError, match=r"reductions='ring'; should be one of .*'auto' for"):
+            Plan(reductions="ring")
+        with pytest.raises(ValueError, match="memory_budget='auto'; should be bytes"):
+            Plan(memory_budget="auto")
+
+    def test_explain_says_auto(self, fake_world: None) -> None:
+        with planned(prefetch="auto"):
+            text = str(explain(sharded(Net())))
+        assert "Plan.prefetch='auto': consumed by nothing yet" in text
+
+    def test_set_after_compiling_warns(
+        self, fake_world: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch._dynamo.reset()
+        monkeypatch.setattr(runs, "_runs", {})
+        before = current_plan()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_plan(replace(before, prefetch=1))
+            called(sharded(Net()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_plan(current_plan())  # nothing changes
+                with planned(prefetch=3):
+                    pass
+            with pytest.warns(UserWarning, match="set_plan was called after graphs were compiled"):
+                set_plan(replace(before, prefetch=2))
+        finally:
+            use(before)
+            plan_options.asked.pop("Plan.prefetch", None)
+
+
+class TestWarnings:
+    def test_once_at_the_line_of_the_user(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        model = sharded(Net())
+        run = torch.compile(model, backend="aot_eager")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                run(torch.ones(2, 4)).sum().backward()
+        ours = [w for w in told if str(w.message).startswith("compiled_fsdp")]
+        assert len(ours) == 1
+        assert ours[0].filename == __file__
+
+    def test_on_rank_0(self, fake_world: None, caplog: pytest.LogCaptureFixture) -> None:
+        with (
+            mock.patch.object(errors, "_on_every_rank", False),
+            mock.patch("torch.distributed.get_rank", return_value=1),
+            warnings.catch_warnings(record=True) as told,
+        ):
+            caplog.set_level("INFO", "compiled_fsdp")
+            warn_once("compiled_fsdp: something")
+        assert told == []
+        assert "compiled_fsdp: something" in caplog.messages
+        errors._said.clear()
+        with pytest.warns(UserWarning, match="something"):
+            warn_once("compiled_fsdp: something")
+
+
+class TestRecompiles:
+    """Dynamo's guards on what is ours, in words, and without the stack that torch adds."""
+
+    def test_settings_freezing_and_modes(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(model := sharded(Net()), backend="compiled_fsdp_eager")
+
+        def step() -> None:
+            run(torch.ones(2, 4)).sum().backward()
+
+        model.set_requires_gradient_sync(False)
+        step()
+        model.set_requires_gradient_sync(True)
+        step()
+        model.layers[0].weight.requires_grad_(False)
+        step()
+        with torch.no_grad():
+            run(torch.ones(2, 4))
+        reasons = [entry["reason"].partition(": ")[2] for entry in explain(run).recompiles]
+        assert reasons[0].startswith(
+            "what the outermost unit is set to do is another than when it was compiled "
+            "(set_requires_gradient_sync, "
+        )
+        assert (
+            "a parameter of unit 'layers.0' was frozen, or is trained again (requires_grad)"
+            in reasons
+        )
+        assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
+        assert not any("handle" in text or "\n" in text for text in reasons)
+
+    def test_those_of_others_stay(self) -> None:
+        text = "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3"
+        assert in_words(f"{text}\nUser stack trace:\n  File") == text
+        assert in_words("something else") == "something else"
