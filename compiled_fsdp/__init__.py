@@ -100,6 +100,7 @@ __all__ = [
     "dumped_to",
     "explain",
     "fully_shard",
+    "log_scalars",
     "measure_kernels",
     "overlap_optimizer",
     "pipeline",
