@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def test_the_reference_has_every_name_of_ours() -> None:
     page = (ROOT / "docs/site/api.md").read_text()
     listed = set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
     assert listed == ours
+
+
+def test_each_hop_of_the_walk_is_there() -> None:
+    hops = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/architecture.md").read_text())
+    assert len(hops) > 25
+    for file, function in hops:
+        folder = ROOT if file.startswith("passes/") else ROOT / "compiled_fsdp"
+        body = ast.parse((folder / file).read_text()).body
+        for name in function.split("."):
+            found = [n for n in body if getattr(n, "name", "") == name]
+            assert found, f"{file}:{function}"
+            body = getattr(found[-1], "body", [])
 
 
 def test_each_document_is_reached_from_the_first_page() -> None:
