@@ -70,7 +70,7 @@ def of_unit(key: str) -> Options | None:
     return _by_number.get(key.rpartition("#")[2])
 
 
-def register(number: int, options: Options) -> None:
+def remember(number: int, options: Options) -> None:
     """Let `of_unit` find a unit's options."""
     _by_number[str(number)] = options
 

@@ -182,13 +182,13 @@ def changed(
         raise ValueError("pipeline: after verify nothing would be checked; add passes before it")
     entries: list[Pass] = []
     for entry in passes:
-        added = _own(own, entry.stage) if entry.name in (before, after) else []
+        added = _entries_of(own, entry.stage) if entry.name in (before, after) else []
         kept = [] if entry.name in without else [entry]
         entries += [*added, *kept] if entry.name == before else [*kept, *added]
     return check_order(entries, absent=[entry for entry in PIPELINE if entry not in entries])
 
 
-def _own(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
+def _entries_of(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
     ours = {entry.name for entry in PIPELINE}
     for function in functions:
         name = getattr(function, "__name__", "")

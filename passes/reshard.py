@@ -155,7 +155,7 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
                 _op(node), *_mapped(node.args, copies), **_mapped(node.kwargs, copies)
             )
         meta.recompute(copies[node])
-        meta.in_backward(copies[node])
+        meta.keep_in_backward(copies[node])
     for node, copy in copies.items():
         for user in uses[node]:
             user.replace_input_with(node, copy)

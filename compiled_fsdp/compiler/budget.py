@@ -123,7 +123,7 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
 def most(
     peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int
 ) -> int:
-    """The most moves that fit, given that none fits, in few calls of `peak`, which are dear: by
+    """The most moves that fit, given that none fits, in few calls of `peak`, which are expensive: by
     `expected`, corrected by what the calls found, in between along a line. What is returned fits;
     more might, where neither `expected` nor a line is right.
     """
@@ -182,8 +182,8 @@ def _moves(graph: Graph) -> tuple[Move, ...]:
 class Growth:
     """What moves add to the memory of a step in which nothing is kept.
 
-    forward, backward: most bytes alive in each stretch of nodes; no move begins or ends within one.
-    moves: for each, from which stretch of forward on its bytes are alive longer, before which one
+    forward, backward: most bytes alive in each interval of nodes; no move begins or ends within one.
+    moves: for each, from which interval of forward on its bytes are alive longer, before which one
         of backward (0: it is not gathered there), and how many they are.
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_fsdp.errors import first_of, shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
-from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather
+from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
 from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
 from compiled_fsdp.units.handles import APART
 from compiled_fsdp.units.precision import policy_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from compiled_fsdp.ir.spec import ParamSpec
-    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
     from compiled_fsdp.wire.deferred import Value as Recorded
@@ -82,8 +82,8 @@ class FullParams:
         self.versions: list[int] = []
         self.pending: list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]] = []
         self.pending_versions: list[int] = []
-        self.checksums: list[tuple[FlatParam, Tensor]] = []
-        self.kept: list[tuple[FlatParam, Tensor]] = []
+        self.checksums: list[tuple[FlatBuffer, Tensor]] = []
+        self.kept: list[tuple[FlatBuffer, Tensor]] = []
         self.ahead_of = IN_FORWARD
         self.num_gathered = 0
         self.extensions: dict[ShardedParam, Extension] = {}
@@ -140,7 +140,7 @@ class FullParams:
             _check_unwritten(self.kept, WHILE_KEPT)
 
     @property
-    def flats(self) -> list[FlatParam]:
+    def flats(self) -> list[FlatBuffer]:
         """See `gathers.Gather`."""
         return self.unit.flats
 
@@ -149,7 +149,7 @@ class FullParams:
         """See `gathers.Gather`."""
         return sum(p.spec.full_bytes() for p in self.unit.params)
 
-    def part(self, flat: FlatParam) -> tuple[int, int]:
+    def part(self, flat: FlatBuffer) -> tuple[int, int]:
         """See `gathers.Gather`."""
         return 0, flat.layout.numel
 
@@ -333,7 +333,7 @@ class FullParams:
             run = Deferred(
                 f"all-gather of {self.unit.name} ({names})", members[0][0].param.spec.group
             )
-            gathers.append((run, gather(run, members), members))
+            gathers.append((run, gather_extensions(run, members), members))
         return gathers
 
     def _agree(self) -> None:
@@ -361,7 +361,7 @@ def check_not_meta(unit: Unit) -> None:
         )
 
 
-def _check_unwritten(checksums: Sequence[tuple[FlatParam, Tensor]], why: str) -> None:
+def _check_unwritten(checksums: Sequence[tuple[FlatBuffer, Tensor]], why: str) -> None:
     for flat, before in checksums:
         flat.check_unwritten(before, why)
 

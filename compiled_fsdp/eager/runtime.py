@@ -32,7 +32,7 @@ from .tree import Reduction, Tree, in_backward, log, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
     from compiled_fsdp.wire.deferred import Value as Recorded
@@ -329,8 +329,8 @@ class Runtime(FullParams):
         )
 
     def _reduce(
-        self, flat: FlatParam
-    ) -> Iterable[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]:
+        self, flat: FlatBuffer
+    ) -> Iterable[tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]]:
         ready: list[tuple[ShardedParam, Tensor]] = []
         for param in flat.params:
             full = param.unsharded
@@ -355,8 +355,8 @@ class Runtime(FullParams):
             yield self._program(flat, ready)
 
     def _program(
-        self, flat: FlatParam, ready: list[tuple[ShardedParam, Tensor]]
-    ) -> tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]:
+        self, flat: FlatBuffer, ready: list[tuple[ShardedParam, Tensor]]
+    ) -> tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]:
         """What becomes of these gradients."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)

@@ -33,7 +33,7 @@ from .resident import num_steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.wire.deferred import Deferred
     from compiled_fsdp.wire.deferred import Value as Recorded
@@ -208,7 +208,7 @@ class Reduction:
     """The gradients of a unit on their way: one program for each flat buffer."""
 
     def __init__(
-        self, programs: Sequence[tuple[Deferred, FlatParam, Recorded | None, list[ShardedParam]]]
+        self, programs: Sequence[tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]]
     ) -> None:
         self.programs = programs
         for program, *_ in programs:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compiled_fsdp.eager.runtime import Runtime
-    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.gathers import Gather
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
@@ -204,12 +204,12 @@ class Overlap:
         self.max_ahead_bytes = max_ahead_bytes
         self.order: dict[Gather, None] = {}
         self.early: dict[Gather, None] = {}
-        self.reads: dict[FlatParam, list[tuple[int, int]]] = {}
-        self.shared: set[FlatParam] = set()
+        self.reads: dict[FlatBuffer, list[tuple[int, int]]] = {}
+        self.shared: set[FlatBuffer] = set()
         self._optimizer = weakref.ref(optimizer)
         self._backward = -1
         self._said: set[str] = set()
-        self._held_now: dict[FlatParam | None, set[int]] = {}
+        self._held_now: dict[FlatBuffer | None, set[int]] = {}
         step: Any = base.step
         self._plain_step: Callable[[optim.Optimizer], None] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -233,10 +233,10 @@ class Overlap:
         for runtime in self.runtimes:
             runtime.drop_pending(is_end_of_backward=True)
         held = self._held(optimizer)
-        spent = {
+        consumed = {
             id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)
         }
-        left = {part: params - spent for part, params in held.items() if params - spent}
+        left = {part: params - consumed for part, params in held.items() if params - consumed}
         ahead = self._first_gathers(held)
         waiting = self._sorted(left)
         for part in list(waiting):
@@ -251,7 +251,7 @@ class Overlap:
         self.reads.clear()
         self.shared.clear()
 
-    def take(self, flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+    def take(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
         """Step these parameters inside backward, which has reduced their gradient, and start
         gathers of the next forward; not if they are not all of the buffer's, some are another
         optimizer's or have a gradient already, or another backward may still gather the buffer:
@@ -285,7 +285,7 @@ class Overlap:
         self._start_early()
         return True
 
-    def _why_not(self, flat: FlatParam, params: Sequence[ShardedParam]) -> str:
+    def _why_not(self, flat: FlatBuffer, params: Sequence[ShardedParam]) -> str:
         """Why a buffer may not be stepped inside backward; "" if it may."""
         trained = _trained(flat)
         if not trained <= self._held_now.get(flat, set()):
@@ -300,7 +300,7 @@ class Overlap:
             return "its parameters have gradients already"
         return ""
 
-    def forget(self, flat: FlatParam) -> None:
+    def forget(self, flat: FlatBuffer) -> None:
         """What forward has read of a buffer was for a backward that has come to it now, and did not
         reduce.
         """
@@ -351,20 +351,20 @@ class Overlap:
                 self.early[gather] = None
                 gather.start()
 
-    def _flats(self) -> list[FlatParam]:
+    def _flats(self) -> list[FlatBuffer]:
         return [flat for runtime in self.runtimes for flat in runtime.unit.flats]
 
-    def _held(self, optimizer: optim.Optimizer) -> dict[FlatParam | None, set[int]]:
+    def _held(self, optimizer: optim.Optimizer) -> dict[FlatBuffer | None, set[int]]:
         """The optimizer's parameters, by the flat buffer that they lie in; None for those of no
         unit.
         """
         owners = {id(p.sharded): flat for flat in self._flats() for p in flat.params}
-        held: dict[FlatParam | None, set[int]] = {}
+        held: dict[FlatBuffer | None, set[int]] = {}
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             held.setdefault(owners.get(id(param)), set()).add(id(param))
         return held
 
-    def _sorted(self, held: Iterable[FlatParam | None]) -> list[FlatParam | None]:
+    def _sorted(self, held: Iterable[FlatBuffer | None]) -> list[FlatBuffer | None]:
         """Those whose gradients are there in the order of forward, then those that wait, oldest
         reduction first.
         """
@@ -375,7 +375,7 @@ class Overlap:
             )
         }
 
-        def key(flat: FlatParam | None) -> tuple[int, int]:
+        def key(flat: FlatBuffer | None) -> tuple[int, int]:
             if flat is None:
                 return 0, -1
             if flat.arrival is not None and not flat.arrival.is_done:
@@ -384,7 +384,7 @@ class Overlap:
 
         return sorted(held, key=key)
 
-    def _first_gathers(self, held: dict[FlatParam | None, set[int]]) -> list[Gather]:
+    def _first_gathers(self, held: dict[FlatBuffer | None, set[int]]) -> list[Gather]:
         """The first gathers of forward that fit, up to the first buffer which is not only this
         optimizer's to change.
         """
@@ -413,5 +413,5 @@ class Overlap:
         self._plain_step(stand_in)
 
 
-def _trained(flat: FlatParam) -> set[int]:
+def _trained(flat: FlatBuffer) -> set[int]:
     return {id(p.sharded) for p in flat.params if p.sharded.requires_grad}

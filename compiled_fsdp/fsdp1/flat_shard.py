@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.units.flat import FlatParam
+from compiled_fsdp.units.flat import FlatBuffer
 from compiled_fsdp.units.handles import OPEN, Handle
 from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
@@ -195,7 +195,7 @@ class FlatShard(ShardedParam):
 
 
 @dataclass(eq=False)
-class FlatBuffer(FlatParam):
+class FlatShardBuffer(FlatBuffer):
     """The local shard of a flat parameter as a flat buffer: `data` shares its storage and is the
     graph's input.
 

@@ -15,7 +15,7 @@ from compiled_fsdp.units.layout import flat_layout
 from compiled_fsdp.units.unit import Unit, taken
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
-from .flat_shard import FlatBuffer, FlatShard, members_of
+from .flat_shard import FlatShard, FlatShardBuffer, members_of
 from .groups import groups_of
 from .stock import default_hooks
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from compiled_fsdp.ir.spec import ParamSpec
-    from compiled_fsdp.units.flat import FlatParam
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
 
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -74,11 +74,11 @@ class FlatUnit(Unit):
         return self.flats[0].params[0]  # type: ignore[return-value]
 
     @property
-    def buffer(self) -> FlatBuffer:
+    def buffer(self) -> FlatShardBuffer:
         """Its flat buffer."""
         return self.flats[0]  # type: ignore[return-value]
 
-    def _buffer(self, is_resharded: bool) -> FlatBuffer:
+    def _buffer(self, is_resharded: bool) -> FlatShardBuffer:
         flat: Any = self.keeper.flat_param
         info = self.mesh_info
         layout = flat_layout([flat._unpadded_unsharded_size], info.shard_size)
@@ -95,9 +95,9 @@ class FlatUnit(Unit):
         )
         shard.hides_after_forward = is_resharded
         data = nn.Parameter(flat.data, requires_grad=flat.requires_grad)
-        return FlatBuffer(self, info, layout, [shard], data)
+        return FlatShardBuffer(self, info, layout, [shard], data)
 
-    def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
+    def _spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the
         square root of the ranks.
 

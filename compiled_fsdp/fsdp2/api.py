@@ -129,7 +129,7 @@ def fully_shard(
         managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy
     )
     _check_reshard(reshard, params)
-    lent = _shared_params(managed, ignored_params or set())
+    shared = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
     unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard)
     asked = {
@@ -148,7 +148,7 @@ def fully_shard(
     )
     state = State(unit)
     shard_classes(modules, _to_mark(managed, ignored_params), unit, state)
-    share_params(lent, state)
+    share_params(shared, state)
     if len(modules) == 1:
         adopt_nested(modules[0])
     install_passes()

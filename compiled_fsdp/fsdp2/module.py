@@ -57,11 +57,11 @@ def shard_classes(
 
 
 def share_params(
-    lent: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State
+    shared: Sequence[tuple[Unit, ShardedParam, nn.Module, str]], borrower: State
 ) -> None:
     """Let modules of a later call hold parameters of earlier units (tied weights)."""
-    for unit, param, module, name in lent:
-        unit.own(param, module, name)
+    for unit, param, module, name in shared:
+        unit.add_owner(param, module, name)
         swap_class(module, (name,), FSDPModule if isinstance(module, FSDPModule) else None)
         if (unit.mp_policy, param.layout.dim) != (
             borrower.unit.mp_policy,

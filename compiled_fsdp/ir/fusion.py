@@ -54,10 +54,10 @@ def inlined(graph: Graph) -> set[Node]:
     """Values that Inductor computes inside the kernels that read them: pointwise, and read only by
     generated kernels before the next call of a library's.
     """
-    stretch: dict[Node, int] = {}
+    segment: dict[Node, int] = {}
     calls = 0
     for node in graph.nodes:
-        stretch[node] = calls
+        segment[node] = calls
         calls += (
             node.op == "call_function"
             and not is_generated(node)
@@ -68,7 +68,7 @@ def inlined(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if is_pointwise(node):
             users = readers(node)
-            is_near = node.target in CONSTANT or all(stretch[r] == stretch[node] for r in users)
+            is_near = node.target in CONSTANT or all(segment[r] == segment[node] for r in users)
             if is_near and all(is_generated(r) for r in users):
                 found.add(node)
         elif is_read_strided(node):

@@ -186,7 +186,7 @@ def save(node: Node) -> None:
     node.meta[_REGION] = _OUR_REGION
 
 
-def in_backward(node: Node) -> None:
+def keep_in_backward(node: Node) -> None:
     """Keep this node out of the forward graph."""
     node.meta["partitioner_tag"] = "must_be_in_backward"
 

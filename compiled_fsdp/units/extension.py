@@ -162,7 +162,7 @@ class Extension:
             tensor.untyped_storage().resize_(0)
 
 
-def gather(run: Deferred, members: Sequence[tuple[Extension, list[Tensor]]]) -> Recorded:
+def gather_extensions(run: Deferred, members: Sequence[tuple[Extension, list[Tensor]]]) -> Recorded:
     """One all-gather for the inputs of several parameters, as bytes if their dtypes differ:
     [group_size, ...].
     """

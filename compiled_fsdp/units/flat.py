@@ -21,7 +21,7 @@ from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
 from compiled_fsdp.wire.deferred import Deferred
-from compiled_fsdp.wire.ops import Piece, own
+from compiled_fsdp.wire.ops import Piece, set_owner
 
 from .gathers import PieceGather
 from .in_flight import Arrival
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
-# Where a write was missed, and what to do; see `FlatParam.check_unwritten`.
+# Where a write was missed, and what to do; see `FlatBuffer.check_unwritten`.
 _INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
 BEFORE_FORWARD = (
     "between optimizer.step() and forward, and had been gathered already. "
@@ -59,7 +59,7 @@ WHILE_KEPT = (
 
 
 @dataclass(eq=False)
-class FlatParam:
+class FlatBuffer:
     """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
 
     is_apart: the parameters are subclasses with an all-gather extension, which cannot be views;
@@ -91,7 +91,7 @@ class FlatParam:
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own(self.data, self)
+        set_owner(self.data, self)
         if self.data.requires_grad:
             self._watch_leaf()
 

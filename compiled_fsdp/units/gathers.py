@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.wire.ops import Piece
 
-    from .flat import FlatParam
+    from .flat import FlatBuffer
 
 
 class Gather(Protocol):
     """A gather that forward came to, which may start ahead of the next forward."""
 
     @property
-    def flats(self) -> Sequence[FlatParam]:
+    def flats(self) -> Sequence[FlatBuffer]:
         """The buffers that it gathers."""
         ...
 
@@ -28,7 +28,7 @@ class Gather(Protocol):
         """Of what it gathers to."""
         ...
 
-    def part(self, flat: FlatParam) -> tuple[int, int]:
+    def part(self, flat: FlatBuffer) -> tuple[int, int]:
         """What of a buffer it gathers: the first element of this rank's shards, and the end."""
         ...
 
@@ -41,11 +41,11 @@ class Gather(Protocol):
 class PieceGather:
     """One of a graph; see `Gather`."""
 
-    flat: FlatParam
+    flat: FlatBuffer
     piece: Piece
 
     @property
-    def flats(self) -> Sequence[FlatParam]:
+    def flats(self) -> Sequence[FlatBuffer]:
         """See `Gather`."""
         return (self.flat,)
 
@@ -54,7 +54,7 @@ class PieceGather:
         """See `Gather`."""
         return self.piece.numel * self.piece.group_size * self.piece.dtype.itemsize
 
-    def part(self, flat: FlatParam) -> tuple[int, int]:
+    def part(self, flat: FlatBuffer) -> tuple[int, int]:
         """See `Gather`."""
         return self.piece.start, self.piece.start + self.piece.numel
 

@@ -129,15 +129,15 @@ class InFlight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Any method or function of torch that gets one: with the real tensor in its place."""
-        return func(*_real(args), **_real(kwargs or {}))
+        return func(*_arrived(args), **_arrived(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Any op, such as those that a DTensor calls on its local tensor."""
-        return func(*_real(args), **_real(kwargs or {}))
+        return func(*_arrived(args), **_arrived(kwargs or {}))
 
 
-def _real(values: Any) -> Any:
+def _arrived(values: Any) -> Any:
     return tree_map_only(InFlight, _wait_for, values)
 
 

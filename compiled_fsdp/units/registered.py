@@ -71,7 +71,7 @@ class Registered(dict[str, Any]):
         self.replaced: dict[str, bool] = module.__dict__.setdefault("_fsdp_replaced", {})
         self.gathered: dict[str, bool] = {}
 
-    def own(self, name: str, unit: Unit, param: ShardedParam) -> None:
+    def note_owner(self, name: str, unit: Unit, param: ShardedParam) -> None:
         """Note which sharded parameter of which unit `name` stands for."""
         self.owners[name] = unit, param
 

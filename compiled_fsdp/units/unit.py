@@ -18,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import MEAN, ParamSpec
-from compiled_fsdp.options import Options, register
+from compiled_fsdp.options import Options, remember
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.wire.ablation import fake_group, is_ablated
 
 from .extension import has_extension
-from .flat import FlatParam
+from .flat import FlatBuffer
 from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
@@ -76,7 +76,7 @@ class Unit:
         self.number = next(_unit_numbers)
         self.kind = self.name = type(modules[0]).__name__
         self.options = Options()
-        register(self.number, self.options)
+        remember(self.number, self.options)
         # Why it ran outside a graph inside a compiled model, if Dynamo said so.
         self.why_eager: dict[str, None] = {}
         self.num_eager_forwards = 0
@@ -88,9 +88,9 @@ class Unit:
         self.on_retained: Callable[[], None] = _nothing
         # Called with gradients that a backward has reduced, before anybody sees them: whether they
         # were used up.
-        self.on_reduced: Callable[[FlatParam, Tensor, Sequence[ShardedParam]], bool] = _keep
+        self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called when a backward keeps gradients of a buffer for a later one.
-        self.on_kept: Callable[[FlatParam], None] = _nothing_of
+        self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
         # Called when a module of another unit holds one of its parameters too.
         self.on_shared: Callable[[nn.Module], None] = _nothing_of
         # Called when a forward comes to a gather.
@@ -150,7 +150,7 @@ class Unit:
         roots = {root for unit in (self, *borrowers) for root in unit.modules}
         return {module for root in roots for module in root.modules()}
 
-    def _make_flat(self, group: list[Original]) -> FlatParam:
+    def _make_flat(self, group: list[Original]) -> FlatBuffer:
         info = group[0].mesh_info
         first = group[0].parameter
         layout = flat_layout(
@@ -187,11 +187,11 @@ class Unit:
                 )
             )
             for module, name in entry.owners:
-                registered(module).own(name, self, params[-1])
+                registered(module).note_owner(name, self, params[-1])
             params[-1].register(sharded)
             taken[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
-        return FlatParam(self, info, layout, params, data, is_apart)
+        return FlatBuffer(self, info, layout, params, data, is_apart)
 
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.
@@ -279,11 +279,11 @@ class Unit:
                 flat.refresh()
             self.publish()
 
-    def own(self, param: ShardedParam, module: nn.Module, name: str) -> None:
+    def add_owner(self, param: ShardedParam, module: nn.Module, name: str) -> None:
         """Let a module hold one of the unit's parameters too: `name` is tied to it from now on."""
         param.owners.append((module, name))
         table = registered(module)
-        table.own(name, self, param)
+        table.note_owner(name, self, param)
         first_module, first_name = param.owners[0]
         table.show(name, registered(first_module).shown[first_name])
         param.show_handle(param.handle)
@@ -295,7 +295,7 @@ class Unit:
         `m.head.weight = m.embed.weight`.
         """
         old.owners.remove((module, name))
-        unit.own(new, module, name)
+        unit.add_owner(new, module, name)
         unit.on_shared(module)
 
     def lend_to(self, borrower: Unit) -> None:
@@ -329,7 +329,7 @@ class Unit:
             self.settings.is_scheduled = self.settings.is_accumulating = True
             self.publish()
 
-    def _spec(self, flat: FlatParam, param: ShardedParam) -> ParamSpec:
+    def _spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         """The op arguments of one parameter under the current settings."""
         info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
         original = param.sharded.dtype
@@ -458,7 +458,7 @@ class Unit:
         """Whether a parameter brings an all-gather of its own; settled before the first forward."""
         return any(param.handle is APART for param in self.params)
 
-    def _check_extension(self, flat: FlatParam, param: ShardedParam) -> None:
+    def _check_extension(self, flat: FlatBuffer, param: ShardedParam) -> None:
         if flat.mesh_info in self.post_meshes:
             raise NotImplementedError(
                 f"fully_shard: parameter {param.fqn} is a {type(param.local).__name__} with an "
@@ -545,7 +545,7 @@ def _nothing() -> None:
     """What to do where there is no eager runtime."""
 
 
-def _keep(flat: FlatParam, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
+def _keep(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
     """What to do with gradients while no optimizer steps inside backward."""
     return False
 

@@ -85,15 +85,15 @@ class Deferred:
                 self._steps = steps[i:]
                 return
             if op is comm.WAIT:
-                result.tensor = self._wait(*_real(args))
+                result.tensor = self._wait(*_tensors(args))
             elif op in comm.STARTS:
                 self._started = op._opname
                 with self._range(self._started):
-                    result.tensor = launch.call(op, *_real(args), **kwargs)
+                    result.tensor = launch.call(op, *_tensors(args), **kwargs)
             elif op in KEPT:
-                KEPT[op](*_real(args), **kwargs)
+                KEPT[op](*_tensors(args), **kwargs)
             else:
-                result.tensor = launch.call(op, *_real(args), **kwargs)
+                result.tensor = launch.call(op, *_tensors(args), **kwargs)
 
     def _wait(self, started: Any) -> Any:
         try:
@@ -107,12 +107,12 @@ class Deferred:
         return ranges.around(op, "backward" if kind == "reduction" else ranges.phase_now(), carried)
 
 
-def _real(values: Any) -> Any:
+def _tensors(values: Any) -> Any:
     """Tensors instead of recorded results, also inside lists."""
     if isinstance(values, Value):
         return values.tensor
     if isinstance(values, list | tuple) and any(
         isinstance(v, Value | list | tuple) for v in values
     ):
-        return type(values)(_real(v) for v in values)
+        return type(values)(_tensors(v) for v in values)
     return values

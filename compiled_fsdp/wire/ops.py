@@ -96,7 +96,7 @@ def before_traced_reads(fn: Callable[[GraphModule], None]) -> None:
 TRACED: set[str] = set()
 
 
-def own(flat: Tensor, owner: Owner) -> None:
+def set_owner(flat: Tensor, owner: Owner) -> None:
     """Make `owner` the one that ops find by a flat buffer; it is held weakly."""
     flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
 
@@ -118,12 +118,12 @@ def _reached(flat: Tensor, op: str) -> Owner | None:
     return owner if owner.is_reached() else None
 
 
-def _real(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         library.impl(name, fn, "CompositeExplicitAutograd")
         return fn
 
-    return register
+    return decorate
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -140,13 +140,13 @@ def _consume(spec: ParamSpec, options: list[str]) -> None:
         unit.consume("fsdp ops, not lowered", *options)
 
 
-def _own(result: Tensor, source: Tensor) -> Tensor:
+def _unaliased(result: Tensor, source: Tensor) -> Tensor:
     """Custom ops must not return views of their inputs (one rank: nothing was gathered)."""
     is_alias = result.untyped_storage()._cdata == source.untyped_storage()._cdata
     return result.clone() if is_alias else result
 
 
-@_real("unshard")
+@_kernel("unshard")
 def _unshard(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     warn_once(
@@ -159,7 +159,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
     left_out.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
-        return _own(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
+        return _unaliased(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
 
 
 @_fake("unshard")
@@ -171,7 +171,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     return flat.new_empty(spec.shape, dtype=spec.dtype)
 
 
-@_real("reduce_grad")
+@_kernel("reduce_grad")
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     left_out.announce_zeros(grad, spec.fqn)
@@ -183,7 +183,7 @@ def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     if result is None:
         return flat.new_zeros(flat.shape)
     _mark_grads(result, flat, (spec.offset,))
-    return _own(result, grad)
+    return _unaliased(result, grad)
 
 
 @_fake("reduce_grad")
@@ -217,7 +217,7 @@ torch.library.register_autograd(
 )
 
 
-@_real("keep_slice")
+@_kernel("keep_slice")
 def _keep_slice(param: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
     rank = group_named(spec.group).rank()
@@ -233,10 +233,10 @@ def _keep_slice_fake(param: Tensor, *args: object) -> Tensor:
     return param.new_empty(ParamSpec.of(args).over_post_group().shard_numel)
 
 
-@_real("unshard_slice")
+@_kernel("unshard_slice")
 def _unshard_slice(kept: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
-    return _own(comm.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
+    return _unaliased(comm.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
 
 
 @_fake("unshard_slice")
@@ -244,25 +244,25 @@ def _unshard_slice_fake(kept: Tensor, *args: object) -> Tensor:
     return kept.new_empty(ParamSpec.of(args).shape)
 
 
-@_real("mark_grads_")
+@_kernel("mark_grads_")
 def _mark_grads(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     if owner := _reached(flat, "mark_grads_"):
         owner.mark(offsets)
 
 
-@_real("retain_")
+@_kernel("retain_")
 def _retain(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
     if owner := _reached(flat, "retain_"):
         owner.retain(grads, offsets, where)
 
 
-@_real("add_retained_")
+@_kernel("add_retained_")
 def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: str) -> None:
     if owner := _reached(flat, "add_retained_"):
         owner.add_retained(grads, offsets, where)
 
 
-@_real("reduce_later_")
+@_kernel("reduce_later_")
 def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
     if owner := _reached(flat, "reduce_later_"):
         owner.reduce_later(started, offsets, ParamSpec.of(args))
@@ -270,13 +270,13 @@ def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: 
         launch.call(comm.WAIT, started)  # nobody will
 
 
-@_real("step_")
+@_kernel("step_")
 def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     if owner := _reached(flat, "step_"):
         owner.step(flat_grad, offsets)
 
 
-@_real("gather_ahead")
+@_kernel("gather_ahead")
 def _gather_ahead(
     shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
 ) -> Tensor:
@@ -292,7 +292,7 @@ def _gather_ahead_fake(
     return shard.new_empty(group_size * shard.numel())
 
 
-@_real("all_reduce_hook")
+@_kernel("all_reduce_hook")
 def _all_reduce_hook(grads: Tensor, key: str) -> Tensor:
     result = grads.clone()
     REGISTRY[key](result)
@@ -308,7 +308,7 @@ def _custom(algorithm: str) -> Any:
     return REGISTRY[algorithm.removeprefix(comm.CUSTOM)]
 
 
-@_real("custom_all_gather")
+@_kernel("custom_all_gather")
 def _custom_all_gather(shard: Tensor, group_size: int, group: str, algorithm: str) -> Tensor:
     """Stock's contract: one `allocate`; the input is this rank's slice of the output."""
     communicate, process_group = _custom(algorithm), group_named(group)
@@ -329,7 +329,7 @@ def _custom_all_gather_fake(shard: Tensor, group_size: int, group: str, algorith
     return shard.new_empty(group_size * shard.numel())
 
 
-@_real("custom_reduce_scatter")
+@_kernel("custom_reduce_scatter")
 def _custom_reduce_scatter(
     rows: Tensor, op: str, group_size: int, group: str, algorithm: str
 ) -> Tensor:
@@ -355,7 +355,7 @@ def _custom_reduce_scatter_fake(
     return rows.new_empty(rows.numel() // group_size)
 
 
-@_real("flatten_grad")
+@_kernel("flatten_grad")
 def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
     piece = comm.flat_piece(launch.call, grad, order)
     result: Tensor = comm.flatten_grads(launch.call, {start: piece}, {start: grad.numel()}, numel)
@@ -367,7 +367,7 @@ def _flatten_grad_fake(grad: Tensor, start: int, numel: int, order: Sequence[int
     return grad.new_empty(numel)
 
 
-@_real("copy_columns")
+@_kernel("copy_columns")
 def _copy_columns(columns: Tensor) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format)
 
@@ -377,7 +377,7 @@ def _copy_columns_fake(columns: Tensor) -> Tensor:
     return columns.new_empty(columns.shape)
 
 
-@_real("all_gather")
+@_kernel("all_gather")
 def _all_gather(
     shard: Tensor,
     sizes: Sequence[int],
@@ -409,7 +409,7 @@ def _all_gather_fake(
     return shard.new_empty(gloo.gathered_shape(shard, group_size))
 
 
-@_real("all_to_all")
+@_kernel("all_to_all")
 def _all_to_all(
     rows: Sequence[Tensor], group_size: int, group: str, what: str = "", phase: str = ""
 ) -> Tensor:
@@ -432,7 +432,7 @@ def _all_to_all_fake(
     return rows[0].new_empty(group_size, sum(piece.shape[1] for piece in rows))
 
 
-@_real("all_reduce")
+@_kernel("all_reduce")
 def _all_reduce(rows: Tensor, op: str, group: str, what: str = "", phase: str = "") -> Tensor:
     with ranges.around("all_reduce", phase, what):
         reduced: Tensor = comm.ALL_REDUCE(rows, op, group)
@@ -444,7 +444,7 @@ def _all_reduce_fake(rows: Tensor, op: str, group: str, what: str = "", phase: s
     return torch.empty_like(rows)
 
 
-@_real("agree")
+@_kernel("agree")
 def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") -> None:
     """The token is there for compilers: an op that writes to something is neither dropped nor moved
     past its like.
@@ -454,12 +454,12 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     ranges.mark(record)
 
 
-@_real("watch_heads")
+@_kernel("watch_heads")
 def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
     left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
 
 
-@_real("free")
+@_kernel("free")
 def _free(buffer: Tensor) -> None:
     """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no
     view outlives it.

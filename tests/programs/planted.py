@@ -149,7 +149,7 @@ def unused_heads_get_zeros() -> Iterator[None]:
     """Parameters that only unused outputs of a graph lead to get zero gradients, which decay then
     moves.
     """
-    with mock.patch.object(_ours("units.flat").FlatParam, "leave_out", return_value=None):
+    with mock.patch.object(_ours("units.flat").FlatBuffer, "leave_out", return_value=None):
         yield
 
 
@@ -192,7 +192,7 @@ def writes_without_a_version_are_missed() -> Iterator[None]:
     """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was
     started.
     """
-    with mock.patch.object(_ours("units.flat").FlatParam, "check_unwritten", return_value=None):
+    with mock.patch.object(_ours("units.flat").FlatBuffer, "check_unwritten", return_value=None):
         yield
 
 

@@ -25,7 +25,7 @@ from compiled_fsdp.ir.schema import (
     UNSHARD,
     UNSHARD_SLICE,
 )
-from compiled_fsdp.wire.ops import own
+from compiled_fsdp.wire.ops import set_owner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class TestOps(unittest.TestCase):
         self.flat = torch.randn(10)
         self.marked: list[int] = []
         self.owner = MagicMock(mark=self.marked.extend)
-        own(self.flat, self.owner)
+        set_owner(self.flat, self.owner)
 
     def cases(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every functional op with every spec."""
