@@ -5,6 +5,7 @@ log.
 from __future__ import annotations
 
 import difflib
+import gzip
 import json
 import logging
 import os
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
+
+AS_AFTER = "# as after "  # in the place of a graph that a pass has not changed: its files' name
 
 _folder: Path | None = None
 _written: Path | None = None
@@ -100,10 +103,11 @@ class Dump:
     """One graph on its way through the passes, for everybody who wants to look: the folder, torch's
     structured trace, our log.
 
-    In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json`
-        (`graph_json.py`) beside it. In the trace, the
-    texts as artifacts: `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a
-        pass, at DEBUG with the graph.
+    In the folder: `rank0/003_backward/02_bucket_all_gather.txt`, `.diff` and `.json.gz`
+        (`graph_json.py`) beside it; after a pass that changed nothing, the text names the pass that
+        did last, and there is no other file. In the trace, the texts as artifacts:
+        `compiled_fsdp_003_backward_02_bucket_all_gather.txt`. In the log, a line a pass, at DEBUG
+        with the graph.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Dump:
         self.held = list(held)
         self.step = 0
         self.before: list[str] = []
+        self.written = "", ""  # the last graph that was, and the name of its files
         self.is_on = root is not None or is_traced() or log.is_on()
         if not self.is_on:
             return
@@ -184,23 +189,31 @@ class Dump:
     def _write_pass(self, gm: GraphModule, name: str) -> None:
         stem = f"{self.step:02d}_{name}"
         now = collectives(gm.graph)
-        if self.path is not None or is_traced():
-            self._write(
-                f"{stem}.txt", f"{provenance(gm.graph, name, self.held)}\n{show(gm.graph)}\n"
+        if (self.path is not None or is_traced()) and self._write_graph(gm, name, stem):
+            changes = difflib.unified_diff(
+                self.before, now, "before", f"after {name}", lineterm="", n=1
             )
-            if self.path is not None:
-                (self.path / f"{stem}.json").write_text(
-                    graph_json.to_text(gm.graph, name, self.plan)
-                )
             if self.step:
-                changes = difflib.unified_diff(
-                    self.before, now, "before", f"after {name}", lineterm="", n=1
-                )
                 self._write(f"{stem}.diff", "\n".join(changes) + "\n")
         if log.is_on(logging.DEBUG):
             log.log.debug("%s after %s\n%s", self.name, name, show(gm.graph))
         self.before = now
         self.step += 1
+
+    def _write_graph(self, gm: GraphModule, name: str, stem: str) -> bool:
+        """Returns whether the pass has changed the graph, which is written then."""
+        made_by = provenance(gm.graph, name, self.held)
+        values = graph_json.to_text(gm.graph, "", self.plan)
+        known, where = self.written
+        if values == known:
+            self._write(f"{stem}.txt", f"{made_by}\n{AS_AFTER}{where}\n")
+            return False
+        self.written = values, stem
+        self._write(f"{stem}.txt", f"{made_by}\n{show(gm.graph)}\n")
+        if self.path is not None:
+            text = values.replace('"pass":""', f'"pass":"{name}"', 1)
+            (self.path / f"{stem}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+        return True
 
     def _write(self, name: str, text: str) -> None:
         if self.path is not None:

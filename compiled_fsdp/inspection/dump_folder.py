@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.dump import graph_json
-from compiled_fsdp.dump.writer import Counts
+from compiled_fsdp.dump.writer import AS_AFTER, Counts
 from compiled_fsdp.ir.collectives import CONVERT
 from compiled_fsdp.ir.graph import find, starts, value
 from compiled_fsdp.ir.meta import get_tag, set_captured
@@ -52,13 +54,35 @@ class Dumped:
         return "/".join(self.path.parts[-3:])
 
     @cached_property
+    def _printed(self) -> tuple[str, str]:
+        made_by, _, graph = read(self.path.with_name(f"{self.path.name}.txt")).partition("\n")
+        return made_by, graph
+
+    @cached_property
+    def source(self) -> Dumped:
+        """After the last pass that changed the graph, whose files hold it."""
+        same = re.fullmatch(rf"{AS_AFTER}(\d\d_\w+)\n?", self._printed[1])
+        if same is None:
+            return self
+        if same[1] >= self.path.name:
+            raise DumpFolderError(f"{self.where}.txt names a pass that is not before it: {same[1]}")
+        return Dumped(self.path.with_name(same[1])).source
+
+    @property
     def text(self) -> str:
         """As it was printed, with what made it in the first line."""
-        return read(self.path.with_name(f"{self.path.name}.txt"))
+        return f"{self._printed[0]}\n{self.source._printed[1]}"
+
+    @property
+    def json_path(self) -> Path:
+        """The file that holds the graph for programs."""
+        return self.path.with_name(f"{self.source.path.name}.json.gz")
 
     @cached_property
     def _parsed(self) -> tuple[GraphModule, Plan, str]:
-        path = self.path.with_name(f"{self.path.name}.json")
+        if self.source is not self:
+            return self.source._parsed
+        path = self.json_path
         try:
             return graph_json.of_text(read(path))
         except graph_json.FormatError as error:
@@ -164,8 +188,9 @@ def read(path: Path) -> str:
         DumpFolderError: it is missing, or no text.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DumpFolderError(f"{path} cannot be read: {error}") from error
 
 
@@ -244,7 +269,7 @@ def _check_graph(graph: DumpedGraph) -> Iterator[str]:
     is_lowered = False
     for entry in graph.passes:
         if show(entry.gm.graph) != entry.text.partition("\n")[2].rstrip("\n"):
-            yield f"{entry.where}: the text is not that of the graph in the .json beside it; one of them was changed"
+            yield f"{entry.where}: the text is not that of the graph in the .json.gz beside it; one of them was changed"
         is_lowered = is_lowered or entry.name == "lower"
         if captured is None or not is_lowered:
             continue

@@ -4,6 +4,7 @@ that are none.
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from torch import nn
 import compiled_fsdp
 from compiled_fsdp import fully_shard, planned
 from compiled_fsdp.command.cli import main
+from compiled_fsdp.inspection.dump_folder import Dumped, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,15 +174,24 @@ def test_report(dumps, tmp_path, capsys):
 
 
 def graph_file(folder: Path, graph: str, name: str) -> Path:
-    (path,) = (folder / "rank0" / graph).glob(f"*_{name}.json")
-    return path
+    """That of the last pass up to this one which changed the graph."""
+    (path,) = (folder / "rank0" / graph).glob(f"*_{name}.txt")
+    return Dumped(path.with_suffix("")).json_path
+
+
+def text_file(path: Path) -> Path:
+    return path.with_name(path.name.replace(".json.gz", ".txt"))
+
+
+def write(path: Path, text: str) -> None:
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
 def tamper(path: Path, old: str, new: str) -> None:
     """Change the graph and, so that nothing else gives it away, the text beside it."""
-    text = path.read_text()
+    text = read(path)
     assert old in text, old
-    path.write_text(text.replace(old, new))
+    write(path, text.replace(old, new))
 
 
 def test_verify(dumps, capsys):
@@ -190,36 +201,37 @@ def test_verify(dumps, capsys):
 def test_verify_finds_another_divisor(folder, capsys):
     path = graph_file(folder, "002_backward", "verify")
     tamper(path, "2.0]},{}", "4.0]},{}")
-    tamper(path.with_suffix(".txt"), ", 2.0)", ", 4.0)")
+    tamper(text_file(path), ", 2.0)", ", 4.0)")
     status, text = run(capsys, "verify", folder)
     assert status == 1
-    assert text.startswith("rank0/002_backward/16_verify: after verify in ")
+    assert text.startswith("rank0/002_backward/13_agree: after agree in ")
     assert "Invariant: " in text
     assert text.endswith("2 graphs of 1 ranks: 1 wrong\n")
 
 
 def test_verify_finds_a_dropped_wait(folder, capsys):
     path = graph_file(folder, "001_forward", "free")
-    values = json.loads(path.read_text())
+    values = json.loads(read(path))
     wait = next(n for n in values["nodes"] if n[0].startswith("wait_tensor"))
     start = wait[3]["tuple"][0]["node"]
     values["nodes"].remove(wait)
-    path.write_text(json.dumps(values).replace(f'"{wait[0]}"', f'"{start}"'))
+    write(path, json.dumps(values).replace(f'"{wait[0]}"', f'"{start}"'))
     status, text = run(capsys, "verify", folder)
     assert status == 1
     assert "Every collective is awaited exactly once" in text
     assert (
-        "the text is not that of the graph in the .json beside it; one of them was changed" in text
+        "the text is not that of the graph in the .json.gz beside it; one of them was changed"
+        in text
     )
 
 
 def test_verify_finds_another_text(folder, capsys):
-    path = graph_file(folder, "001_forward", "lower").with_suffix(".txt")
+    path = text_file(graph_file(folder, "001_forward", "lower"))
     tamper(path, "all_gather_into_tensor(", "nothing_at_all(")
     status, text = run(capsys, "verify", folder)
     assert (status, text) == (
         1,
-        "rank0/001_forward/01_lower: the text is not that of the graph in the .json beside it; one "
+        "rank0/001_forward/01_lower: the text is not that of the graph in the .json.gz beside it; one "
         "of them was changed\n"
         "2 graphs of 1 ranks: 1 wrong\n",
     )
@@ -269,7 +281,7 @@ def test_folders_that_are_no_dump(folder, tmp_path, capsys):
 
 def test_damaged_files(folder, capsys):
     path = graph_file(folder, "001_forward", "verify")
-    path.write_text(path.read_text()[:500])
+    write(path, read(path)[:500])
     status, text = run(capsys, "verify", folder)
     assert status == 2
     assert text.startswith(
@@ -287,7 +299,7 @@ def test_damaged_files(folder, capsys):
 
 def test_control_characters_are_shown(folder, capsys):
     """A dump from elsewhere cannot write to the terminal but text."""
-    path = graph_file(folder, "001_forward", "lower").with_suffix(".txt")
+    path = text_file(graph_file(folder, "001_forward", "lower"))
     path.write_text(path.read_text().replace("# 0: gather", "# \x1b[31m: gather"))
     text = run(capsys, "dump", folder, "--graph", "forward", "--after", "lower")[1]
     assert "\x1b" not in text

@@ -20,7 +20,7 @@ from torch import nn
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard, planned
 from compiled_fsdp.dump import graph_json
 from compiled_fsdp.dump.graph_json import FormatError, of_text, to_text
-from compiled_fsdp.inspection.dump_folder import read_folder
+from compiled_fsdp.inspection.dump_folder import read, read_folder
 from compiled_fsdp.ir.graph import value
 from compiled_fsdp.ir.meta import saved_for_backward, set_captured
 from compiled_fsdp.ir.opaque import Opaque
@@ -73,10 +73,8 @@ def test_a_graph_comes_back_as_it_was(dumped):
     for rank in read_folder(dumped):
         for entry in (entry for graph in rank.graphs for entry in graph.passes):
             assert show(entry.gm.graph) == entry.text.split("\n", 1)[1].rstrip(), entry.where
-            assert (
-                to_text(entry.gm.graph, entry.name, entry.plan)
-                == entry.path.with_suffix(".json").read_text()
-            )
+            written = to_text(entry.gm.graph, entry.source.name, entry.plan)
+            assert written == read(entry.json_path)
 
 
 def test_invariants_hold_of_what_was_read(dumped):

@@ -157,12 +157,12 @@ def test_artifacts_in_torchs_trace(traced):
     assert names[:3] == [
         "000_joint_00_capture.txt",
         "000_joint_01_dedup_unshard.txt",
-        "000_joint_01_dedup_unshard.diff",
+        "000_joint_02_join_grads.txt",
     ]
     assert {
         "001_forward_09_free.txt",
         "001_forward_memory.txt",
-        "002_backward_10_gather_ahead.diff",
+        "002_backward_03_bucket_reduce_scatter.diff",
     } <= {*names}
     head, payload = ours["compiled_fsdp_001_forward_09_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (

@@ -10,6 +10,7 @@ from typing import Any
 
 from compiled_fsdp.dump.records import EXECUTORS, FORMAT
 from compiled_fsdp.inspection.check import NUMBER, Check, DumpError, load
+from compiled_fsdp.inspection.dump_folder import Dumped, DumpFolderError
 from compiled_fsdp.wire import ranges
 
 DOING = "reading the dump"
@@ -183,7 +184,7 @@ def _graph(path: Path, measured: dict[str, Any] | None) -> DumpedGraph:
         timeline,
         memory,
         _passes(path),
-        _text(texts[-1]) if texts else "",
+        _last(texts[-1]) if texts else "",
         measured,
     )
 
@@ -289,6 +290,13 @@ def _passes(path: Path) -> tuple[Pass, ...]:
         provenance = _text(text).split("\n", 1)[0].removeprefix("# ")
         found.append(Pass(text.stem, provenance, _text(diff).strip("\n") if diff.exists() else ""))
     return tuple(found)
+
+
+def _last(path: Path) -> str:
+    try:
+        return Dumped(path.with_suffix("")).text
+    except DumpFolderError as error:
+        raise DumpError(f"{DOING}: {error}; dump again") from error
 
 
 def _text(path: Path) -> str:
