@@ -189,8 +189,9 @@ class TestPlans:
         with pytest.raises(ValueError, match="memory_budget='auto'; should be bytes"):
             Plan(memory_budget="auto")
 
-    def test_explain_says_auto(self, fake_world: None) -> None:
-        with planned(prefetch="auto"):
+    def test_explain_says_auto(self, fake_world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(runs, "_runs", {})
+        with mock.patch.dict(plan_options.consumed, clear=True), planned(prefetch="auto"):
             text = str(explain(sharded(Net())))
         assert "Plan.prefetch='auto': consumed by nothing yet" in text
 
