@@ -217,6 +217,10 @@ class TestHeadline:
                 "reduction of layers.0, 8.9 ms.",
             ),
             (
+                {"largest": ["a collective outside the graphs", 0.0079]},
+                "largest: a collective outside the graphs, 7.9 ms.",
+            ),
+            (
                 {"waiting": 1e-4},
                 "Less than 1 % of the step waits for communication: there is nothing to gain.",
             ),

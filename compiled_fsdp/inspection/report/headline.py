@@ -30,9 +30,10 @@ def headline(rank: DumpedRank) -> str:
         text = "Less than 1 % of the step waits for communication: there is nothing to gain."
     else:
         name, seconds = step["largest"]
+        what = name if name.startswith("a ") else f"the {name}"
         text = (
             f"{percent(shares['waiting'])} of the step waits for communication "
-            f"({shown(step['waiting'])} of {shown(total)}); largest: the {name}, {shown(seconds)}."
+            f"({shown(step['waiting'])} of {shown(total)}); largest: {what}, {shown(seconds)}."
         )
     if shares["starting"] > max(shares["waiting"], LITTLE):
         text += (
