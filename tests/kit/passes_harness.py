@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
 import compiled_fsdp.compiler.backend  # registers "compiled_fsdp_eager"
+from compiled_fsdp.inspection.dump_folder import Dumped
 from compiled_fsdp.ir.graph import Builder
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, UNSHARD, UNSHARD_SLICE
@@ -241,7 +242,7 @@ def trace(
     found = {}
     for path in sorted(folder.rglob("*_*.txt")):
         kind = path.parent.name.split("_", 1)[1]
-        found[f"{kind}/{path.stem}"] = path.read_text()
+        found[f"{kind}/{path.stem}"] = Dumped(path.with_suffix("")).text
     return found
 
 
