@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .explanation import BOTH, EAGER, UNLOWERED
+
 if TYPE_CHECKING:
     from .explanation import Explanation, GraphInfo
 
-OUTSIDE = (
-    "eager",
-    "in a graph and eager",
-    "in a graph, not lowered",
-)  # what is not as it was meant
+OUTSIDE = (EAGER, BOTH, UNLOWERED)
 
 
 def scalars(explanation: Explanation) -> dict[str, float]:
