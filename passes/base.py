@@ -52,6 +52,7 @@ class Property(Enum):
     OVER_GLOO = "gloo gathers by sends and receives"
     NAMED = "our collectives say what they carry"
     VERIFIED = "the invariants hold"
+    OUTLINED = "computation that repeats is compiled once"
 
 
 class Executor(Enum):
@@ -68,6 +69,7 @@ class Context:
     is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
     is_ours: whether the graph has anything of ours.
     is_trial: whether the graph is measured and thrown away.
+    calls_subgraphs: whether what runs the graph can call a subgraph that it compiles once.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.
     """
@@ -75,6 +77,7 @@ class Context:
     is_fused: bool = False
     is_ours: bool = True
     is_trial: bool = False
+    calls_subgraphs: bool = False
     is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
     record: Callable[[GraphModule], str] = lambda gm: ""
 

@@ -34,6 +34,7 @@ from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .name_collectives import name_collectives
 from .note_heads import note_heads
+from .outline import outline
 from .prefetch_all_gather import prefetch_all_gather
 from .read_strided import read_strided
 from .reshard import reshard
@@ -103,6 +104,14 @@ PIPELINE = check_order(
             name_collectives, Stage.HALF, (P.OVER_GLOO,), P.NAMED, is_for_all=True, is_tried=False
         ),
         Pass(verify, Stage.HALF, (P.LOWERED, P.FREED, P.NAMED), P.VERIFIED, is_tried=False),
+        Pass(
+            outline,
+            Stage.HALF,
+            (P.VERIFIED,),
+            P.OUTLINED,
+            only=Executor.INDUCTOR,
+            is_tried=False,
+        ),
     )
 )
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)

@@ -29,6 +29,7 @@ from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.plan import Plan, current_plan
+from compiled_fsdp.torch_private.subgraphs import calls_subgraphs
 from compiled_fsdp.wire.gloo import is_gloo
 
 from .budget import fit_budget
@@ -69,7 +70,9 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     is_fused: whether a compiler that fuses kernels comes next.
     """
     is_ours = bool(find(gm.graph, *TO_LOWER))
-    context = Context(is_fused, is_ours=is_ours, is_gloo=is_gloo)
+    context = Context(
+        is_fused, is_ours=is_ours, calls_subgraphs=is_fused and calls_subgraphs(), is_gloo=is_gloo
+    )
     if is_ours:
         gm = _run_ours(gm, context)
     else:

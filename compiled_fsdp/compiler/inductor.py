@@ -26,6 +26,7 @@ from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 from .driver import run_half, run_joint
 from .partition import install_partitioner
@@ -150,6 +151,7 @@ def install_passes() -> None:
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
     keep_simple_overlap_out()
+    keep_memory_apart()
     install_partitioner()
 
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
 from compiled_fsdp.options import text
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
 from compiled_fsdp.planning.planner import predict
+from compiled_fsdp.torch_private.subgraphs import calls_subgraphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,6 +80,8 @@ class GraphRecord:
     peak: predicted bytes above what is at rest, `peak_at` the node, and `peak_kinds` what they are,
         in bytes.
     predicted: seconds in total, exposed, and on the wire; None where nothing is known of costs.
+    regions: computation that is compiled once and called: the first "unit", "calls", "nodes".
+    alone: computation of that size that is compiled for its place: "unit", "nodes", "why".
     """
 
     kind: str
@@ -93,6 +97,8 @@ class GraphRecord:
     predicted: dict[str, float] | None = None
     units: list[str] = field(default_factory=list)
     retained: list[str] = field(default_factory=list)
+    regions: list[dict[str, Any]] = field(default_factory=list)
+    alone: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -116,6 +122,10 @@ class GraphRecord:
                 "exposed": sum(line.exposed.values()),
                 "wire": on_wire,
             }
+        repeats = Repeats([], [], [])
+        if is_fused and plan.regions == "auto" and calls_subgraphs():
+            repeats = find_repeats(graph)
+            consumed.setdefault(("Plan.regions", ""), {})["outline"] = None
         return cls(
             kind="backward" if is_backward(graph) else "forward",
             is_fused=is_fused,
@@ -130,6 +140,14 @@ class GraphRecord:
             predicted=predicted,
             units=_units(r for found in regions.values() for r in found),
             retained=_units(r for r in regions["reduce"] if not r.starts and _is_retained(r)),
+            regions=[
+                {"unit": g[0].unit, "calls": len(g), "nodes": len(g[0].nodes)}
+                for g in repeats.groups
+            ],
+            alone=[
+                {"unit": s.unit, "nodes": len(s.nodes), "why": repeats.why_alone(s)}
+                for s in repeats.alone
+            ],
         )
 
     def text(self) -> str:

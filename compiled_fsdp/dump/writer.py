@@ -146,6 +146,9 @@ class Dump:
         self.held.extend([holds] if holds else [])
         if not self.is_on:
             return
+        if holds == "OUTLINED":
+            self._write_regions(gm)
+            return
         before, self.counts = self.counts, Counts.of(gm.graph)
         log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
         self._write_pass(gm, entry.name)
@@ -171,6 +174,17 @@ class Dump:
             groups[name] = dist.get_process_group_ranks(group_named(name))
         found = {**settings(), "groups": groups}
         (self.path.parent / "settings.json").write_text(f"{json.dumps(found, indent=1)}\n")
+
+    def _write_regions(self, gm: GraphModule) -> None:
+        """The subgraphs that are compiled once, and the graph that calls them, `regions.txt`; what
+        is read afterwards is the graph before, which computes the same.
+        """
+        found: list[tuple[str, Any]] = list(gm.named_children())
+        calls = [node.args[1] for node in gm.graph.nodes if str(node.target) == "invoke_subgraph"]
+        log.log.info("%s outline: %d regions, %d calls", self.name, len(found), len(calls))
+        if found:
+            shown = [f"# {n}, called {calls.count(n)} times\n{show(m.graph)}" for n, m in found]
+            self._write("regions.txt", "\n\n".join([*shown, f"# calls\n{show(gm.graph)}"]) + "\n")
 
     def _write_memory(self, graph: Graph) -> None:
         """The memory of the finished graph, `memory.txt`, for both executors."""

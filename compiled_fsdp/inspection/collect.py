@@ -216,6 +216,8 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         peak_kinds=record.peak_kinds,
         predicted=record.predicted,
         retained=[keys.get(key, key) for key in record.retained],
+        regions=record.regions,
+        alone=record.alone,
     )
 
 

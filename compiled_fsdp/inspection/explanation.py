@@ -78,6 +78,8 @@ class GraphInfo:
     gathers, reductions: (units, parameters, bytes) of each all-gather and each reduction that it
         starts, in order.
     retained: units whose gradients it keeps, unreduced, for a later backward.
+    regions: computation that was compiled once and is called: the first "unit", "calls", "nodes".
+    alone: computation that was compiled for its place: "unit", "nodes", and "why".
     """
 
     kind: str
@@ -91,6 +93,8 @@ class GraphInfo:
     peak_kinds: dict[str, int]
     predicted: dict[str, float] | None
     retained: list[str]
+    regions: list[dict[str, Any]]
+    alone: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +305,7 @@ def _graphs(graphs: list[GraphInfo]) -> str:
             f"    predicted peak {_mb(graph.peak)} above rest at %{graph.peak_at}: "
             f"{kinds or 'nothing'}",
         ]
+        lines += _regions(graph)
         if graph.predicted:
             times = {name: f"{1e3 * seconds:.2f} ms" for name, seconds in graph.predicted.items()}
             lines.append(
@@ -308,6 +313,18 @@ def _graphs(graphs: list[GraphInfo]) -> str:
                 f"{times['wire']} on the wire"
             )
     return "\n".join(lines)
+
+
+def _regions(graph: GraphInfo) -> list[str]:
+    """What repeats in a graph, and what seems to and does not."""
+    if not graph.regions:
+        return []
+    calls = ", ".join(f"{r['calls']} of {r['nodes']} nodes" for r in graph.regions)
+    lines = [f"    {_count(len(graph.regions), 'region')} compiled once, calls: {calls}"]
+    return lines + [
+        f"    compiled for its place: {a['unit'] or 'no unit'}, {a['nodes']} nodes: {a['why']}"
+        for a in graph.alone
+    ]
 
 
 def _options(options: list[OptionInfo]) -> str:

@@ -253,6 +253,12 @@ def take_over(node: Node, original: Node) -> None:
     node.meta = dict(original.meta)
 
 
+def keep_strides(output: Node, strides: list[tuple[int, ...]]) -> None:
+    """Let Inductor make each result of a subgraph with these strides, as its callers expect it."""
+    output.meta["user_visible_output_idxs"] = list(range(len(strides)))
+    output.meta["original_output_strides"] = strides
+
+
 def set_seconds(node: Node, seconds: float) -> None:
     """Note what all ranks take a node to cost, see `consensus.py`."""
     node.meta["fsdp_seconds"] = seconds

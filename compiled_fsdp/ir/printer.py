@@ -62,6 +62,8 @@ def _text_of(node: Node) -> str:
         return f"return {_text(node.args[0])}"
     if node.op == "placeholder":
         return f"%{node.name}: {_type(node)}"
+    if node.op == "get_attr":
+        return f"%{node.name} = @{node.target}"
     name = getattr(node.target, "_opname", None) or getattr(
         node.target, "__name__", str(node.target)
     )

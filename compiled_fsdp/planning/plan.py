@@ -50,6 +50,7 @@ SIZES = {
 }
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
+REGIONS = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ class Plan:
     recompute: whether backward computes again what pointwise kernels make from values that are
         saved anyway, also where a matmul reads it (`partition.py`); False: as torch's partitioner
         decides. Activation checkpointing comes before it.
+    regions: "auto": under Inductor, computation that repeats between collectives is compiled once
+        and called (`outline`), which makes the time to compile grow little with the number of equal
+        layers; "off": every layer is compiled by itself.
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
@@ -115,6 +119,7 @@ class Plan:
     copy_out: str | None = "copy"
     reduction_bytes: int | None = None
     recompute: bool = True
+    regions: str = "auto"
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
@@ -217,6 +222,8 @@ def _check_choices(plan: Plan) -> None:
             f"Plan: copy_out={plan.copy_out!r}; should be one of {COPY_OUT[:-1]}, or 'auto' "
             "for the cheaper by costs"
         )
+    if plan.regions not in REGIONS:
+        raise ValueError(f"Plan: regions={plan.regions!r}; should be one of {REGIONS}")
     if not isinstance(plan.recompute, bool):
         raise ValueError(f"Plan: recompute={plan.recompute!r}; should be True or False")
 
@@ -241,7 +248,7 @@ def _check_budget(plan: Plan) -> None:
 
 
 _current = _DEFAULT = Plan()
-ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "memory_budget", "costs")
+ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "regions", "memory_budget", "costs")
 # What users set of the plan; `Plan.kept` is decided, not set.
 options = Options()
 

@@ -1,0 +1,320 @@
+"""Computation between collectives, and which of it repeats: layers that compute the same with other
+weights.
+
+A span is what a graph computes between two nodes that have to stay where they are: collectives and
+their waits, what writes, what marks gradients, random numbers of torch's generator. Views belong to
+it where it makes what they view. Two spans are equal if their nodes, one by one, have the same op,
+options, shapes, strides, dtypes, and read the same places of each other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .graph import is_matmul, is_view, output
+from .meta import get_tag
+from .schema import COPY_COLUMNS, FREE, TRAITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.fx import Graph
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+LEAST_NODES = 8  # that compute, in a span that is worth a call
+LEAST_TIMES = 3  # that it occurs
+ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
+
+# What Inductor turns into writes after the passes.
+_BECOME_WRITES = {
+    aten.copy.default,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.diagonal_scatter.default,
+}
+_CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+_REDUCTIONS = {
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.var_mean.correction,
+}
+
+
+@dataclass(eq=False)
+class Span:
+    """Nodes that compute, in the order in which they do, with nothing between them that has to
+    stay.
+
+    num_moved: how many of the first stand before the collective that the others follow.
+    """
+
+    nodes: list[Node]
+    num_moved: int = 0
+
+    @cached_property
+    def inside(self) -> set[Node]:
+        """The nodes, to look up."""
+        return set(self.nodes)
+
+    @property
+    def unit(self) -> str:
+        """The first unit whose parameters it reads; "" for none."""
+        for node in (*self.nodes, *self.inputs):
+            if (tag := get_tag(node)) is not None:
+                return tag.unit.split("#")[0]
+        return ""
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What it reads of others, in order of first reading."""
+        found: dict[Node, None] = {}
+        for node in self.nodes:
+            found.update((n, None) for n in _read(node) if n not in self.inside)
+        return list(found)
+
+    @property
+    def outputs(self) -> list[Node]:
+        """What others read of it, or view: values with storage of their own, in order."""
+        found = {self.base(n): None for n in self.nodes if self.is_read_outside(n)}
+        return [node for node in self.nodes if node in found]
+
+    def is_read_outside(self, node: Node) -> bool:
+        """Whether others read this node of it."""
+        return any(user not in self.inside for user in node.users)
+
+    def base(self, node: Node) -> Node:
+        """What a view in it is a view of, as far as that is in it."""
+        while may_alias(node) and _first(node) in self.inside:
+            node = _first(node)
+        return node
+
+    @property
+    def is_callable(self) -> bool:
+        """Whether it can be called as a function: of tensors, on one device, at least one of them
+        in and one out, none of which is a tuple or lies in another.
+        """
+        inputs, outputs = self.inputs, self.outputs
+        values = [n.meta.get("val") for n in (*inputs, *outputs)]
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        return (
+            bool(inputs)
+            and bool(outputs)
+            and len(tensors) == len(values)
+            and all(map(_is_static, inputs))
+            and len({tensor.device for tensor in tensors}) == 1
+            and not any(may_alias(n) for n in outputs)
+        )
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it computes enough to be worth a call."""
+        return sum(not may_alias(n) for n in self.nodes) >= LEAST_NODES
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """What it computes, without names: equal for equal spans."""
+        number = {node: i for i, node in enumerate(self.nodes)}
+        inputs = {node: -1 - i for i, node in enumerate(self.inputs)}
+        lines = tuple(
+            (n.target, _form(n.args, number, inputs), _form(n.kwargs, number, inputs), _values(n))
+            for n in self.nodes
+        )
+        outputs = tuple(number[n] for n in self.outputs)
+        return (lines, tuple(map(_values, inputs)), outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """All spans of a graph; of those that are worth a call, groups of equal ones, and those without
+    enough equals.
+    """
+
+    spans: list[Span]
+    groups: list[list[Span]]
+    alone: list[Span]
+
+    def why_alone(self, span: Span) -> str:
+        """How a span differs from the group that it has most nodes in common with."""
+        best, at = max(
+            ((g[0], _first_difference(span, g[0])) for g in self.groups),
+            key=lambda found: found[1],
+            default=(None, 0),
+        )
+        if best is None:
+            return "nothing repeats"
+        if at >= len(span.nodes) or at >= len(best.nodes):
+            here, there = len(span.nodes), len(best.nodes)
+            if at >= here and at >= there:
+                return f"others read other results of it than of {best.unit or 'its like'}"
+            return f"{here} nodes where {best.unit or 'its like'} has {there}"
+        return (
+            f"%{span.nodes[at].name} ({span.nodes[at].target}) where {best.unit or 'its like'} "
+            f"has %{best.nodes[at].name} ({best.nodes[at].target})"
+        )
+
+
+def find_repeats(graph: Graph) -> Repeats:
+    """What repeats in a graph in its final order."""
+    groups: dict[Any, list[Span]] = defaultdict(list)
+    found = spans(graph)
+    for span in found:
+        if span.is_large and span.is_callable:
+            groups[span.form].append(span)
+    often = [group for group in groups.values() if len(group) >= LEAST_TIMES]
+    alone = [span for group in groups.values() if len(group) < LEAST_TIMES for span in group]
+    return Repeats(found, often, alone)
+
+
+def spans(graph: Graph) -> list[Span]:
+    """All spans, in graph order; what is cheap and read in the next one alone is part of that, so
+    that it is computed where it is read: the last addition of a layer with the norm of the next.
+    """
+    found = [Span(nodes) for nodes in _between(graph) if nodes]
+    stands = {node: i for i, span in enumerate(found) for node in span.nodes}
+    belongs = dict(stands)
+    end = output(graph)
+    for i in range(len(found) - 1):
+        moved = []
+        for node in reversed(found[i].nodes):
+            users = [user for user in node.users if user is not end]
+            if users and _is_movable(node) and all(belongs.get(u) == i + 1 for u in users):
+                belongs[node] = i + 1
+                moved.append(node)
+        if moved:
+            found[i] = Span([n for n in found[i].nodes if belongs[n] == i])
+            found[i + 1] = Span([*reversed(moved), *found[i + 1].nodes])
+    for i, span in enumerate(found):
+        span.num_moved = sum(stands[n] < i for n in span.nodes)
+    return [span for span in found if span.nodes]
+
+
+def may_alias(node: Node) -> bool:
+    """Whether the result may lie in the storage of what the node reads first: views, and casts that
+    change nothing, which compilers leave out.
+    """
+    if is_view(node):
+        return True
+    return node.target in _CASTS and _dtype(_first(node)) == _dtype(node)
+
+
+def _between(graph: Graph) -> Iterator[list[Node]]:
+    nodes: list[Node] = []
+    inside: set[Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") or node.target in (FREE, _seed()):
+            continue
+        if _has_to_stay(node):
+            if node.target in TRAITS or not is_view(node):
+                yield nodes
+                nodes, inside = [], set()
+        elif not is_view(node) or _first(node) in inside:
+            nodes.append(node)
+            inside.add(node)
+
+
+def _seed() -> object:
+    """The op that reads one of a graph's seeds: which one is its argument, so equal layers differ
+    by it. It stands outside of spans, and ends none.
+    """
+    return getattr(prims.inductor_lookup_seed, "default", None)
+
+
+def _has_to_stay(node: Node) -> bool:
+    if node.op != "call_function":
+        return True
+    if node.target is operator.getitem:
+        return _has_to_stay(_first(node))
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op in _BECOME_WRITES:
+        return True
+    is_ours = op in TRAITS and op is not COPY_COLUMNS
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return is_ours or is_random or op._schema.is_mutable or not _is_static(node)
+
+
+def _is_movable(node: Node) -> bool:
+    """Whether a node may be computed behind the collective that follows: it is fused with what
+    reads it, and reads no parameter, which may be freed there.
+    """
+    if node.target is operator.getitem:
+        return _is_movable(_first(node))
+    op: Any = node.target
+    is_cheap = is_view(node) or torch.Tag.pointwise in op.tags or op in _REDUCTIONS | _CASTS
+    reads = node.all_input_nodes
+    return (
+        is_cheap
+        and get_tag(node) is None
+        and not is_matmul(node)
+        and all(n.op == "call_function" and get_tag(n) is None for n in reads)
+    )
+
+
+def _is_static(node: Node) -> bool:
+    values = node.meta.get("val")
+    for value in values if isinstance(values, list | tuple) else (values,):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            return False
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            return False
+    return True
+
+
+def _first(node: Node) -> Node:
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, Node) else node
+
+
+def _read(node: Node) -> list[Node]:
+    """What a node reads, in the order of its arguments."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> Any:
+    if isinstance(argument, Node):
+        return ("%", number[argument] if argument in number else inputs[argument])
+    if isinstance(argument, list | tuple):
+        return tuple(_form(each, number, inputs) for each in argument)
+    if isinstance(argument, dict):
+        return tuple((k, _form(v, number, inputs)) for k, v in sorted(argument.items()))
+    return repr(argument)
+
+
+def _values(node: Node) -> tuple[Any, ...]:
+    values = node.meta.get("val")
+    return tuple(map(_value, values if isinstance(values, list | tuple) else (values,)))
+
+
+def _value(value: Any) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    place = value.storage_offset() * value.element_size() % ALIGNMENT
+    return (value.dtype, tuple(value.shape), tuple(value.stride()), place, value.device)
+
+
+def _first_difference(one: Span, other: Span) -> int:
+    pairs = zip(one.form[0], other.form[0], strict=False)
+    fewest = min(len(one.nodes), len(other.nodes))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), fewest)

@@ -1,0 +1,117 @@
+"""Let the compiler compile equal layers once: computation that repeats between collectives becomes
+calls of one subgraph.
+
+Before:
+
+    %w1 = wait(%gather1)
+    %y1 = relu(mm(%x, view(%w1, [8, 8])))
+    %w2 = wait(%gather2)
+    %y2 = relu(mm(%y1, view(%w2, [8, 8])))
+
+After:
+
+    %w1 = wait(%gather1)
+    %y1 = invoke_subgraph(@region_0, "region_0", %x, %w1)[0]
+    %w2 = wait(%gather2)
+    %y2 = invoke_subgraph(@region_0, "region_0", %y1, %w2)[0]
+
+Collectives, waits, marks, steps and whatever else has an effect stay where they are, in the outer
+graph; what stands between two of them is a candidate (`ir/repeats.py`), and equal candidates (the
+same ops, shapes, dtypes, strides, options) share a subgraph, which Inductor lowers once and calls
+as a function.
+
+Requires: the graph in its final order.
+Ensures: with every call replaced by what it calls, the graph computes what it did, in the same
+order, but for pointwise values that stand behind the collective after them.
+Leaves alone: what does not repeat, graphs of dynamic shapes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from compiled_fsdp.ir.graph import erase_all, move_before
+from compiled_fsdp.ir.meta import keep_strides, take_over
+from compiled_fsdp.ir.repeats import find_repeats, may_alias
+
+from .base import context_of
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from compiled_fsdp.ir.repeats import Span
+    from compiled_fsdp.planning.plan import Plan
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+def outline(gm: GraphModule, plan: Plan) -> GraphModule:
+    """See the module docstring."""
+    if plan.regions == "off" or not context_of(gm).calls_subgraphs:
+        return gm
+    repeats = find_repeats(gm.graph)
+    if not repeats.groups:
+        return gm
+    for span in repeats.spans:
+        move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
+    for number, group in enumerate(repeats.groups):
+        name = f"region_{number}"
+        setattr(gm, name, _subgraph(gm, group[0]))
+        with gm.graph.inserting_before(group[0].nodes[0]):
+            region = gm.graph.get_attr(name)
+        for span in group:
+            _call(region, name, span)
+    return gm
+
+
+def _subgraph(gm: GraphModule, span: Span) -> GraphModule:
+    """The span as a graph of its own, with strides of its results as they are."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for i, node in enumerate(span.inputs):
+        copies[node] = graph.placeholder(f"arg{i}_1")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in span.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [copies[node] for node in span.outputs]
+    values = tuple(node.meta["val"] for node in results)
+    end = graph.output(tuple(results))
+    end.meta["val"] = values
+    keep_strides(end, [value.stride() for value in values])
+    graph.eliminate_dead_code()
+    return GraphModule(gm, graph)
+
+
+def _call(region: Node, name: str, span: Span) -> None:
+    """Let a call stand for a span; views of it that others read are made of the call's results."""
+    graph, inputs, outputs = region.graph, span.inputs, span.outputs
+    values = tuple(node.meta["val"] for node in outputs)
+    results: dict[Node, Node] = {}
+    with graph.inserting_before(span.nodes[-1].next):
+        call = graph.call_function(INVOKE, (region, name, *inputs))
+        call.meta["val"] = values
+        for i, node in enumerate(outputs):
+            results[node] = graph.call_function(operator.getitem, (call, i))
+            take_over(results[node], node)
+        for node in _views(span):
+            results[node] = graph.node_copy(node, lambda n: results.get(n, n))
+    for node, result in results.items():
+        node.replace_all_uses_with(
+            result, lambda user: user not in span.inside and user not in results.values()
+        )
+    erase_all(span.nodes)
+
+
+def _views(span: Span) -> list[Node]:
+    """The views in a span that others read, and what they are views of in it, in order."""
+    found: set[Node] = set()
+    for node in span.nodes:
+        if span.is_read_outside(node):
+            while may_alias(node) and node.args[0] in span.inside:
+                found.add(node)
+                node = node.args[0]  # type: ignore[assignment]
+    return [node for node in span.nodes if node in found]

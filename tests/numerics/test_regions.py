@@ -1,0 +1,181 @@
+"""Layers that compute the same are compiled once by Inductor: the same numbers, whatever the depth
+a few more calls, and `explain` says what repeats.
+
+Both sides are Inductor's. Where a layer begins, other operations may be fused with it than inside a
+region, so results are equal within what fusing changes: the last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.harness import ROUNDING, SLOW
+from kit.pool import Pool
+from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import dumped_to, explain, fully_shard, planned
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compiled_fsdp.inspection.explanation import Explanation
+
+WIDTH, STEPS = 32, 2
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = F.dropout(torch.softmax(q @ k.transpose(1, 2), -1), self.dropout, self.training)
+        return x + self.out(F.gelu(scores @ v))
+
+
+class Model(nn.Module):
+    """`older`: the head reads what each layer has made, transposed, as well."""
+
+    def __init__(self, depth: int, dropout: float, checkpoints: bool, older: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(depth))
+        self.checkpoints, self.older = checkpoints, older
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, made = self.embedding(tokens), []
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+            made.append(x.transpose(0, 1)[:2])
+        logits = F.linear(x, self.embedding.weight).float()  # tied
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return loss + 1e-2 * torch.stack(made).square().mean() if self.older else loss
+
+
+@dataclass(frozen=True)
+class Case:
+    depth: int = 5
+    dropout: float = 0.0
+    checkpoints: bool = False
+    older: bool = False
+    policy: Policy = field(default_factory=Policy)
+    reshard: bool = True
+    plan: tuple[tuple[str, Any], ...] = ()
+
+
+MIXED = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CASES = {
+    "dropout, checkpoints": Case(dropout=0.2, checkpoints=True),
+    "bf16, read again": Case(older=True, policy=MIXED),
+    "kept, strided": Case(depth=6, reshard=False, plan=(("copy_out", "strided"),)),
+}
+
+
+def train(case: Case, regions: str) -> tuple[list[Tensor], Explanation]:
+    """Losses and last gradients of this rank, and what became of the model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(case.depth, case.dropout, case.checkpoints, case.older)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=case.policy, reshard_after_forward=case.reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    found = []
+    with planned(regions=regions, **{"bucket_bytes": 0, **dict(case.plan)}):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            loss = compiled(torch.randint(20, (2, 8)))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+    found += [parameter.grad.to_local() for parameter in model.parameters()]
+    return found, explain(model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_numbers(two: Pool, name: str) -> None:
+    two.run(compare, CASES[name], timeout=SLOW)
+
+
+def compare(case: Case) -> None:
+    expected, without = train(case, "off")
+    found, explanation = train(case, "auto")
+    is_exact = case.policy.param_dtype is None
+    rtol, atol = ROUNDING if is_exact else (2e-2, 1e-3)  # bf16 keeps 8 bits
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=rtol, atol=atol)
+    assert not any(graph.regions for graph in without.graphs)
+    for graph in explanation.graphs:
+        assert sum(region["calls"] for region in graph.regions) >= 3, (graph.regions, graph.alone)
+        assert all(part["why"] for part in graph.alone)
+    assert "compiled once, calls: " in str(explanation)
+
+
+# -- how much is compiled
+
+
+def test_depth_adds_calls_alone(two: Pool) -> None:
+    two.run(count_lowered, timeout=SLOW)
+
+
+def count_lowered() -> None:
+    """What Inductor lowers for three more layers: next to nothing but collectives and calls; with
+    regions off, all that they compute.
+    """
+    added = {
+        regions: num_lowered(Case(depth=9), regions) - num_lowered(Case(depth=6), regions)
+        for regions in ("auto", "off")
+    }
+    assert added["auto"] < 0.3 * added["off"], added
+
+
+def num_lowered(case: Case, regions: str) -> int:
+    lower = GraphLowering.call_function
+    with mock.patch.object(
+        GraphLowering, "call_function", autospec=True, side_effect=lower
+    ) as calls:
+        train(case, regions)
+    return calls.call_count
+
+
+def test_a_dump_shows_them(two: Pool, tmp_path: Path) -> None:
+    two.run(dump, tmp_path, timeout=SLOW)
+    (forward, backward) = sorted(tmp_path.glob("rank0/*/regions.txt"))
+    for path in (forward, backward):
+        text = path.read_text()
+        assert "# region_0, called " in text
+        assert "invoke_subgraph(%region_0, 'region_0', " in text
+        assert not list(path.parent.glob("*_outline.*")), "readers read the graph before"
+
+
+def dump(path: Path) -> None:
+    with dumped_to(path):
+        train(Case(), "auto")
+
+
+def test_dynamic_shapes_are_compiled_in_place(two: Pool) -> None:
+    two.run(dynamic, timeout=SLOW)
+
+
+def dynamic() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(5, 0.0, checkpoints=False, older=False)
+    for module in (*model.layers, model):
+        fully_shard(module)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for length in (6, 9):
+        tokens = torch.randint(20, (2, length))
+        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-6)
+    assert not any(graph.regions for graph in explain(model).graphs)

@@ -1,0 +1,258 @@
+"""`outline`: what repeats between collectives is called; everything else stays where it is."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import random
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from compiled_fsdp.passes.base import Context
+from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.outline import INVOKE, outline
+from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
+from torch.fx import Interpreter
+
+from compiled_fsdp.ir import repeats
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.meta import set_context
+from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.repeats import LEAST_NODES, find_repeats, spans
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from compiled_fsdp.planning.plan import Plan
+
+OUTLINES = Context(is_fused=True, calls_subgraphs=True)
+WIDTH = 4
+
+
+def outlined(gm: GraphModule, plan: Plan = PLAN, context: Context = OUTLINES) -> GraphModule:
+    set_context(gm, context)
+    result = outline(gm, plan)
+    set_context(gm, None)
+    result.graph.lint()
+    result.recompile()
+    return result
+
+
+def layers(*nodes: int) -> GraphModule:
+    """Layers that multiply with a parameter and compute so many nodes, with a residual."""
+    hand = Hand()
+    x = hand.input("x", WIDTH, WIDTH)
+    flats = [hand.input(f"flat{i}", WIDTH * WIDTH // 2) for i in range(len(nodes))]
+    for i, (flat, count) in enumerate(zip(flats, nodes, strict=True)):
+        (w,) = unit(f"layers.{i}", {"w": (WIDTH, WIDTH)})
+        y = hand(aten.mm.default, x, hand.unshard(flat, w))
+        for _ in range(count):
+            y = hand.compute(y)
+        x = hand.add(x, y)
+    return lower(hand.returns(x), PLAN)
+
+
+class TestOutline(GraphTest):
+    def test_graph(self):
+        """The layers in the middle are calls of one subgraph; the sum at the end of a layer is made
+        where the next one reads it. The first and the last compute something else.
+        """
+        with mock.patch.object(repeats, "LEAST_NODES", 3):
+            gm = outlined(layers(*[1] * 6))
+        self.assertGraph(
+            gm,
+            """\
+%x: f32[4,4]
+%flat0: f32[8]
+%flat1: f32[8]
+%flat2: f32[8]
+%flat3: f32[8]
+%flat4: f32[8]
+%flat5: f32[8]
+%all_gather_into_tensor_default: f32[16] = all_gather_into_tensor(%flat0, 2, 'shard')  # layers.0: gather
+%wait_tensor_default: f32[16] = wait_tensor(%all_gather_into_tensor_default)  # layers.0: gather
+%view_default: f32[4,4] = view(%wait_tensor_default, [4, 4])  # layers.0: gather
+%mm_default: f32[4,4] = mm(%x, %view_default)
+%neg_default: f32[4,4] = neg(%mm_default)
+%add_tensor: f32[4,4] = add(%x, %neg_default)
+%all_gather_into_tensor_default_1: f32[16] = all_gather_into_tensor(%flat1, 2, 'shard')  # layers.1: gather
+%wait_tensor_default_1: f32[16] = wait_tensor(%all_gather_into_tensor_default_1)  # layers.1: gather
+%view_default_1: f32[4,4] = view(%wait_tensor_default_1, [4, 4])  # layers.1: gather
+%mm_default_1: f32[4,4] = mm(%add_tensor, %view_default_1)
+%all_gather_into_tensor_default_2: f32[16] = all_gather_into_tensor(%flat2, 2, 'shard')  # layers.2: gather
+%wait_tensor_default_2: f32[16] = wait_tensor(%all_gather_into_tensor_default_2)  # layers.2: gather
+%view_default_2: f32[4,4] = view(%wait_tensor_default_2, [4, 4])  # layers.2: gather
+%region_0 = @region_0
+%invoke_subgraph: tuple = invoke_subgraph(%region_0, 'region_0', %mm_default_1, %add_tensor, %view_default_2)
+%getitem: f32[4,4] = getitem(%invoke_subgraph, 0)
+%getitem_1: f32[4,4] = getitem(%invoke_subgraph, 1)
+%all_gather_into_tensor_default_3: f32[16] = all_gather_into_tensor(%flat3, 2, 'shard')  # layers.3: gather
+%wait_tensor_default_3: f32[16] = wait_tensor(%all_gather_into_tensor_default_3)  # layers.3: gather
+%view_default_3: f32[4,4] = view(%wait_tensor_default_3, [4, 4])  # layers.3: gather
+%invoke_subgraph_1: tuple = invoke_subgraph(%region_0, 'region_0', %getitem_1, %getitem, %view_default_3)
+%getitem_2: f32[4,4] = getitem(%invoke_subgraph_1, 0)
+%getitem_3: f32[4,4] = getitem(%invoke_subgraph_1, 1)
+%all_gather_into_tensor_default_4: f32[16] = all_gather_into_tensor(%flat4, 2, 'shard')  # layers.4: gather
+%wait_tensor_default_4: f32[16] = wait_tensor(%all_gather_into_tensor_default_4)  # layers.4: gather
+%view_default_4: f32[4,4] = view(%wait_tensor_default_4, [4, 4])  # layers.4: gather
+%invoke_subgraph_2: tuple = invoke_subgraph(%region_0, 'region_0', %getitem_3, %getitem_2, %view_default_4)
+%getitem_4: f32[4,4] = getitem(%invoke_subgraph_2, 0)
+%getitem_5: f32[4,4] = getitem(%invoke_subgraph_2, 1)
+%all_gather_into_tensor_default_5: f32[16] = all_gather_into_tensor(%flat5, 2, 'shard')  # layers.5: gather
+%wait_tensor_default_5: f32[16] = wait_tensor(%all_gather_into_tensor_default_5)  # layers.5: gather
+%view_default_5: f32[4,4] = view(%wait_tensor_default_5, [4, 4])  # layers.5: gather
+%neg_default_4: f32[4,4] = neg(%getitem_5)
+%add_tensor_4: f32[4,4] = add(%getitem_4, %neg_default_4)
+%mm_default_5: f32[4,4] = mm(%add_tensor_4, %view_default_5)
+%neg_default_5: f32[4,4] = neg(%mm_default_5)
+%add_tensor_5: f32[4,4] = add(%add_tensor_4, %neg_default_5)
+return [%add_tensor_5]""",
+        )
+        self.assertExpectedInline(
+            show(gm.region_0.graph),
+            """\
+%arg0_1: f32[4,4]
+%arg1_1: f32[4,4]
+%arg2_1: f32[4,4]
+%neg_default_1: f32[4,4] = neg(%arg0_1)
+%add_tensor_1: f32[4,4] = add(%arg1_1, %neg_default_1)
+%mm_default_2: f32[4,4] = mm(%add_tensor_1, %arg2_1)
+return [%add_tensor_1, %mm_default_2]""",
+        )
+
+    def test_two_layers(self):
+        self.assertUnchanged(outlined, layers(LEAST_NODES, LEAST_NODES))
+
+    def test_other_layers(self):
+        self.assertUnchanged(outlined, layers(*range(LEAST_NODES, LEAST_NODES + 3)))
+
+    def test_small_layers(self):
+        self.assertUnchanged(outlined, layers(*[LEAST_NODES - 3] * 5))
+
+    def test_off(self):
+        gm = layers(*[LEAST_NODES] * 5)
+        self.assertUnchanged(outlined, gm, replace(PLAN, regions="off"))
+        without = partial(outlined, context=Context(is_fused=True))
+        self.assertUnchanged(without, gm)
+
+    def test_why_alone(self):
+        found = find_repeats(layers(*[LEAST_NODES] * 6, LEAST_NODES + 2, LEAST_NODES).graph)
+        self.assertEqual([len(group) for group in found.groups], [5])
+        self.assertExpectedInline(
+            "\n".join(f"{span.unit}: {found.why_alone(span)}" for span in found.alone),
+            """\
+layers.0: %mm_default (aten.mm.default) where layers.2 has %neg_default_8 (aten.neg.default)
+layers.7: %neg_default_56 (aten.neg.default) where layers.2 has %add_tensor_1 (aten.add.Tensor)""",
+        )
+
+
+def test_what_writes_ends_a_span() -> None:
+    """And so do random numbers of torch's generator."""
+    hand = Hand()
+    x, token = hand.input("x", 4), hand.input("token", 1)
+    a = hand.compute(x)
+    hand(aten.add_.Tensor, token, 1)
+    b = hand.compute(a)
+    c = hand(aten.bernoulli.p, b, 0.5)
+    parts = hand(aten.split.Tensor, hand.compute(c), 2)
+    gm = hand.returns(hand(operator.getitem, parts, 1))
+    found = [[node.name for node in span.nodes] for span in spans(gm.graph)]
+    assert found == [
+        ["neg_default"],
+        ["neg_default_1"],
+        ["neg_default_2", "split_tensor", "getitem"],
+    ]
+
+
+class Program:
+    """A random graph: blocks of one to three kinds, with writes to a token between and inside them.
+
+    A block reads the value before it, a weight of its own, and now and then something that is
+    older; it leaves views, parts and transposed values to later blocks and to the output.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.hand = Hand()
+        self.token = self.hand.input("token", 1)
+        self.last = self.hand.input("x", WIDTH, WIDTH)
+        self.old = [self.last]
+        self.read_later: list[Node] = []
+        kinds = [self.random.getrandbits(32) for _ in range(self.random.randint(1, 3))]
+        weights = [self.hand.input(f"w{i}", WIDTH, WIDTH) for i in range(8)]
+        order = self.random.choices(kinds, k=len(weights))
+        for kind, weight in zip(order, weights, strict=True):
+            self.block(random.Random(kind), weight)
+            if self.random.random() < 0.2:
+                self.old.append(self.last)
+        used = self.random.sample(self.read_later, k=len(self.read_later) // 2)
+        self.gm = self.hand.returns(self.last, *used)
+
+    def block(self, choose: random.Random, weight: Node) -> None:
+        hand, pool = self.hand, [self.last, weight]
+        for _ in range(choose.randint(6, 16)):
+            a, b = choose.choice(pool[-5:]), choose.choice(pool)
+            made = choose.choice(self.ways())(choose, a, b)
+            pool.append(made)
+            if choose.random() < 0.1:
+                self.read_later.append(made)
+            if choose.random() < 0.1:
+                self.write()
+        older = self.random.choice(self.old) if choose.random() < 0.3 else pool[0]
+        self.last = hand.add(pool[-1], older)
+        self.write()
+
+    def write(self) -> None:
+        self.hand(aten.add_.Tensor, self.token, 1)
+
+    def ways(self) -> list[Any]:
+        hand, halves = self.hand, WIDTH // 2
+        return [
+            lambda c, a, b: hand(aten.sin.default, a),
+            lambda c, a, b: hand.add(a, b),
+            lambda c, a, b: hand(aten.sin.default, hand(aten.mm.default, a, b)),
+            lambda c, a, b: hand(aten.permute.default, a, [1, 0]),
+            lambda c, a, b: (
+                hand(
+                    aten.view.default,
+                    hand(
+                        aten.clone.default,
+                        hand(aten.view.default, hand(aten.clone.default, a), [2, -1]),
+                    ),
+                    [WIDTH, WIDTH],
+                )
+                if a.meta["val"].is_contiguous()
+                else hand(aten.sin.default, a)
+            ),
+            lambda c, a, b: hand(
+                aten.cat.default,
+                [hand(operator.getitem, hand(aten.split.Tensor, a, halves), i) for i in (1, 0)],
+            ),
+            lambda c, a, b: hand.add(a, hand(aten.mean.dim, b, [c.randint(0, 1)], True)),
+            lambda c, a, b: hand(torch.ops.prims.convert_element_type.default, a, torch.float32),
+            lambda c, a, b: hand(aten.expand.default, hand(aten.slice.Tensor, a, 0, 0, 1), [4, 4]),
+        ]
+
+
+@pytest.mark.parametrize("start", range(0, 300, 100))
+def test_random_graphs_compute_the_same(start: int) -> None:
+    """Bit for bit, with views and older values handed on; a good part of them calls something."""
+    num_calls = 0
+    for seed in range(start, start + 100):
+        gm = Program(seed).gm
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [
+            torch.randn(node.meta["val"].shape, generator=generator)
+            for node in gm.graph.nodes
+            if node.op == "placeholder"
+        ]
+        expected = Interpreter(gm).run(*copy.deepcopy(inputs))
+        gm = outlined(gm)
+        num_calls += len(find(gm.graph, INVOKE))
+        for value, other in zip(Interpreter(gm).run(*inputs), expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=0, atol=0, msg=f"seed {seed}")
+    assert num_calls > 100
