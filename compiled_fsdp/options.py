@@ -12,11 +12,19 @@ consumed yet.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 _moments = itertools.count(1)
+
+
+def is_verifying() -> bool:
+    """Returns whether COMPILED_FSDP_VERIFY is set: invariants are checked after every pass, not the
+    last alone, and eager mode checks the bits of what it gathered.
+    """
+    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
 
 
 def now() -> int:

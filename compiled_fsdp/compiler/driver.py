@@ -7,7 +7,6 @@ those of `passes/pipeline.py`; here stands what is decided before them, and who 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from compiled_fsdp.ir.meta import (
     take_consumed,
 )
 from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
+from compiled_fsdp.options import is_verifying
 from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
@@ -88,7 +88,7 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
     plan = fit_split(gm, settle_costs(gm.graph, asked))
     held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
-    after_pass = _checking(plan, watcher.after_pass) if _is_checking() else watcher.after_pass
+    after_pass = _checking(plan, watcher.after_pass) if is_verifying() else watcher.after_pass
     record = _recorder(plan, handed_on(gm.graph.nodes), watcher, is_fused=context.is_fused)
     gm = run_pipeline(gm, plan, current(Stage.HALF), after_pass, replace(context, record=record))
     take_consumed(gm)
@@ -107,11 +107,6 @@ def _recorder(
         return made
 
     return record
-
-
-def _is_checking() -> bool:
-    """Whether the invariants are to be checked after each pass, not the last one alone."""
-    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
 
 
 def _checking(

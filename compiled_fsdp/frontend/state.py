@@ -16,7 +16,7 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
-from compiled_fsdp.errors import first_of, warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
 from compiled_fsdp.torch_private.dynamo import (
@@ -197,7 +197,7 @@ class State:
         ]
         if ignored:
             warn_once(
-                f"compiled_fsdp: `.data` of parameter {first_of(ignored)} was assigned to while it "
+                f"compiled_fsdp: `.data` of parameter {shortened(ignored, 1)} was assigned to while it "
                 "is sharded. DTensor ignores that, as with torch's FSDP2: the parameter has the "
                 "values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
                 about="assigned data",

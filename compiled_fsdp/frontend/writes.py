@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.eager.full_params import say_they_are_lost
 from compiled_fsdp.eager.resident import shown
-from compiled_fsdp.errors import first_of, warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
@@ -160,7 +160,7 @@ def _announce_before_backward(graph: Graph, written: set[int]) -> None:
     trained = [owner[1].fqn for owner in owners if owner and owner[1].sharded.requires_grad]
     if trained:
         warn_once(
-            f"compiled_fsdp: the sharded parameter {first_of(trained)} is written to in a graph "
+            f"compiled_fsdp: the sharded parameter {shortened(trained, 1)} is written to in a graph "
             "that is part of a forward. The backward of graphs that ran before it finds the old "
             "value where the full parameter was kept and the new one where it is gathered again; "
             "the plan decides which. Write to it after backward, or freeze it if it is not trained"

@@ -891,8 +891,7 @@ def test_no_environment_variables() -> None:
     found = {p.name for p in sources if "os.environ" in p.read_text() or "getenv" in p.read_text()}
     assert found == {
         "ablation.py",
-        "driver.py",
-        "full_params.py",
+        "options.py",
         "records.py",
         "replacement.py",
         "writer.py",
