@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.dump.layout import JOINT
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import find, phase_of
 from compiled_fsdp.ir.meta import (
@@ -54,7 +55,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     plan = fit_budget(gm, current_plan(), is_fused=is_fused)
-    watcher = dump.Dump(gm, "joint", plan)
+    watcher = dump.Dump(gm, JOINT, plan)
     gm = run_pipeline(gm, plan, current(Stage.JOINT), watcher.after_pass, Context(is_fused))
     begin_pass(gm, "partition")
     consume(gm, "Plan.recompute")

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from compiled_fsdp import dumped_to, fully_shard, pipeline, planned, print_graph
 from compiled_fsdp.compiler.inductor import HalfPass, JointPass
-from compiled_fsdp.inspection.dump_folder import read_folder, violations
+from compiled_fsdp.inspection.dump_checks import violations
+from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find
 

@@ -892,7 +892,7 @@ def test_no_environment_variables() -> None:
     assert found == {
         "ablation.py",
         "options.py",
-        "records.py",
+        "settings.py",
         "replacement.py",
         "writer.py",
     }
