@@ -2,7 +2,7 @@
 
 Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
 reads an option to decide something writes that down too, there: passes in the graph's own record
-(`meta.consume`, `graph_record.py`), the eager runtime and hooks here. An option that was asked for
+(`passes/base.py`, `graph_record.py`), the eager runtime and hooks here. An option that was asked for
 and that nothing consumed in a whole step has changed nothing: `explain` raises.
 
 Both carry a moment, counted up: a value that was set later than its last consumer ran is not
@@ -18,6 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _moments = itertools.count(1)
+
+# For one graph: (option, unit), the unit "" for the outermost or for the plan -> the parts of the
+# program that took a decision from it.
+Consumed = dict[tuple[str, str], dict[str, None]]
+
+
+def note(consumed: Consumed, by: str, option: str, unit: str = "") -> None:
+    """Note that a part of the program took a decision from an option, for this unit of a graph."""
+    consumed.setdefault((option, unit), {})[by] = None
 
 
 def is_verifying() -> bool:

@@ -26,7 +26,6 @@ from operator import and_, itemgetter
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, find, last_read, order
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
@@ -77,8 +76,6 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     """The same for this rank's shapes."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
-    meta.begin_pass(gm, "fit_budget")
-    meta.consume(gm, "Plan.memory_budget")
     candidates = _moves(gm.graph)
     none, every = 0, len(candidates)
 

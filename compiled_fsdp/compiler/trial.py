@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from .partition import Halves
 
 
-TRIAL = Context(is_trial=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Both halves under a plan, and the memory of the step."""
@@ -57,7 +54,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=TRIAL)
+    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=Context(is_trial=True))
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
@@ -83,7 +80,8 @@ def schedule(
     plan = plan.executed_by(is_fused=is_fused)
     passes = current(Stage.HALF)
     forward, backward = (
-        run_pipeline(half, fit(half, plan), passes, context=TRIAL).graph for half in halves
+        run_pipeline(half, fit(half, plan), passes, context=Context(is_trial=True)).graph
+        for half in halves
     )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 

@@ -15,7 +15,7 @@ from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import RETAIN
-from compiled_fsdp.options import text
+from compiled_fsdp.options import note, text
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
-    from compiled_fsdp.ir.meta import Consumed
+    from compiled_fsdp.options import Consumed
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -110,7 +110,7 @@ class GraphRecord:
         if plan.costs is not None:
             line = predict(graph, plan.costs.fused(is_fused))
             on_wire = sum(done - begin for begin, done in line.carried.values())
-            consumed.setdefault(("Plan.costs", ""), {})["predictions"] = None
+            note(consumed, "predictions", "Plan.costs")
             predicted = {
                 "total": line.total,
                 "exposed": sum(line.exposed.values()),

@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.options import Consumed
+
     from .spec import ParamSpec
 
 _KEY = "fsdp"
-_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = (
-    "fsdp_consumed",
-    "fsdp_running",
-    "fsdp_record",
-    "fsdp_symbols",
-)
+_CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
@@ -102,47 +99,17 @@ def get_context(gm: GraphModule) -> Any:
     return gm.meta.get(_CONTEXT)
 
 
-# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision
-# from it.
-Consumed = dict[tuple[str, str], dict[str, None]]
-
-
-def begin_pass(gm: GraphModule, name: str) -> None:
-    """From now on, what is consumed is consumed by this pass."""
-    gm.meta[_RUNNING] = name
-    gm.meta.setdefault(_CONSUMED, {})
-
-
-def consume(gm: GraphModule, option: str, unit: str = "") -> None:
-    """The running pass took a decision from an option; nothing is noted for a pass that is called
-    by hand.
+def set_consumed(nodes: Iterable[Node], consumed: Consumed) -> None:
+    """Let the nodes of a joint graph, which end up in its halves, say which options were consumed
+    before it was split.
     """
-    if _RUNNING in gm.meta:
-        gm.meta[_CONSUMED].setdefault((option, unit), {})[gm.meta[_RUNNING]] = None
-
-
-def take_consumed(gm: GraphModule) -> Consumed:
-    """What the passes have consumed; forgotten by the graph."""
-    gm.meta.pop(_RUNNING, None)
-    consumed: Consumed = gm.meta.pop(_CONSUMED, {})
-    return consumed
-
-
-def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
-    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have
-    consumed.
-    """
-    consumed = take_consumed(gm)
     for node in nodes:
         node.meta[_CONSUMED] = consumed
 
 
-def handed_on(nodes: Iterable[Node]) -> Consumed:
-    """What the passes of the joint graph have consumed."""
-    consumed: Consumed = next(
-        (node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {}
-    )
-    return consumed
+def get_consumed(nodes: Iterable[Node]) -> Consumed:
+    """Returns what `set_consumed` said; {} if nothing."""
+    return next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
 
 
 # How many outputs have gradients; and by offset, which of them lead to a parameter, where not all
