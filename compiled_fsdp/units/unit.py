@@ -45,7 +45,7 @@ _unit_numbers = itertools.count()
 
 # Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still
 # holds the original.
-taken: Any = WeakTensorKeyDictionary()
+sharded_as: Any = WeakTensorKeyDictionary()
 
 
 class Unit:
@@ -189,7 +189,7 @@ class Unit:
             for module, name in entry.owners:
                 registered(module).note_owner(name, self, params[-1])
             params[-1].register(sharded)
-            taken[original] = self, params[-1]
+            sharded_as[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
         return FlatBuffer(self, info, layout, params, data, is_apart)
 
