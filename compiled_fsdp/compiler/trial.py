@@ -20,7 +20,7 @@ from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
-from compiled_fsdp.planning.halves import saved_places, taken_over
+from compiled_fsdp.planning.halves import saved_inputs, saved_places
 from compiled_fsdp.planning.memory import StepProfile, profile_step
 from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
@@ -138,20 +138,20 @@ def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None
         if (spec.unit, spec.fqn) in params:
             set_param_spec(node, replace(spec, reshard="keep"))
             unsharded[spec.unit, spec.fqn] = node
-    taken = taken_over(backward)
-    places = saved_places(forward, len(taken))
+    inputs = saved_inputs(backward)
+    places = saved_places(forward, len(inputs))
     before = meta.returned(output(forward))
     saved: list[tuple[Node | None, object]] = []
     for node in find(backward, UNSHARD):
         spec = param_spec(node)
         if kept := unsharded.get((spec.unit, spec.fqn)):
-            with backward.inserting_before(taken[0]):
+            with backward.inserting_before(inputs[0]):
                 instead = backward.placeholder(node.name)
             meta.take_over(instead, kept)
             node.replace_all_uses_with(instead)
             erase_unused(node, UNSHARD)
             saved.append((kept, before[places[0]][1]))
-    for node, place in zip(taken, places, strict=True):
+    for node, place in zip(inputs, places, strict=True):
         if node.users:
             saved.append(before[place])
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.meta import module_of
-from compiled_fsdp.planning.halves import Handed, follows, handed_over, lifetimes_after, num_saved
+from compiled_fsdp.planning.halves import Boundary, boundary_of, follows, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import IN_FLIGHT, Lifetimes
 
 from .layout import EXECUTORS
@@ -34,7 +34,7 @@ class DumpedForward:
     """
 
     path: Path
-    boundary: dict[str, Handed]
+    boundary: dict[str, Boundary]
     modules: dict[str, str]
 
 
@@ -58,7 +58,7 @@ def memory(graph: Graph, path: Path, head: Head) -> Memory:
     modules = {node.name: module_of(node) for node in graph.nodes}
     saved = before.modules if before else {}
     if not is_backward(graph):
-        boundary = {name: handed_over(a, num_saved(graph)) for name, a in alive.items()}
+        boundary = {name: boundary_of(a, num_saved(graph)) for name, a in alive.items()}
         _forwards.append(DumpedForward(path, boundary, modules))
         del _forwards[:-MOST_FORWARDS]
     return {
