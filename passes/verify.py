@@ -259,7 +259,7 @@ def _number(division: Node) -> float:
     return float(divisor)
 
 
-def _is_left(region: Region) -> bool:
+def _is_in_flight(region: Region) -> bool:
     """Whether the unit awaits this reduction, since the graph does not."""
     return any(node.target is REDUCE_LATER for node in region.nodes)
 
@@ -368,7 +368,7 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
     seen: dict[tuple[str, str, Node], Region] = {}
     for region in find_regions(gm.graph, "reduce"):
         for spec in region.tag.specs:
-            into = region.result.args[1] if _is_left(region) else sum_root(region.result)
+            into = region.result.args[1] if _is_in_flight(region) else sum_root(region.result)
             before = seen.setdefault((spec.unit, spec.fqn, into), region)  # type: ignore[arg-type]
             if before is not region:
                 yield (
@@ -453,13 +453,13 @@ def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
     largest reduction.
     """
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
-    left = [r for r in regions if _is_left(r)]
-    sizes = [r.sent_bytes for r in left]
+    in_flight = [r for r in regions if _is_in_flight(r)]
+    sizes = [r.sent_bytes for r in in_flight]
     room = UNITS_IN_FLIGHT * max((r.sent_bytes for r in regions), default=0)
     if sum(sizes) > room:
         yield (
-            left[0].nodes[-1],
-            f"{len(left)} reductions of together {sum(sizes)} bytes; at most {room}",
+            in_flight[0].nodes[-1],
+            f"{len(in_flight)} reductions of together {sum(sizes)} bytes; at most {room}",
         )
 
 

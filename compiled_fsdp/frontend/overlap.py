@@ -239,11 +239,11 @@ class Overlap:
             for p in group["params"]
             if is_stepped_grad(p.grad)
         }
-        left = {part: params - consumed for part, params in held.items() if params - consumed}
+        remaining = {part: params - consumed for part, params in held.items() if params - consumed}
         ahead = self._first_gathers(held)
-        waiting = self._sorted(left)
+        waiting = self._sorted(remaining)
         for part in list(waiting):
-            self._step_part(optimizer, left[part])
+            self._step_part(optimizer, remaining[part])
             waiting.remove(part)
             while ahead and not any(flat in waiting for flat in ahead[0].flats):
                 ahead.pop(0).start()
@@ -328,9 +328,9 @@ class Overlap:
 
     def _check(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
         name = type(optimizer).__name__
-        if taken := [p.fqn for p in params if is_stepped_grad(p.sharded.grad)]:
+        if stepped := [p.fqn for p in params if is_stepped_grad(p.sharded.grad)]:
             raise RuntimeError(
-                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which "
+                f"overlap_optimizer(in_backward=True): backward is about to step {stepped[0]}, which "
                 "still has a gradient of an earlier backward. Each backward is a step: call "
                 "zero_grad() between them, add up gradients by set_requires_gradient_sync(False), "
                 "or leave out in_backward=True"
