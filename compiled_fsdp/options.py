@@ -1,4 +1,4 @@
-"""What the user asked of a unit, and which part of the program took a decision from it.
+"""Options that the user asked of a unit, and which part of the program took a decision from each.
 
 Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
 reads an option to decide something writes that down too, there: passes in the graph's own record
@@ -43,7 +43,7 @@ def now() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was asked for, as text, and when."""
+    """An option's value, as text, and when it was asked for."""
 
     value: str
     moment: int

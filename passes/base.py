@@ -1,4 +1,4 @@
-"""What a pass is, which properties passes hand to each other, and how a list of them runs."""
+"""Passes: what one is, which properties they rely on and provide, and how a list of them runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stage(Enum):
 
 
 class Property(Enum):
-    """What holds of a graph once a pass has run."""
+    """Properties of a graph that hold once a pass has run."""
 
     DEDUPED = "each parameter is unsharded once"
     JOINED = "the gradients of a flat parameter's views are put together once"
@@ -65,7 +65,7 @@ class Executor(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What passes may know of the compilation that they are part of, beside graph and plan.
+    """The compilation that a pass is part of, as far as it may know it, beside graph and plan.
 
     is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
     is_ours: whether the graph has anything of ours.

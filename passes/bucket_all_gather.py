@@ -117,7 +117,7 @@ def _may_share(region: Region) -> bool:
 
 
 def _nbytes(members: list[Region]) -> float:
-    """Of the full parameters."""
+    """Returns the bytes of the full parameters."""
     return sum(r.spec.full_bytes() for r in members)
 
 

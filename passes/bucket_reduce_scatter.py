@@ -94,7 +94,7 @@ class Unit:
 
     @property
     def nbytes(self) -> float:
-        """Of the full gradients, as they are reduced."""
+        """The bytes of the full gradients, as they are reduced."""
         return sum(map(_nbytes, self.bucket))
 
     def parts(self, limit: int) -> list[list[Region]]:

@@ -245,8 +245,8 @@ def _entries_of(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
 
 
 def key() -> str | None:
-    """What the pipeline adds to the key of compile caches; None, so that every pass really runs,
-    with passes of a user's, whose source nobody knows.
+    """Returns what the pipeline adds to the key of compile caches; None, so that every pass really
+    runs, with passes of a user's, whose source nobody knows.
     """
     if any(entry not in PIPELINE for entry in _current):
         return None

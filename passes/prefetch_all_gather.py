@@ -133,7 +133,7 @@ def decide(
 
 
 def _note_lists(gm: GraphModule, after: list[tuple[str, ...]], begin: dict[str, Node]) -> None:
-    """Whose explicit lists were followed."""
+    """Notes whose explicit lists were followed."""
     option = f"set_modules_to_{'backward' if is_backward(gm.graph) else 'forward'}_prefetch"
     for unit in dict.fromkeys(unit for units in after for unit in units if unit in begin):
         consume(gm, option, unit=unit)

@@ -64,7 +64,7 @@ def step_in_backward(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _spec(root: Node) -> ParamSpec:
-    """Of the first of the parameters whose gradients a flat gradient was put together from."""
+    """Returns the first of the parameters whose gradients a flat gradient was put together from."""
     node = root
     while (tag := get_tag(node)) is None:
         node = node.all_input_nodes[0]

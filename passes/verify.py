@@ -147,8 +147,8 @@ def as_specified(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def _described(start: Node) -> str:
-    """What a collective does, without its position in the arguments; one that may have started
-    ahead, as it would start here.
+    """Returns what a collective does, without its position in the arguments; one that may have
+    started ahead, as it would start here.
     """
     target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
@@ -165,7 +165,7 @@ def _described(start: Node) -> str:
 
 
 def _sent(start: Node) -> list[Node]:
-    """What a collective sends."""
+    """Returns what a collective sends."""
     first: Any = start.args[0]
     return list(first) if isinstance(first, list | tuple) else [first]
 
@@ -241,8 +241,8 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def _divisor(node: Node, region: Region) -> float:
-    """What a value that a region sends was divided by in it; all that was joined to it, by the
-    same.
+    """Returns what a value that a region sends was divided by in it; all that was joined to it, by
+    the same.
     """
     product, nodes = 1.0, {node}
     for current in reversed(region.nodes):
@@ -254,7 +254,7 @@ def _divisor(node: Node, region: Region) -> float:
 
 
 def _number(division: Node) -> float:
-    """What a division divides by."""
+    """Returns what a division divides by."""
     divisor: Any = division.args[1]
     return float(divisor)
 

@@ -199,7 +199,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _pairs(options: argparse.Namespace) -> Iterator[tuple[Dumped, Dumped]]:
-    """What is compared with what."""
+    """Yields what is compared with what."""
     mine = read_folder(options.folder)
     asked = [options.other is not None, options.ranks is not None, options.passes is not None]
     if sum(asked) != 1:

@@ -151,7 +151,7 @@ def most(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What more memory buys.
+    """A way to use more memory.
 
     kind: a slice, or a whole parameter.
     param: unit and name.
@@ -177,7 +177,7 @@ def _candidates(graph: Graph) -> tuple[Candidate, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PeakModel:
-    """What moves add to the memory of a step in which nothing is kept.
+    """The memory of a step in which nothing is kept, and what candidates add to it.
 
     forward, backward: most bytes alive in each interval of nodes; no candidate begins or ends to
         add to them within one.
@@ -212,7 +212,7 @@ class PeakModel:
         return PeakModel(forward, backward, tuple(placed))
 
     def peak(self, num: int) -> int:
-        """Of the step with the first moves made."""
+        """Returns the peak of the step with the first candidates kept."""
         more, less = [0] * (len(self.forward) + 1), [0] * (len(self.backward) + 1)
         for begin, end, num_bytes in self.spans[:num]:
             if end:  # backward does gather it again

@@ -1,4 +1,4 @@
-"""What a finished graph is, in a few lines of JSON that travel with the compiled code: read by
+"""The record of a finished graph: a few lines of JSON that travel with the compiled code, read by
 `explain` once the graph has run.
 
 A graph that comes out of a compile cache was made in another process, where its passes ran; its

@@ -77,7 +77,7 @@ def _ranks(group: str) -> list[int]:
 
 
 def _collective(start: Node) -> Collective:
-    """What a collective carries: full tensors in bytes, and what this rank sends of them."""
+    """Returns what a collective carries: bytes of full tensors, and what this rank sends."""
     tag = get_tag(start)
     specs = () if tag is None else tag.specs
     kind = traits_of(start.target).starts

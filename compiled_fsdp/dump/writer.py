@@ -108,7 +108,7 @@ def _write_indented(path: Path, values: object) -> None:
 
 
 class Ran(Protocol):
-    """What a dump needs to know of a pass that has run."""
+    """A pass that has run, as far as a dump needs to know it."""
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class Ran(Protocol):
 
     @property
     def provides(self) -> Enum | None:
-        """What holds of the graph from now on; None for a pass of the user's."""
+        """Returns what holds of the graph from now on; None for a pass of the user's."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""What is checked once, before the first forward of an outermost module and before an optimizer's
-first step.
+"""Checks that are made once, before the first forward of an outermost module and before an
+optimizer's first step.
 
 The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss that does not fall.
 """

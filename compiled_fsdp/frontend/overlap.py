@@ -304,8 +304,8 @@ class Overlap:
         return ""
 
     def forget(self, flat: FlatBuffer) -> None:
-        """What forward has read of a buffer was for a backward that has come to it now, and did not
-        reduce.
+        """Forget what forward has read of a buffer: it was for a backward that has come to it now,
+        and did not reduce.
         """
         self.reads.pop(flat, None)
         self.shared.discard(flat)

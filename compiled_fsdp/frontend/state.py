@@ -1,4 +1,4 @@
-"""What one `fully_shard` call leaves behind, and how to find it."""
+"""The state that one `fully_shard` call leaves behind, and how to find it."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ class PreForward:
         self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What forward is to get."""
+        """Returns what forward is to get."""
         policy = self.state.unit.mp_policy
         if policy.param_dtype is not None:
             if policy.cast_forward_inputs:
@@ -373,7 +373,7 @@ class PostForward:
         self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the caller is to get."""
+        """Returns what the caller is to get."""
         if torch.compiler.is_dynamo_compiling():
             stays = self.state.unit.reshard is False and torch.is_grad_enabled()
             end_forward(self.unit_key, stays=stays)

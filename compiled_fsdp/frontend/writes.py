@@ -174,7 +174,7 @@ def _storages(value: object) -> Iterator[int]:
 
 
 def _written_storages(graphs: Iterable[Graph]) -> set[int]:
-    """Of the fake tensors that some node writes to, through whichever alias.
+    """Returns the storages of the fake tensors that some node writes to, through whichever alias.
 
     A node that writes is known by its name, as torch spells such functions, or by the version of
     what was new in the graph (`embedding(max_norm=...)`): inputs come with versions of their own,
@@ -195,7 +195,7 @@ def _written_storages(graphs: Iterable[Graph]) -> set[int]:
 
 
 def _written_by(node: Node) -> Iterator[Node]:
-    """What a node writes to, as its name says."""
+    """Yields what a node writes to, as its name says."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     out = node.kwargs.get("out")
     yield from (n for n in tree_leaves(out) if isinstance(n, Node))

@@ -188,7 +188,7 @@ class FlatUnit(Unit):
             self.shard.hide()
 
     def before_forward(self) -> bool:
-        """What stock does before a root's forward: settle gradients that the user dropped or
+        """Do what stock does before a root's forward: settle gradients that the user dropped or
         replaced, and parameters likewise.
 
         Whether what is gathered now has another dtype than the mode (training or evaluation) asks

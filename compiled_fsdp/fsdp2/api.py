@@ -163,7 +163,7 @@ def _note_options(
     offload: OffloadPolicy,
     params: set[int],
 ) -> None:
-    """What this call was asked for, and what of it has had its effect by now."""
+    """Note what this call was asked for, and what of it has had its effect by now."""
     for name, value in asked.items():
         unit.options.ask(name, value)
     for field in fields(mp_policy):

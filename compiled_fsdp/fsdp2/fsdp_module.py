@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class UnshardHandle(StockUnshardHandle):
-    """What `FSDPModule.unshard(async_op=True)` returns; `wait` makes the full parameters the
+    """The result of `FSDPModule.unshard(async_op=True)`; `wait` makes the full parameters the
     registered ones.
     """
 

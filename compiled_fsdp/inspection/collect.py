@@ -1,5 +1,5 @@
-"""What became of a sharded model, from what its units, its graphs and its options have left
-behind.
+"""Collects what became of a sharded model, from what its units, its graphs and its options have
+left behind.
 """
 
 from __future__ import annotations

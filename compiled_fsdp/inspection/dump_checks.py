@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def difference(before: Dumped, after: Dumped) -> str:
-    """What communicates, casts and frees in two graphs, and their peaks; "" if that is all the
-    same.
+    """Returns what communicates, casts and frees in two graphs, and their peaks; "" if that is all
+    the same.
     """
     lines = [
         f"  {name}: {old} -> {new}"
@@ -62,9 +62,9 @@ def totals(gm: GraphModule) -> list[tuple[str, str]]:
 
 
 def violations(ranks: list[DumpedRank]) -> Iterator[str]:
-    """What is wrong with the graphs of a dump, each as a text of its own: every invariant after
-    every pass, the texts beside the graphs, and that ranks which share a group communicate alike
-    over it.
+    """Yields what is wrong with the graphs of a dump, each as a text of its own: every invariant
+    after every pass, the texts beside the graphs, and that ranks which share a group communicate
+    alike over it.
     """
     for rank in ranks:
         for graph in rank.graphs:

@@ -87,7 +87,7 @@ class Dumped:
 
     @property
     def diff(self) -> str:
-        """What the pass has changed; "" if nothing."""
+        """Returns what the pass has changed; "" if nothing."""
         path = self._file(layout.DIFF)
         return read(path) if path.exists() else ""
 
@@ -229,7 +229,7 @@ class DumpedRank:
 
     @property
     def settings(self) -> RankSettings:
-        """What all its graphs were made under."""
+        """Returns what all its graphs were made under."""
         path = self.path / layout.SETTINGS
         found: RankSettings = load(path, DOING)
         Check(path, DOING)(found, RankSettings)
@@ -242,7 +242,7 @@ class DumpedRank:
 
     @property
     def explanation(self) -> dict[str, Any] | None:
-        """What `explain` knew after the first step; None without one."""
+        """Returns what `explain` knew after the first step; None without one."""
         if not self.explanation_path.exists():
             return None
         found: dict[str, Any] = load(self.explanation_path, DOING)

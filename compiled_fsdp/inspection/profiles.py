@@ -92,7 +92,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What ran on a device, and the call on a thread of the CPU that launched it."""
+    """A kernel that ran on a device, and the call on a thread of the CPU that launched it."""
 
     event: Event
     launch: Event
@@ -224,7 +224,7 @@ def outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _outside(events: list[Event], compiles: list[Event]) -> list[Event]:
-    """What neither is nor lies inside a compilation of its thread."""
+    """Returns what neither is nor lies inside a compilation of its thread."""
     if not compiles:
         return events
     of_thread: dict[object, list[Event]] = {}

@@ -239,8 +239,8 @@ def _divide(run: Run, x: Value, how: Reduction) -> Value:
 
 
 def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
-    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide,
-    cast to `dtype`.
+    """Do what `reduce_bucket` does from the start of its last collective on: await it, add up,
+    divide, cast to `dtype`.
     """
     how = spec.reduction
     x = run(WAIT, started)
@@ -362,7 +362,7 @@ def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
 
 
 def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
-    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
+    """Returns what the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
     shard_numel], or flat if contiguous.
     """
     spec, pieces = specs[place], gather_messages(specs)

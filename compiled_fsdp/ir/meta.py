@@ -66,7 +66,7 @@ def set_tag(node: Node, tag: CommTag) -> None:
 
 
 def get_tag(node: Node) -> CommTag | None:
-    """What a node belongs to; None for the user's computation."""
+    """Returns what a node belongs to; None for the user's computation."""
     tag: CommTag | None = node.meta.get(_KEY)
     return tag
 
@@ -80,8 +80,8 @@ def set_captured(gm: GraphModule, captured: object) -> None:
 
 
 def get_captured(gm: GraphModule) -> Any:
-    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the
-    pipeline.
+    """Returns what the graph was when the pipeline got it (`meaning.Captured`); None outside a run
+    of the pipeline.
     """
     return gm.meta.get(_KEY)
 
@@ -95,7 +95,7 @@ def set_context(gm: GraphModule, context: object) -> None:
 
 
 def get_context(gm: GraphModule) -> Any:
-    """What `set_context` left (`passes.base.Context`); None outside a run of the pipeline."""
+    """Returns what `set_context` said (`passes.base.Context`); None outside of the pipeline."""
     return gm.meta.get(_CONTEXT)
 
 
@@ -125,7 +125,7 @@ def set_heads(node: Node, heads: Heads) -> None:
 
 
 def get_heads(node: Node) -> Heads | None:
-    """What `set_heads` said; None if all outputs lead to all."""
+    """Returns what `set_heads` said; None if all outputs lead to all."""
     heads: Heads | None = node.meta.get(_HEADS)
     return heads
 
@@ -159,7 +159,9 @@ def keep_in_backward(node: Node) -> None:
 
 
 def returned(output: Node) -> list[tuple[Node | None, object]]:
-    """What a graph returns, each with what torch says that it is (None in hand-written graphs)."""
+    """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
+    graphs).
+    """
     nodes: Any = output.args[0]
     return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
 
@@ -171,8 +173,8 @@ def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> N
 
 
 def saved_for_backward(output: Node) -> list[Node]:
-    """What a graph returns for its backward, not to the user; all it returns if torch does not say
-    (hand-written graphs).
+    """Returns the outputs of a graph for its backward, not to the user; all it returns if torch does
+    not say (hand-written graphs).
     """
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
@@ -226,7 +228,7 @@ def set_seconds(node: Node, seconds: float) -> None:
 
 
 def get_seconds(node: Node) -> float | None:
-    """What `set_seconds` has noted, if anything."""
+    """Returns what `set_seconds` has noted, if anything."""
     seconds: float | None = node.meta.get("fsdp_seconds")
     return seconds
 

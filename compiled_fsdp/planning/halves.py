@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a forward leaves to its backward and to the user.
+    """The boundary between a forward and its backward: what forward leaves to it and to the user.
 
     saved: for each value saved for backward, in order, its name and its shape as text.
     kinds: for each, (kind, owner) of its storage in forward; None where somebody else holds it all
@@ -41,8 +41,8 @@ class Boundary:
 
 
 def boundary_of(before: Lifetimes, count: int) -> Boundary:
-    """What a forward leaves, if its backward takes `count` values: it returns them last, the
-    symbols among them left out.
+    """Returns what a forward leaves, if its backward takes `count` values: it returns them last,
+    the symbols among them left out.
     """
     returned: Any = output(before.graph).args[0]
     saved = [returned[place] for place in saved_places(before.graph, count)]

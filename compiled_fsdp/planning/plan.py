@@ -1,4 +1,4 @@
-"""What the passes may choose, decided before any rewriting and the same on every rank."""
+"""The plan: the choices of the passes, decided before any rewriting and the same on every rank."""
 
 from __future__ import annotations
 

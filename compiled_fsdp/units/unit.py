@@ -121,8 +121,8 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """What the unit is called in a graph: its name for people, and its number, since names need
-        not differ.
+        """Returns what the unit is called in a graph: its name for people, and its number, since
+        names need not differ.
         """
         return f"{self.name}#{self.number}"
 
@@ -382,8 +382,8 @@ class Unit:
         )
 
     def _traced(self, spec: ParamSpec) -> ParamSpec:
-        """What a graph does: it is made in forward, where nobody knows yet which backward of a
-        schedule is the last.
+        """Returns the spec for a graph, which is made in forward, where nobody knows yet which
+        backward of a schedule is the last.
         """
         is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
         return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
@@ -398,7 +398,7 @@ class Unit:
 
     @property
     def mode(self) -> object:
-        """What else the op arguments follow from."""
+        """Returns what else the op arguments follow from."""
         return None
 
     def publish(self) -> None:
@@ -542,16 +542,18 @@ def _fits(param: ShardedParam, new: Any) -> bool:
 
 
 def _nothing() -> None:
-    """What to do where there is no eager runtime."""
+    """Does what is to be done where there is no eager runtime: nothing."""
 
 
 def _keep(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
-    """What to do with gradients while no optimizer steps inside backward."""
+    """Returns what to do with gradients while no optimizer steps inside backward."""
     return False
 
 
 def _nothing_of(gather_or_buffer: object) -> None:
-    """What to do with a gather, or a buffer, while nobody overlaps the optimizer's step."""
+    """Does with a gather, or a buffer, what is to be done while nobody overlaps the optimizer's
+    step: nothing.
+    """
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:
