@@ -2,8 +2,8 @@
 
 Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
 reads an option to decide something writes that down too, there: passes in the graph's own record
-(`passes/base.py`, `graph_record.py`), the eager runtime and hooks here. An option that was asked for
-and that nothing consumed in a whole step has changed nothing: `explain` raises.
+(`passes/base.py`, `graph_record.py`), the eager runtime and hooks here. An option that was asked
+for and that nothing consumed in a whole step has changed nothing: `explain` raises.
 
 Both carry a moment, counted up: a value that was set later than its last consumer ran is not
 consumed yet.

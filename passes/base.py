@@ -132,8 +132,8 @@ class Pass:
     only: the executor that it is for; None: both.
     is_for_all: whether graphs without anything of ours go through it too.
     is_tried: whether trials, which compare schedules, need it.
-    consumes: the user's options that it may take a decision from; for which graph and which units it
-        did, it says by `consume`.
+    consumes: the user's options that it may take a decision from; for which graph and which units
+        it did, it says by `consume`.
     """
 
     function: PassFunction

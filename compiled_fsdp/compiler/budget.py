@@ -9,8 +9,8 @@ for.
 
 A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from
 when its forward drops each parameter, and when its backward gathers it again, follows what keeping
-it would add to which part of the curve (`PeakModel`). The others check, and correct, what that says.
-They are split anew only where that may turn out differently: with slices, or where backward
+it would add to which part of the curve (`PeakModel`). The others check, and correct, what that
+says. They are split anew only where that may turn out differently: with slices, or where backward
 computes something again from parameters and other values. Units are whole in trials, also where
 costs may cut them into parts, which need less, unless nothing fits otherwise. The record is frozen
 before any rewriting, and a function of graph and plan alone.
@@ -181,8 +181,8 @@ class PeakModel:
 
     forward, backward: most bytes alive in each interval of nodes; no candidate begins or ends to
         add to them within one.
-    spans: for each candidate, from which interval of forward on its bytes are alive longer, before which one
-        of backward (0: it is not gathered there), and how many they are.
+    spans: for each candidate, from which interval of forward on its bytes are alive longer, before
+        which one of backward (0: it is not gathered there), and how many they are.
     """
 
     forward: tuple[int, ...]

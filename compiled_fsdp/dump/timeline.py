@@ -113,7 +113,10 @@ def _run(graph: Graph, nodes: list[Node], costs: Costs) -> Run:
     """
     points = program(graph, costs)
     line = simulate(points)
-    begins = {p.node: line.reached[p.node] + line.exposed.get(p.start, 0.0) for p in points}  # type: ignore[arg-type]
+    begins = {
+        p.node: line.reached[p.node] + line.exposed.get(p.start, 0.0)  # type: ignore[arg-type]
+        for p in points
+    }
     waits = {p.start: p.node for p in points if p.start is not None}
     issuing = {node: costs.compute(node) for node in nodes}
     compute: list[Interval] = [

@@ -409,8 +409,8 @@ def say_they_are_lost(fqns: Sequence[str]) -> None:
     if not fqns:
         return
     warn_once(
-        f"compiled_fsdp: parameter {shortened(fqns, 1)} is written to in place while it is gathered. "
-        "What follows in the same forward sees it; the sharded parameter is not changed, so the "
-        "write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, write "
-        "to the sharded parameter, outside of forward"
+        f"compiled_fsdp: parameter {shortened(fqns, 1)} is written to in place while it is "
+        "gathered. What follows in the same forward sees it; the sharded parameter is not changed, "
+        "so the write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, "
+        "write to the sharded parameter, outside of forward"
     )

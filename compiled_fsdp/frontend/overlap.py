@@ -284,7 +284,8 @@ class Overlap:
                 hook(param.sharded)
         self._step_part(optimizer, {id(p.sharded) for p in params})
         for param in params:
-            param.sharded.grad = SteppedGrad(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+            stepped = SteppedGrad(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+            param.sharded.grad = stepped
         self._start_early()
         return True
 
@@ -330,8 +331,8 @@ class Overlap:
         name = type(optimizer).__name__
         if stepped := [p.fqn for p in params if is_stepped_grad(p.sharded.grad)]:
             raise RuntimeError(
-                f"overlap_optimizer(in_backward=True): backward is about to step {stepped[0]}, which "
-                "still has a gradient of an earlier backward. Each backward is a step: call "
+                f"overlap_optimizer(in_backward=True): backward is about to step {stepped[0]}, "
+                "which still has a gradient of an earlier backward. Each backward is a step: call "
                 "zero_grad() between them, add up gradients by set_requires_gradient_sync(False), "
                 "or leave out in_backward=True"
             )

@@ -197,9 +197,10 @@ class State:
         ]
         if ignored:
             warn_once(
-                f"compiled_fsdp: `.data` of parameter {shortened(ignored, 1)} was assigned to while it "
-                "is sharded. DTensor ignores that, as with torch's FSDP2: the parameter has the "
-                "values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
+                f"compiled_fsdp: `.data` of parameter {shortened(ignored, 1)} was assigned to "
+                "while it is sharded. DTensor ignores that, as with torch's FSDP2: the parameter "
+                "has the values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under "
+                "torch.no_grad()",
                 about="assigned data",
             )
 

@@ -160,10 +160,11 @@ def _announce_before_backward(graph: Graph, written: set[int]) -> None:
     trained = [owner[1].fqn for owner in owners if owner and owner[1].sharded.requires_grad]
     if trained:
         warn_once(
-            f"compiled_fsdp: the sharded parameter {shortened(trained, 1)} is written to in a graph "
-            "that is part of a forward. The backward of graphs that ran before it finds the old "
-            "value where the full parameter was kept and the new one where it is gathered again; "
-            "the plan decides which. Write to it after backward, or freeze it if it is not trained"
+            f"compiled_fsdp: the sharded parameter {shortened(trained, 1)} is written to in a "
+            "graph that is part of a forward. The backward of graphs that ran before it finds the "
+            "old value where the full parameter was kept and the new one where it is gathered "
+            "again; the plan decides which. Write to it after backward, or freeze it if it is not "
+            "trained"
         )
 
 

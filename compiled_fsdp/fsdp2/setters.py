@@ -1,5 +1,5 @@
-"""The setters of `FSDPModule`: each checks its arguments, notes what was asked for, and publishes it
-to the unit; semantics and errors as torch's.
+"""The setters of `FSDPModule`: each checks its arguments, notes what was asked for, and publishes
+it to the unit; semantics and errors as torch's.
 """
 
 from __future__ import annotations

@@ -77,7 +77,10 @@ def _check_graph(graph: DumpedGraph) -> Iterator[str]:
     is_lowered = False
     for entry in graph.passes:
         if show(entry.gm.graph) != entry.text.partition("\n")[2].rstrip("\n"):
-            yield f"{entry.where}: the text is not that of the graph in the .json.gz beside it; one of them was changed"
+            yield (
+                f"{entry.where}: the text is not that of the graph in the .json.gz beside it; one "
+                "of them was changed"
+            )
         is_lowered = is_lowered or entry.name == "lower"
         if captured is None or not is_lowered:
             continue
@@ -108,4 +111,7 @@ def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
                     )
                 )
                 shown = "\n".join(changes[:40])
-                yield f"ranks {number} and {rank.rank} communicate differently over group {printable(repr(name))}:\n{shown}"
+                yield (
+                    f"ranks {number} and {rank.rank} communicate differently over group "
+                    f"{printable(repr(name))}:\n{shown}"
+                )

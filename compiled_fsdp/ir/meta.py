@@ -173,8 +173,8 @@ def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> N
 
 
 def saved_for_backward(output: Node) -> list[Node]:
-    """Returns the outputs of a graph for its backward, not to the user; all it returns if torch does
-    not say (hand-written graphs).
+    """Returns the outputs of a graph that are for its backward, not for the user; all of them if
+    torch does not say (hand-written graphs).
     """
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
