@@ -1,5 +1,5 @@
-"""What scripts import from `torch.distributed.fsdp.api`, under the same name here: torch's own
-enums and configs.
+"""Torch's own enums and configs, which scripts import from `torch.distributed.fsdp.api`, under the
+same name here.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

@@ -24,15 +24,10 @@ def named(thing: object) -> str:
     return kind if len(text) > 60 or "\n" in text else f"{kind} {text}"
 
 
-def first_of(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
-    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
-
-
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """Names as a list that ends after three: "['a', 'b', 'c'] and 9 more"."""
+    """Returns the first names, and how many more there are: "a, b, c and 9 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{list(names[:most])}{more}"
+    return f"{', '.join(names[:most])}{more}"
 
 
 _said: set[str] = set()

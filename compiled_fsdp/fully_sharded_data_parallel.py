@@ -1,5 +1,5 @@
-"""What scripts import from `torch.distributed.fsdp.fully_sharded_data_parallel`, under the same
-name here.
+"""Names that scripts import from `torch.distributed.fsdp.fully_sharded_data_parallel`, under the
+same name here.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

@@ -1,9 +1,9 @@
-"""What the user asked of a unit, and which part of the program took a decision from it.
+"""Options that the user asked of a unit, and which part of the program took a decision from each.
 
 Setters and `fully_shard` write down what was asked, where it differs from the default. Whatever
 reads an option to decide something writes that down too, there: passes in the graph's own record
-(`meta.consume`, `graph_record.py`), the eager runtime and hooks here. An option that was asked for
-and that nothing consumed in a whole step has changed nothing: `explain` raises.
+(`passes/base.py`, `graph_record.py`), the eager runtime and hooks here. An option that was asked
+for and that nothing consumed in a whole step has changed nothing: `explain` raises.
 
 Both carry a moment, counted up: a value that was set later than its last consumer ran is not
 consumed yet.
@@ -12,11 +12,28 @@ consumed yet.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 _moments = itertools.count(1)
+
+# For one graph: (option, unit), the unit "" for the outermost or for the plan -> the parts of the
+# program that took a decision from it.
+Consumed = dict[tuple[str, str], dict[str, None]]
+
+
+def note(consumed: Consumed, by: str, option: str, unit: str = "") -> None:
+    """Note that a part of the program took a decision from an option, for this unit of a graph."""
+    consumed.setdefault((option, unit), {})[by] = None
+
+
+def is_verifying() -> bool:
+    """Returns whether COMPILED_FSDP_VERIFY is set: invariants are checked after every pass, not the
+    last alone, and eager mode checks the bits of what it gathered.
+    """
+    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
 
 
 def now() -> int:
@@ -26,7 +43,7 @@ def now() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was asked for, as text, and when."""
+    """An option's value, as text, and when it was asked for."""
 
     value: str
     moment: int

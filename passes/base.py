@@ -1,13 +1,14 @@
-"""What a pass is, which properties passes hand to each other, and how a list of them runs."""
+"""Passes: what one is, which properties they rely on and provide, and how a list of them runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from compiled_fsdp.ir.meta import begin_pass, get_context, set_captured, set_context
+from compiled_fsdp.ir.meta import get_context, set_captured, set_context
+from compiled_fsdp.options import note
 from compiled_fsdp.verification.meaning import Captured
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
+    from compiled_fsdp.options import Consumed
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -27,7 +29,7 @@ class Stage(Enum):
 
 
 class Property(Enum):
-    """What holds of a graph once a pass has run."""
+    """Properties of a graph that hold once a pass has run."""
 
     DEDUPED = "each parameter is unsharded once"
     JOINED = "the gradients of a flat parameter's views are put together once"
@@ -64,7 +66,7 @@ class Executor(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What passes may know of the compilation that they are part of, beside graph and plan.
+    """The compilation that a pass is part of, as far as it may know it, beside graph and plan.
 
     is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
     is_ours: whether the graph has anything of ours.
@@ -72,6 +74,8 @@ class Context:
     calls_subgraphs: whether what runs the graph can call a subgraph that it compiles once.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.
+    consumed: the options that the passes have consumed so far, and for which units.
+    running: the pass that runs.
     """
 
     is_fused: bool = False
@@ -80,6 +84,8 @@ class Context:
     calls_subgraphs: bool = False
     is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
     record: Callable[[GraphModule], str] = lambda gm: ""
+    consumed: Consumed = field(default_factory=dict)
+    running: Pass | None = None
 
     @property
     def executor(self) -> Executor:
@@ -90,6 +96,25 @@ class Context:
 def context_of(gm: GraphModule) -> Context:
     """The context of the running pipeline; the default one for a pass that is called by hand."""
     return get_context(gm) or Context()
+
+
+def consume(gm: GraphModule, *options: str, unit: str = "") -> None:
+    """Note that the running pass took a decision from these options of its entry in the pipeline,
+    or from all of them, for this unit; a pass that is called by hand notes nothing.
+
+    Raises:
+        ValueError: its entry does not have the option.
+    """
+    context = context_of(gm)
+    if context.running is None:
+        return
+    for option in options or context.running.consumes:
+        if option not in context.running.consumes:
+            raise ValueError(
+                f"{context.running.name}: consumed {option}, which its entry in the pipeline does "
+                f"not have: it has {list(context.running.consumes)}. Add it to `consumes`"
+            )
+        note(context.consumed, context.running.name, option, unit)
 
 
 class PassFunction(Protocol):
@@ -110,6 +135,8 @@ class Pass:
     only: the executor that it is for; None: both.
     is_for_all: whether graphs without anything of ours go through it too.
     is_tried: whether trials, which compare schedules, need it.
+    consumes: the user's options that it may take a decision from; for which graph and which units
+        it did, it says by `consume`.
     """
 
     function: PassFunction
@@ -119,6 +146,7 @@ class Pass:
     only: Executor | None = None
     is_for_all: bool = False
     is_tried: bool = True
+    consumes: tuple[str, ...] = ()
 
     def runs_in(self, context: Context) -> bool:
         """Whether it is for such a graph."""
@@ -159,27 +187,26 @@ def run_pipeline(
     plan: Plan,
     passes: Sequence[Pass],
     after_pass: Callable[[GraphModule, Pass], None] | None = None,
-    context: Context = Context(),
+    context: Context | None = None,
 ) -> GraphModule:
     """Run in order those of `passes` that are for such a graph; lint after each, then call
     `after_pass` (dumps, verification in tests).
 
     What the graph was before the first pass is kept with it meanwhile, for `verify`, and so is the
-    context. Which options the passes have consumed is left with it: see `meta.take_consumed`. A
-    trial, or a graph without anything of ours, is neither linted nor compiled, and has nothing to
-    be verified by.
+    context, which has the options that were consumed when the passes have run. A trial, or a graph
+    without anything of ours, is neither linted nor compiled, and has nothing to be verified by.
 
     Raises:
         TypeError: a pass returned something else than the graph module that it was given.
     """
+    context = context or Context()
     is_checked = context.is_ours and not context.is_trial
     is_half = any(entry.stage is Stage.HALF for entry in passes)
-    set_context(gm, context)
     set_captured(gm, Captured(gm.graph) if is_half and is_checked else None)
     for entry in passes:
         if not entry.runs_in(context):
             continue
-        begin_pass(gm, entry.name)
+        set_context(gm, replace(context, running=entry))
         if (returned := entry.function(gm, plan)) not in (gm, None):
             raise TypeError(
                 f"the pass {entry.name} returned {type(returned).__name__}, another object than "

@@ -39,8 +39,10 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import Builder, erase_all, value
-from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.regions import Region, find_regions, together
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -66,8 +68,7 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         is_alone = has_lists or not all(map(_may_share, members))
         alike.setdefault((*way, unit if is_alone else ""), []).append(members)
     if alike:
-        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
-            consume(gm, option)
+        consume(gm)
     for neighbours in alike.values():
         for bucket in together(neighbours, _nbytes, plan.bucket_limit(neighbours[0][0].spec.group)):
             merged = [region for members in bucket for region in members]
@@ -116,7 +117,7 @@ def _may_share(region: Region) -> bool:
 
 
 def _nbytes(members: list[Region]) -> float:
-    """Of the full parameters."""
+    """Returns the bytes of the full parameters."""
     return sum(r.spec.full_bytes() for r in members)
 
 

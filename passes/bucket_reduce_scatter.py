@@ -43,9 +43,11 @@ from compiled_fsdp.ir.graph import (
     sum_root,
     value,
 )
-from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.regions import Region, find_regions, together
 from compiled_fsdp.ir.schema import MARK_GRADS
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -57,8 +59,7 @@ def bucket_reduce_scatter(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     regions = {region.result: region for region in find_regions(gm.graph, "reduce")}
     for alike in _units(regions).values():
-        for option in ("Plan.bucket_bytes", "Plan.split_bytes"):
-            consume(gm, option)
+        consume(gm)
         limit = plan.bucket_limit(alike[0].bucket[0].spec.group)
         for neighbours in together(alike, lambda unit: unit.nbytes, limit):
             if len(neighbours) > 1:
@@ -93,7 +94,7 @@ class Unit:
 
     @property
     def nbytes(self) -> float:
-        """Of the full gradients, as they are reduced."""
+        """The bytes of the full gradients, as they are reduced."""
         return sum(map(_nbytes, self.bucket))
 
     def parts(self, limit: int) -> list[list[Region]]:

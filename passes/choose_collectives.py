@@ -28,7 +28,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import find
-from compiled_fsdp.ir.meta import consume
 from compiled_fsdp.ir.schema import (
     KEEP_SLICE,
     REDUCE_GRAD,
@@ -40,6 +39,8 @@ from compiled_fsdp.ir.schema import (
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.choices import Choices
 
+from .base import consume
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
@@ -50,8 +51,8 @@ def choose_collectives(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     nodes = find(gm.graph, UNSHARD, UNSHARD_SLICE, KEEP_SLICE, REDUCE_GRAD)
     specs = {node: param_spec(node) for node in nodes}
-    for option in ("Plan.own_message", "Plan.reductions") if nodes else ():
-        consume(gm, option)
+    if nodes:
+        consume(gm)
     choices = Choices.decide(list(specs.values()), plan)
     for node, spec in specs.items():
         chosen = replace(spec, own_message=choices.own_message[spec.group])

@@ -36,10 +36,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import downstream, move_before, output, point
-from compiled_fsdp.ir.meta import consume
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import wait_anchors
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -54,15 +55,10 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
         r.spec.reduces_in_flight for r in regions
     )
     for region in regions:
-        is_set = region.spec.reduces_in_flight > 0
-        consume(
-            gm,
-            *(
-                ("set_reduce_scatter_max_input_buffers", region.spec.unit)
-                if is_set
-                else ("Plan.reduces_in_flight", "")
-            ),
-        )
+        if region.spec.reduces_in_flight > 0:
+            consume(gm, "set_reduce_scatter_max_input_buffers", unit=region.spec.unit)
+        else:
+            consume(gm, "Plan.reduces_in_flight")
     if not is_from_costs and not any(distances(regions, plan)):
         return gm
     end = output(gm.graph)
@@ -70,8 +66,7 @@ def delay_wait(gm: GraphModule, plan: Plan) -> GraphModule:
     for stage in reversed(range(last)):
         if is_from_costs and stage == 0:
             assert plan.costs is not None
-            consume(gm, "Plan.costs")
-            consume(gm, "Plan.reduction_bytes")
+            consume(gm, "Plan.costs", "Plan.reduction_bytes")
             anchors = wait_anchors(gm.graph, plan.costs, plan.reduction_bytes)
             decided = [(r.waits[0], anchors[r.starts[0]] or end) for r in regions]
         else:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir.collectives import ALL_GATHER, GATHERS
 from compiled_fsdp.ir.graph import Builder, is_backward, value
-from compiled_fsdp.ir.meta import consume
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import GATHER_AHEAD
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -45,7 +46,7 @@ def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:
             and _is_piece(region)
         ):
             _replace(region)
-            consume(gm, "overlap_optimizer", region.spec.unit)
+            consume(gm, unit=region.spec.unit)
     return gm
 
 

@@ -37,10 +37,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import Builder, downstream, erase_all, output, value
-from compiled_fsdp.ir.meta import consume
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_LATER
 from compiled_fsdp.planning.planner import UNITS_IN_FLIGHT
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 def leave_in_flight(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     for region in decide(gm.graph):
-        consume(gm, "overlap_optimizer", region.spec.unit)
+        consume(gm, unit=region.spec.unit)
         _leave(region, output(gm.graph))
     return gm
 

@@ -32,7 +32,7 @@ import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, output, sum_root, value
-from compiled_fsdp.ir.meta import CommTag, consume
+from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.schema import (
     MARK_GRADS,
     REDUCE_GRAD,
@@ -40,6 +40,8 @@ from compiled_fsdp.ir.schema import (
     UNSHARD_SLICE,
     param_spec,
 )
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -58,8 +60,7 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
             marks.setdefault(root, (flat, []))[1].append(spec.offset)  # type: ignore[arg-type]
         else:
             _return_none(root)
-        for option in comm.reduce_options(spec):
-            consume(gm, option, spec.unit)
+        consume(gm, *comm.reduce_options(spec), unit=spec.unit)
     for root, (flat, offsets) in marks.items():
         Builder(root.next, root)(MARK_GRADS, root, flat, sorted(offsets))
     for region, node in enumerate(find(graph, *TO_LOWER)):
@@ -67,8 +68,7 @@ def lower(gm: GraphModule, plan: Plan) -> GraphModule:
             result = _lower_reduce(node, region)
         else:
             spec = param_spec(node)
-            for option in comm.gather_options(spec):
-                consume(gm, option, spec.unit)
+            consume(gm, *comm.gather_options(spec), unit=spec.unit)
             result = _lower_gather(node, region)
         if result is not None:
             node.replace_all_uses_with(result)

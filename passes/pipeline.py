@@ -15,6 +15,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.ir.collectives import OPTIONS
 from compiled_fsdp.ir.graph import phase_of
 from compiled_fsdp.ir.printer import show
 
@@ -54,25 +55,68 @@ if TYPE_CHECKING:
     from .base import PassFunction
 
 P = Property
+BUCKETS = ("Plan.bucket_bytes", "Plan.split_bytes")
+OVERLAP = ("overlap_optimizer",)
 
 PIPELINE = check_order(
     (
         Pass(dedup_unshard, Stage.JOINT, (), P.DEDUPED),
         Pass(join_grads, Stage.JOINT, (P.DEDUPED,), P.JOINED),
-        Pass(choose_collectives, Stage.JOINT, (P.DEDUPED,), P.CHOSEN),
-        Pass(reshard, Stage.JOINT, (P.DEDUPED,), P.DECIDED),
+        Pass(
+            choose_collectives,
+            Stage.JOINT,
+            (P.DEDUPED,),
+            P.CHOSEN,
+            consumes=("Plan.own_message", "Plan.reductions"),
+        ),
+        Pass(
+            reshard,
+            Stage.JOINT,
+            (P.DEDUPED,),
+            P.DECIDED,
+            consumes=("reshard_after_forward", "set_unshard_in_backward"),
+        ),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
         # torch's partitioner splits the joint graph here
-        Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED),
-        Pass(bucket_all_gather, Stage.HALF, (P.LOWERED,), P.GATHERS_BUCKETED),
-        Pass(bucket_reduce_scatter, Stage.HALF, (P.LOWERED,), P.REDUCES_BUCKETED),
-        Pass(prefetch_all_gather, Stage.HALF, (P.LOWERED,), P.PREFETCHED),
-        Pass(delay_wait, Stage.HALF, (P.LOWERED,), P.DELAYED),
-        Pass(leave_in_flight, Stage.HALF, (P.LOWERED, P.DELAYED), P.LEFT),
-        Pass(step_in_backward, Stage.HALF, (P.LOWERED, P.DELAYED, P.LEFT), P.STEPPED),
-        Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED),
+        Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED, consumes=OPTIONS),
+        Pass(bucket_all_gather, Stage.HALF, (P.LOWERED,), P.GATHERS_BUCKETED, consumes=BUCKETS),
+        Pass(bucket_reduce_scatter, Stage.HALF, (P.LOWERED,), P.REDUCES_BUCKETED, consumes=BUCKETS),
+        Pass(
+            prefetch_all_gather,
+            Stage.HALF,
+            (P.LOWERED,),
+            P.PREFETCHED,
+            consumes=(
+                "Plan.prefetch",
+                "Plan.backward_prefetch",
+                "Plan.costs",
+                "set_modules_to_forward_prefetch",
+                "set_modules_to_backward_prefetch",
+            ),
+        ),
+        Pass(
+            delay_wait,
+            Stage.HALF,
+            (P.LOWERED,),
+            P.DELAYED,
+            consumes=(
+                "Plan.reduces_in_flight",
+                "Plan.costs",
+                "Plan.reduction_bytes",
+                "set_reduce_scatter_max_input_buffers",
+            ),
+        ),
+        Pass(leave_in_flight, Stage.HALF, (P.LOWERED, P.DELAYED), P.LEFT, consumes=OVERLAP),
+        Pass(
+            step_in_backward,
+            Stage.HALF,
+            (P.LOWERED, P.DELAYED, P.LEFT),
+            P.STEPPED,
+            consumes=OVERLAP,
+        ),
+        Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
-        Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD),
+        Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
         Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
             watch_heads,
@@ -210,8 +254,8 @@ def _entries_of(functions: Sequence[PassFunction], stage: Stage) -> list[Pass]:
 
 
 def key() -> str | None:
-    """What the pipeline adds to the key of compile caches; None, so that every pass really runs,
-    with passes of a user's, whose source nobody knows.
+    """Returns what the pipeline adds to the key of compile caches; None, so that every pass really
+    runs, with passes of a user's, whose source nobody knows.
     """
     if any(entry not in PIPELINE for entry in _current):
         return None

@@ -37,10 +37,11 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import is_backward, move_before, point
-from compiled_fsdp.ir.meta import consume
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import gather_anchors
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -132,10 +133,10 @@ def decide(
 
 
 def _note_lists(gm: GraphModule, after: list[tuple[str, ...]], begin: dict[str, Node]) -> None:
-    """Whose explicit lists were followed."""
+    """Notes whose explicit lists were followed."""
     option = f"set_modules_to_{'backward' if is_backward(gm.graph) else 'forward'}_prefetch"
     for unit in dict.fromkeys(unit for units in after for unit in units if unit in begin):
-        consume(gm, option, unit)
+        consume(gm, option, unit=unit)
 
 
 def _say_missing(region: Region, units: list[str]) -> None:

@@ -39,9 +39,11 @@ import torch
 
 from compiled_fsdp.ir.fusion import is_generated, readers
 from compiled_fsdp.ir.graph import Builder, find, value
-from compiled_fsdp.ir.meta import consume, get_tag
+from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.planning.choices import worth_reading_strided
 from compiled_fsdp.planning.planner import predict
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -55,7 +57,7 @@ def read_strided(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     copies = [n for n in find(gm.graph, aten.clone.default) if _is_copy_out(n)]
     if copies:
-        consume(gm, "Plan.copy_out")
+        consume(gm)
     if plan.copy_out == "copy":
         return gm
     found = [n for n in copies if all(is_generated(reader) for reader in readers(n))]

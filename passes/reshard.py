@@ -47,6 +47,8 @@ from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import Builder, backward_nodes, find, is_view
 from compiled_fsdp.ir.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE, param_spec, set_param_spec
 
+from .base import consume
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -63,10 +65,6 @@ CHEAP = (
     aten.constant_pad_nd.default,
     torch.ops.prims.convert_element_type.default,
 )
-
-# What backward gathers follows from the class, and from what gradients depend on: never more than
-# `set_unshard_in_backward` asks.
-OPTIONS = ("reshard_after_forward", "set_unshard_in_backward")
 
 
 def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -86,8 +84,7 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
         if spec.reshard != param_spec(node).reshard:
             set_param_spec(node, spec)
         by_class[spec.reshard].append(node)
-        for option in OPTIONS:
-            meta.consume(gm, option, spec.unit)
+        consume(gm, unit=spec.unit)
     _keep_slices(by_class["slice"], dropped, backward)
     for node in from_weights(dropped + bought, backward):
         meta.recompute(node)

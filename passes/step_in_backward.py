@@ -32,9 +32,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir.graph import Builder, find, last_read, order, output
-from compiled_fsdp.ir.meta import consume, get_tag
+from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.schema import MARK_GRADS, STEP
 from compiled_fsdp.ir.spec import IN_BACKWARD, ParamSpec
+
+from .base import consume
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -54,7 +56,7 @@ def step_in_backward(gm: GraphModule, plan: Plan) -> GraphModule:
             and set(root.users) == {mark, end}
             and last_read(flat, position) < position[mark]
         ):
-            consume(gm, "overlap_optimizer", spec.unit)
+            consume(gm, unit=spec.unit)
             Builder(mark, mark)(STEP, *mark.args)
             gm.graph.erase_node(mark)
             end.args = (tuple(None if entry is root else entry for entry in end.args[0]),)  # type: ignore[union-attr]
@@ -62,7 +64,7 @@ def step_in_backward(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _spec(root: Node) -> ParamSpec:
-    """Of the first of the parameters whose gradients a flat gradient was put together from."""
+    """Returns the first of the parameters whose gradients a flat gradient was put together from."""
     node = root
     while (tag := get_tag(node)) is None:
         node = node.all_input_nodes[0]

@@ -147,8 +147,8 @@ def as_specified(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def _described(start: Node) -> str:
-    """What a collective does, without its position in the arguments; one that may have started
-    ahead, as it would start here.
+    """Returns what a collective does, without its position in the arguments; one that may have
+    started ahead, as it would start here.
     """
     target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
@@ -165,7 +165,7 @@ def _described(start: Node) -> str:
 
 
 def _sent(start: Node) -> list[Node]:
-    """What a collective sends."""
+    """Returns what a collective sends."""
     first: Any = start.args[0]
     return list(first) if isinstance(first, list | tuple) else [first]
 
@@ -241,8 +241,8 @@ def divided(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def _divisor(node: Node, region: Region) -> float:
-    """What a value that a region sends was divided by in it; all that was joined to it, by the
-    same.
+    """Returns what a value that a region sends was divided by in it; all that was joined to it, by
+    the same.
     """
     product, nodes = 1.0, {node}
     for current in reversed(region.nodes):
@@ -254,12 +254,12 @@ def _divisor(node: Node, region: Region) -> float:
 
 
 def _number(division: Node) -> float:
-    """What a division divides by."""
+    """Returns what a division divides by."""
     divisor: Any = division.args[1]
     return float(divisor)
 
 
-def _is_left(region: Region) -> bool:
+def _is_in_flight(region: Region) -> bool:
     """Whether the unit awaits this reduction, since the graph does not."""
     return any(node.target is REDUCE_LATER for node in region.nodes)
 
@@ -368,7 +368,7 @@ def reduced_once(gm: GraphModule, plan: Plan) -> Violations:
     seen: dict[tuple[str, str, Node], Region] = {}
     for region in find_regions(gm.graph, "reduce"):
         for spec in region.tag.specs:
-            into = region.result.args[1] if _is_left(region) else sum_root(region.result)
+            into = region.result.args[1] if _is_in_flight(region) else sum_root(region.result)
             before = seen.setdefault((spec.unit, spec.fqn, into), region)  # type: ignore[arg-type]
             if before is not region:
                 yield (
@@ -453,13 +453,13 @@ def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
     largest reduction.
     """
     regions = [r for r in find_regions(gm.graph, "reduce") if r.starts]
-    left = [r for r in regions if _is_left(r)]
-    sizes = [r.sent_bytes for r in left]
+    in_flight = [r for r in regions if _is_in_flight(r)]
+    sizes = [r.sent_bytes for r in in_flight]
     room = UNITS_IN_FLIGHT * max((r.sent_bytes for r in regions), default=0)
     if sum(sizes) > room:
         yield (
-            left[0].nodes[-1],
-            f"{len(left)} reductions of together {sum(sizes)} bytes; at most {room}",
+            in_flight[0].nodes[-1],
+            f"{len(in_flight)} reductions of together {sum(sizes)} bytes; at most {room}",
         )
 
 

@@ -17,17 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.inspection.check import DumpError
-from compiled_fsdp.inspection.dump_folder import (
-    Dumped,
-    DumpedGraph,
-    DumpedRank,
-    DumpFolderError,
-    difference,
-    read_folder,
-    read_json,
-    totals,
-    violations,
-)
+from compiled_fsdp.inspection.dump_checks import difference, totals, violations
+from compiled_fsdp.inspection.dump_folder import Dumped, DumpedGraph, DumpedRank, read_folder
 from compiled_fsdp.inspection.explanation import Explanation
 from compiled_fsdp.inspection.report.measured import add_profile
 from compiled_fsdp.inspection.report.page import write_report
@@ -49,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)  # what the script raises is the script's
     try:
         return run(options)
-    except DumpFolderError as error:
+    except DumpError as error:
         sys.stderr.write(f"python -m compiled_fsdp {options.command}: {printable(str(error))}\n")
         return 2
     except BrokenPipeError:  # `| head`
@@ -160,21 +151,15 @@ def _ranks(options: argparse.Namespace) -> list[DumpedRank]:
 def _of_number(ranks: list[DumpedRank], number: int, folder: Path) -> DumpedRank:
     found = [rank for rank in ranks if rank.rank == number]
     if not found:
-        raise DumpFolderError(
-            f"{folder} has no rank {number}; it has {[rank.rank for rank in ranks]}"
-        )
+        raise DumpError(f"{folder} has no rank {number}; it has {[rank.rank for rank in ranks]}")
     return found[0]
 
 
 def _graphs(rank: DumpedRank, name: str | None) -> list[DumpedGraph]:
     """Those of this name or kind."""
-    found = [
-        graph
-        for graph in rank.graphs
-        if name is None or name in (graph.name, graph.name.split("_", 1)[1])
-    ]
+    found = [graph for graph in rank.graphs if name is None or name in (graph.name, graph.kind)]
     if not found:
-        raise DumpFolderError(
+        raise DumpError(
             f"{rank.path} has no graph {name!r}; it has {[graph.name for graph in rank.graphs]}"
         )
     return found
@@ -191,9 +176,7 @@ def _dump(options: argparse.Namespace) -> int:
             if options.after is None:
                 _say(f"  {graph.path}")
                 for entry in graph.passes:
-                    _say(
-                        f"    {entry.path.name:<27} {entry.text.splitlines()[0].split('; ', 2)[-1]}"
-                    )
+                    _say(f"    {entry.path.name:<27} {entry.provenance.split('; ', 2)[-1]}")
             else:
                 entry = graph.after(None if options.after == "last" else options.after)
                 _say(f"# {entry.where}\n{entry.text}")
@@ -202,10 +185,8 @@ def _dump(options: argparse.Namespace) -> int:
 
 def _head(rank: DumpedRank) -> str:
     settings = rank.settings
-    versions = ", ".join(
-        f"{name} {version}" for name, version in settings.get("versions", {}).items()
-    )
-    return f"of {settings.get('world_size')}, {settings.get('backend')}; {versions}"
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    return f"of {settings['world_size']}, {settings['backend']}; {versions}"
 
 
 # -- diff
@@ -218,11 +199,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _pairs(options: argparse.Namespace) -> Iterator[tuple[Dumped, Dumped]]:
-    """What is compared with what."""
+    """Yields what is compared with what."""
     mine = read_folder(options.folder)
     asked = [options.other is not None, options.ranks is not None, options.passes is not None]
     if sum(asked) != 1:
-        raise DumpFolderError("give one of: a second folder, --passes PASS PASS, --ranks RANK RANK")
+        raise DumpError("give one of: a second folder, --passes PASS PASS, --ranks RANK RANK")
     if options.passes is not None:
         for graph in (g for rank in mine for g in _graphs(rank, options.graph)):
             names = [entry.name for entry in graph.passes]
@@ -244,9 +225,9 @@ def _alike(
 ) -> Iterator[tuple[Dumped, Dumped]]:
     """The graphs of two ranks or runs, in order of compilation."""
     mine, theirs = _graphs(one, options.graph), _graphs(two, options.graph)
-    kinds = [[graph.name.split("_", 1)[1] for graph in graphs] for graphs in (mine, theirs)]
+    kinds = [[graph.kind for graph in graphs] for graphs in (mine, theirs)]
     if kinds[0] != kinds[1]:
-        raise DumpFolderError(
+        raise DumpError(
             f"{one.path} has the graphs {kinds[0]}, {two.path} {kinds[1]}: choose some with --graph"
         )
     for a, b in zip(mine, theirs, strict=True):
@@ -286,8 +267,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     for rank in _ranks(options):
-        path = rank.path / "explain.json"
-        if not path.exists():
+        path, values = rank.explanation_path, rank.explanation
+        if values is None:
             _say(
                 f"rank {rank.rank}: no optimizer had stepped when the run ended, so {path} was not "
                 "written. Its graphs:"
@@ -298,7 +279,6 @@ def _explain(options: argparse.Namespace) -> int:
                     f"{', '.join(f'{name} {number}' for name, number in totals(graph.after(None).gm))}"
                 )
             continue
-        values = read_json(path)
         try:
             found = Explanation.of_dict(values)
             text = (
@@ -307,20 +287,17 @@ def _explain(options: argparse.Namespace) -> int:
                 else f"rank {rank.rank}, after its first step\n{found}"
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise DumpFolderError(f"{path} is damaged, or of another version: {error}") from error
+            raise DumpError(f"{path} is damaged, or of another version: {error}") from error
         _say(text)
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    try:
-        if options.profile is not None:
-            add_profile(options.folder, options.profile, options.of_rank)
-        write_report(options.folder, options.out)
-        if options.trace is not None:
-            write_trace(options.folder, options.trace)
-    except DumpError as error:
-        raise DumpFolderError(str(error)) from error
+    if options.profile is not None:
+        add_profile(options.folder, options.profile, options.of_rank)
+    write_report(options.folder, options.out)
+    if options.trace is not None:
+        write_trace(options.folder, options.trace)
     _say(f"{options.out} written")
     return 0
 

@@ -53,7 +53,7 @@ class Replaced(NamedTuple):
 
 
 class Replacement:
-    """What `replace_stock` returns: in force until `restore()`, or the end of a `with` block.
+    """The result of `replace_stock`: in force until `restore()`, or the end of a `with` block.
 
     replaced: the names, by module.
     """

@@ -9,8 +9,8 @@ for.
 
 A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from
 when its forward drops each parameter, and when its backward gathers it again, follows what keeping
-it would add to which part of the curve (`Growth`). The others check, and correct, what that says.
-They are split anew only where that may turn out differently: with slices, or where backward
+it would add to which part of the curve (`PeakModel`). The others check, and correct, what that
+says. They are split anew only where that may turn out differently: with slices, or where backward
 computes something again from parameters and other values. Units are whole in trials, also where
 costs may cut them into parts, which need less, unless nothing fits otherwise. The record is frozen
 before any rewriting, and a function of graph and plan alone.
@@ -26,7 +26,6 @@ from operator import and_, itemgetter
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, find, last_read, order
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
@@ -55,7 +54,7 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     mine = _fit_here(gm, plan, is_fused=is_fused)
     if mine is plan or not depends_on_shapes(plan):
         return mine
-    candidates = [move.param for move in _moves(gm.graph)]
+    candidates = [candidate.param for candidate in _candidates(gm.graph)]
     kept, dropped = set(mine.kept), set(mine.dropped)
     words = [(param in kept) + 2 * (param not in dropped) for param in candidates]
     words = agreed(
@@ -77,21 +76,19 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     """The same for this rank's shapes."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
-    meta.begin_pass(gm, "fit_budget")
-    meta.consume(gm, "Plan.memory_budget")
-    candidates = _moves(gm.graph)
+    candidates = _candidates(gm.graph)
     none, every = 0, len(candidates)
 
     def record(num: int) -> Plan:
-        """With the first moves made."""
-        kept = tuple(move.param for move in candidates[:num] if move.kind == KEEP)
-        dropped = tuple(move.param for move in candidates[num:] if move.kind == SLICE)
+        """Returns the plan with the first candidates kept."""
+        kept = tuple(c.param for c in candidates[:num] if c.kind == KEEP)
+        dropped = tuple(c.param for c in candidates[num:] if c.kind == SLICE)
         return replace(plan, kept=kept, dropped=dropped)
 
     if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
         return record(every)
     split_once = split(gm, record(none))
-    is_split_anew = any(move.kind == SLICE for move in candidates) or not is_settled(split_once)
+    is_split_anew = any(c.kind == SLICE for c in candidates) or not is_settled(split_once)
     fit: Callable[[GraphModule, Plan], Plan] = as_it_is
 
     def trial(num: int) -> Trial:
@@ -99,17 +96,17 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         halves = split(gm, under) if num and is_split_anew else with_kept(split_once, under.kept)
         return schedule(halves, under, is_fused=is_fused, fit=fit)
 
-    growth = Growth.of(trial(none), candidates)
+    peaks = PeakModel.of(trial(none), candidates)
     has_parts = plan.split_bytes is None and plan.costs is not None
-    if has_parts and isinstance(plan.memory_budget, int) and growth.peak(none) > plan.memory_budget:
+    if has_parts and isinstance(plan.memory_budget, int) and peaks.peak(none) > plan.memory_budget:
         fit = fit_split  # units in parts need less; to decide on them takes long
-        growth = Growth.of(trial(none), candidates)
-    least = growth.peak(none)
+        peaks = PeakModel.of(trial(none), candidates)
+    least = peaks.peak(none)
     budget = float(plan.memory_budget)
     if isinstance(
         plan.memory_budget, float
     ):  # between the peak with nothing kept and the one with everything
-        budget = least + budget * max(0, growth.peak(every) - least)
+        budget = least + budget * max(0, peaks.peak(every) - least)
     if least > budget:
         warn_once(
             f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs "
@@ -117,15 +114,15 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
             "forward, so that is what it gets. Shard into smaller units, or checkpoint activations"
         )
         return record(none)
-    return record(most(lambda num: trial(num).profile.peak, growth.peak, budget, every))
+    return record(most(lambda num: trial(num).profile.peak, peaks.peak, budget, every))
 
 
 def most(
     peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int
 ) -> int:
-    """The most moves that fit, given that none fits, in few calls of `peak`, which are expensive: by
-    `expected`, corrected by what the calls found, in between along a line. What is returned fits;
-    more might, where neither `expected` nor a line is right.
+    """Returns the most candidates that fit, given that none fits, in few calls of `peak`, which are
+    expensive: by regula falsi on how far `expected` is off, and by bisection where that does not
+    get on. What is returned fits; more might, where neither `expected` nor a line is right.
     """
     fits, too_many = 0, every + 1
     off = {fits: 0}
@@ -153,8 +150,8 @@ def most(
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """What more memory buys.
+class Candidate:
+    """A way to use more memory.
 
     kind: a slice, or a whole parameter.
     param: unit and name.
@@ -166,57 +163,58 @@ class Move:
     num_bytes: int
 
 
-def _moves(graph: Graph) -> tuple[Move, ...]:
+def _candidates(graph: Graph) -> tuple[Candidate, ...]:
     """In this order: slices of the parameters that have a smaller mesh, then whole parameters; of
     both, the last that forward gathers first.
     """
     specs = [param_spec(node) for node in find(graph, UNSHARD)]
     dropped = [s for s in reversed(specs) if s.reshard != "keep" and s.group_size > 1]
     slices = [s.over_post_group() for s in dropped if s.reshard == "slice"]
-    sliced = [Move(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
-    whole = [Move(KEEP, (s.unit, s.fqn), s.full_bytes()) for s in dropped]
+    sliced = [Candidate(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
+    whole = [Candidate(KEEP, (s.unit, s.fqn), s.full_bytes()) for s in dropped]
     return (*sliced, *whole)
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """What moves add to the memory of a step in which nothing is kept.
+class PeakModel:
+    """The memory of a step in which nothing is kept, and what candidates add to it.
 
-    forward, backward: most bytes alive in each interval of nodes; no move begins or ends within one.
-    moves: for each, from which interval of forward on its bytes are alive longer, before which one
-        of backward (0: it is not gathered there), and how many they are.
+    forward, backward: most bytes alive in each interval of nodes; no candidate begins or ends to
+        add to them within one.
+    spans: for each candidate, from which interval of forward on its bytes are alive longer, before
+        which one of backward (0: it is not gathered there), and how many they are.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    moves: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(trial: Trial, candidates: Sequence[Move]) -> Growth:
+    def of(trial: Trial, candidates: Sequence[Candidate]) -> PeakModel:
         """From a trial without any."""
         dropped, gathered = _gathers(trial.forward), _gathers(trial.backward)
-        slices = {move.param: move.num_bytes for move in candidates if move.kind == SLICE}
-        moves = []
-        for move in candidates:
-            _, last = dropped.get(move.param, (0, 0))
-            first, _ = gathered.get(move.param, (0, 0))
-            in_place_of = slices.get(move.param, 0) if move.kind == KEEP else 0
-            moves.append((last + 1, first, move.num_bytes - in_place_of))
+        slices = {c.param: c.num_bytes for c in candidates if c.kind == SLICE}
+        spans = []
+        for candidate in candidates:
+            _, last = dropped.get(candidate.param, (0, 0))
+            first, _ = gathered.get(candidate.param, (0, 0))
+            in_place_of = slices.get(candidate.param, 0) if candidate.kind == KEEP else 0
+            spans.append((last + 1, first, candidate.num_bytes - in_place_of))
         begins, ends = (
-            sorted({0, *places}) for places in (map(itemgetter(n), moves) for n in (0, 1))
+            sorted({0, *places}) for places in (map(itemgetter(n), spans) for n in (0, 1))
         )
         halves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
-        forward, backward = (_stretches(*half) for half in zip(halves, (begins, ends), strict=True))
+        forward, backward = (_maxima(*half) for half in zip(halves, (begins, ends), strict=True))
         placed = (
             (bisect_left(begins, begin), bisect_left(ends, end), num_bytes)
-            for begin, end, num_bytes in moves
+            for begin, end, num_bytes in spans
         )
-        return Growth(forward, backward, tuple(placed))
+        return PeakModel(forward, backward, tuple(placed))
 
     def peak(self, num: int) -> int:
-        """Of the step with the first moves made."""
+        """Returns the peak of the step with the first candidates kept."""
         more, less = [0] * (len(self.forward) + 1), [0] * (len(self.backward) + 1)
-        for begin, end, num_bytes in self.moves[:num]:
+        for begin, end, num_bytes in self.spans[:num]:
             if end:  # backward does gather it again
                 more[begin] += num_bytes
                 less[end] += num_bytes
@@ -231,7 +229,7 @@ class Growth:
         return max(*forward, *backward)
 
 
-def _stretches(curve: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+def _maxima(curve: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
     """The most bytes alive from each of these positions to the next."""
     return tuple(max(curve[begin:end], default=0) for begin, end in pairwise((*begins, len(curve))))
 

@@ -7,23 +7,17 @@ those of `passes/pipeline.py`; here stands what is decided before them, and who 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.dump.layout import JOINT
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import find, phase_of
-from compiled_fsdp.ir.meta import (
-    begin_pass,
-    consume,
-    get_tag,
-    hand_on,
-    handed_on,
-    take_consumed,
-)
+from compiled_fsdp.ir.meta import get_consumed, get_tag, set_consumed
 from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
+from compiled_fsdp.options import is_verifying, note
 from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
@@ -40,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule
 
-    from compiled_fsdp.ir.meta import Consumed
+    from compiled_fsdp.options import Consumed
     from compiled_fsdp.passes.base import Pass
 
 
@@ -54,12 +48,14 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         return gm
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
-    plan = fit_budget(gm, current_plan(), is_fused=is_fused)
-    watcher = dump.Dump(gm, "joint", plan)
-    gm = run_pipeline(gm, plan, current(Stage.JOINT), watcher.after_pass, Context(is_fused))
-    begin_pass(gm, "partition")
-    consume(gm, "Plan.recompute")
-    hand_on(gm, find(gm.graph, UNSHARD, REDUCE_GRAD))
+    context, asked = Context(is_fused), current_plan()
+    plan = fit_budget(gm, asked, is_fused=is_fused)
+    if plan is not asked:
+        note(context.consumed, fit_budget.__name__, "Plan.memory_budget")
+    watcher = dump.Dump(gm, JOINT, plan)
+    gm = run_pipeline(gm, plan, current(Stage.JOINT), watcher.after_pass, context)
+    note(context.consumed, "partition", "Plan.recompute")
+    set_consumed(find(gm.graph, UNSHARD, REDUCE_GRAD), context.consumed)
     return gm
 
 
@@ -91,30 +87,25 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
     plan = fit_split(gm, settle_costs(gm.graph, asked))
     held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
-    after_pass = _checking(plan, watcher.after_pass) if _is_checking() else watcher.after_pass
-    record = _recorder(plan, handed_on(gm.graph.nodes), watcher, is_fused=context.is_fused)
-    gm = run_pipeline(gm, plan, current(Stage.HALF), after_pass, replace(context, record=record))
-    take_consumed(gm)
-    return gm
+    after_pass = _checking(plan, watcher.after_pass) if is_verifying() else watcher.after_pass
+    context = _recording(context, plan, get_consumed(gm.graph.nodes), watcher)
+    return run_pipeline(gm, plan, current(Stage.HALF), after_pass, context)
 
 
-def _recorder(
-    plan: Plan, decided: Consumed, watcher: dump.Dump, *, is_fused: bool
-) -> Callable[[GraphModule], str]:
-    """What makes the record of a half graph, of whose joint graph's passes that is consumed."""
+def _recording(context: Context, plan: Plan, before_split: Consumed, watcher: dump.Dump) -> Context:
+    """The context with what makes the record of a half, in which the options that were consumed
+    before the joint graph was split come first.
+    """
 
     def record(gm: GraphModule) -> str:
-        consumed = {**decided, **take_consumed(gm)}
-        made = GraphRecord.of(gm.graph, plan, current_plan(), consumed, is_fused=is_fused).text()
+        consumed = {**before_split, **context.consumed}
+        made = GraphRecord.of(
+            gm.graph, plan, current_plan(), consumed, is_fused=context.is_fused
+        ).text()
         watcher.write_record(made)
         return made
 
-    return record
-
-
-def _is_checking() -> bool:
-    """Whether the invariants are to be checked after each pass, not the last one alone."""
-    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
+    return replace(context, record=record)
 
 
 def _checking(

@@ -51,7 +51,7 @@ def sources() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """Of all sources: a new version must not meet an old version's cache."""
+    """Returns a hash of all sources: a new version must not meet an old version's cache."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.read_bytes())

@@ -68,17 +68,17 @@ def pin_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 def keep_simple_overlap_out() -> None:
     """Let `simple_overlap`, where torch has it, leave graphs of ours as they are; once."""
     found: Any = comms
-    move = getattr(found, "simple_overlap", None)
-    if move is None or hasattr(move, "__wrapped__"):
+    reorder = getattr(found, "simple_overlap", None)
+    if reorder is None or hasattr(reorder, "__wrapped__"):
         return
 
-    @functools.wraps(move)
-    def move_others(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    @functools.wraps(reorder)
+    def reorder_others(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         is_ours = any(_is_ours(part) for node in nodes for part in node.get_nodes())
-        moved: list[BaseSchedulerNode] = nodes if is_ours else move(nodes)
-        return moved
+        ordered: list[BaseSchedulerNode] = nodes if is_ours else reorder(nodes)
+        return ordered
 
-    found.simple_overlap = move_others
+    found.simple_overlap = reorder_others
 
 
 def _keep_inputs(nodes: list[BaseSchedulerNode]) -> None:

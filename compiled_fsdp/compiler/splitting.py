@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec
-from compiled_fsdp.passes.base import Stage, run_pipeline
+from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.planning.planner import WORTH, predict
 
-from .trial import TRIAL, copied
+from .trial import copied
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
@@ -34,12 +34,13 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
-    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(TRIAL))
-    lowered = run_pipeline(copied(gm), plan, [lower], context=TRIAL)  # the same for every size
+    trial = Context(is_trial=True)
+    lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(trial))
+    lowered = run_pipeline(copied(gm), plan, [lower], context=trial)  # the same for every size
 
     def seconds_in_parts(size: int) -> float:
         under = replace(plan, split_bytes=size)
-        tried = run_pipeline(copied(lowered), under, others, context=TRIAL)
+        tried = run_pipeline(copied(lowered), under, others, context=trial)
         return predict(tried.graph, costs).total
 
     costs, largest = plan.costs, _largest(gm.graph)

@@ -20,7 +20,7 @@ from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
-from compiled_fsdp.planning.halves import saved_places, taken_over
+from compiled_fsdp.planning.halves import saved_inputs, saved_places
 from compiled_fsdp.planning.memory import StepProfile, profile_step
 from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
-
-
-TRIAL = Context(is_trial=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=TRIAL)
+    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=Context(is_trial=True))
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
@@ -83,7 +80,8 @@ def schedule(
     plan = plan.executed_by(is_fused=is_fused)
     passes = current(Stage.HALF)
     forward, backward = (
-        run_pipeline(half, fit(half, plan), passes, context=TRIAL).graph for half in halves
+        run_pipeline(half, fit(half, plan), passes, context=Context(is_trial=True)).graph
+        for half in halves
     )
     return Trial(forward, backward, profile_step(forward, backward, is_fused))
 
@@ -140,20 +138,20 @@ def _keep(forward: Graph, backward: Graph, params: set[tuple[str, str]]) -> None
         if (spec.unit, spec.fqn) in params:
             set_param_spec(node, replace(spec, reshard="keep"))
             unsharded[spec.unit, spec.fqn] = node
-    taken = taken_over(backward)
-    places = saved_places(forward, len(taken))
+    inputs = saved_inputs(backward)
+    places = saved_places(forward, len(inputs))
     before = meta.returned(output(forward))
     saved: list[tuple[Node | None, object]] = []
     for node in find(backward, UNSHARD):
         spec = param_spec(node)
         if kept := unsharded.get((spec.unit, spec.fqn)):
-            with backward.inserting_before(taken[0]):
+            with backward.inserting_before(inputs[0]):
                 instead = backward.placeholder(node.name)
             meta.take_over(instead, kept)
             node.replace_all_uses_with(instead)
             erase_unused(node, UNSHARD)
             saved.append((kept, before[places[0]][1]))
-    for node, place in zip(taken, places, strict=True):
+    for node, place in zip(inputs, places, strict=True):
         if node.users:
             saved.append(before[place])
         else:

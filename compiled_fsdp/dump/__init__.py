@@ -1,1 +1,1 @@
-"""What is written while a model compiles."""
+"""Dumps: what is written while a model compiles."""

@@ -124,8 +124,8 @@ class _Writer:
         return {"text": str(value)}
 
     def tensors(self, value: Any) -> Any:
-        """What a node stands for: [dtype, shape, stride, storage, its bytes, offset], a list of
-        such, or the name of a type.
+        """Returns what a node stands for: [dtype, shape, stride, storage, its bytes, offset], a
+        list of such, or the name of a type.
         """
         if isinstance(value, list | tuple):
             return {"several": [self.tensors(v) for v in value]}

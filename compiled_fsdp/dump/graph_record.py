@@ -1,4 +1,4 @@
-"""What a finished graph is, in a few lines of JSON that travel with the compiled code: read by
+"""The record of a finished graph: a few lines of JSON that travel with the compiled code, read by
 `explain` once the graph has run.
 
 A graph that comes out of a compile cache was made in another process, where its passes ran; its
@@ -16,7 +16,7 @@ from compiled_fsdp.ir.graph import is_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
-from compiled_fsdp.options import text
+from compiled_fsdp.options import note, text
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
-    from compiled_fsdp.ir.meta import Consumed
+    from compiled_fsdp.options import Consumed
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -116,7 +116,7 @@ class GraphRecord:
         if plan.costs is not None:
             line = predict(graph, plan.costs.fused(is_fused))
             on_wire = sum(done - begin for begin, done in line.carried.values())
-            consumed.setdefault(("Plan.costs", ""), {})["predictions"] = None
+            note(consumed, "predictions", "Plan.costs")
             predicted = {
                 "total": line.total,
                 "exposed": sum(line.exposed.values()),

@@ -1,5 +1,5 @@
-"""The folder of dumps, one file a pass; the same goes to torch's structured trace and to our
-log.
+"""Writes dumps, and nobody else does: one file a pass into the folder (`layout.py`); the same
+goes to torch's structured trace and to our log.
 """
 
 from __future__ import annotations
@@ -9,30 +9,27 @@ import gzip
 import json
 import logging
 import os
-import platform
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from compiled_fsdp import log
-from compiled_fsdp.ir.collectives import WAIT, group_of
-from compiled_fsdp.ir.graph import find, is_matmul, starts
+from compiled_fsdp.ir.collectives import group_of
+from compiled_fsdp.ir.graph import is_backward, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
-from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.memory import profile
-from compiled_fsdp.planning.plan import ASKED, current_plan
+from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.torch_private.groups import group_named
 from compiled_fsdp.torch_private.tracing import is_traced, trace_artifact
-from compiled_fsdp.version import __version__
 
-from . import graph_json
-from .records import write_records
+from . import graph_json, layout
+from .counts import Counts
+from .memory import memory
+from .settings import settings
+from .timeline import timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,15 +39,13 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
-
-AS_AFTER = "# as after "  # in the place of a graph that a pass has not changed: its files' name
+    from .layout import Head, Measured, RankSettings
 
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
-_groups: dict[
-    Path, dict[str, list[int]]
-] = {}  # for each folder, that its graphs communicate over: names, and ranks
+# For each folder of a rank, the groups that its graphs communicate over: names, and ranks.
+_groups: dict[Path, dict[str, list[int]]] = {}
 
 
 def folder() -> Path | None:
@@ -78,15 +73,42 @@ def dumped_to(path: str | Path) -> Iterator[Path]:
         _folder = before
 
 
-def rank_folder() -> Path | None:
-    """This rank's folder in the last dump that was written, if that still stands; None if nothing
-    was dumped.
+def write_explanation(values: dict[str, Any]) -> None:
+    """Write what `explain` knows of a model beside the last dump of this rank, if there is one and
+    it still stands.
     """
-    return _written if _written is not None and _written.is_dir() else None
+    if _written is not None and _written.is_dir():
+        _write_indented(_written / layout.EXPLANATION, values)
+
+
+def write_measured(rank: Path, values: Measured) -> Path:
+    """Write what a profile has shown of a rank's graphs into its folder; returns the file."""
+    path = rank / layout.MEASURED
+    _write_json(path, values)
+    return path
+
+
+def write_records(graph: Graph, path: Path, is_fused: bool) -> None:
+    """Write what is expected of a finished graph, for programs, into its folder."""
+    head: Head = {
+        "format": layout.FORMAT,
+        "kind": "backward" if is_backward(graph) else "forward",
+        "executor": "fused" if is_fused else "plain",
+    }
+    _write_json(path / layout.TIMELINE, timeline(graph, head))
+    _write_json(path / layout.MEMORY, memory(graph, path, head))
+
+
+def _write_json(path: Path, values: object) -> None:
+    path.write_text(f"{json.dumps(values)}\n")
+
+
+def _write_indented(path: Path, values: object) -> None:
+    path.write_text(f"{json.dumps(values, indent=1)}\n")
 
 
 class Ran(Protocol):
-    """What a dump needs to know of a pass that has run."""
+    """A pass that has run, as far as a dump needs to know it."""
 
     @property
     def name(self) -> str:
@@ -95,7 +117,7 @@ class Ran(Protocol):
 
     @property
     def provides(self) -> Enum | None:
-        """What holds of the graph from now on; None for a pass of the user's."""
+        """Returns what holds of the graph from now on; None for a pass of the user's."""
         ...
 
 
@@ -130,11 +152,10 @@ class Dump:
         self.is_on = root is not None or is_traced() or log.is_on()
         if not self.is_on:
             return
-        self.name = f"{_number:03d}_{kind}"
+        self.name = layout.graph_name(_number, kind)
         _number += 1
         if root is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            _written = root / f"rank{rank}"
+            _written = layout.rank_folder(root, dist.get_rank() if dist.is_initialized() else 0)
             self.path = _written / self.name
             self.path.mkdir(parents=True, exist_ok=True)
         self.counts = Counts.of(gm.graph)
@@ -160,20 +181,18 @@ class Dump:
                 self._write_settings(gm.graph)
 
     def write_record(self, record: str) -> None:
-        """Write what the finished graph says of itself when it runs, by which a profile finds it."""
+        """Write the text by which a profile finds the finished graph when it runs."""
         if self.path is not None:
-            (self.path / "record.json").write_text(record)
+            (self.path / layout.RECORD).write_text(record)
 
     def _write_settings(self, graph: Graph) -> None:
-        """What all graphs of this rank have in common, `settings.json`: written again as more
-        groups become known.
-        """
+        """Write what all graphs of this rank have in common, again as more groups become known."""
         assert self.path is not None
         groups = _groups.setdefault(self.path.parent, {})
         for name in (group_of(start) for start in starts(graph)):
             groups[name] = dist.get_process_group_ranks(group_named(name))
-        found = {**settings(), "groups": groups}
-        (self.path.parent / "settings.json").write_text(f"{json.dumps(found, indent=1)}\n")
+        found: RankSettings = {**settings(), "groups": groups}
+        _write_indented(self.path.parent / layout.SETTINGS, found)
 
     def _write_regions(self, gm: GraphModule) -> None:
         """The subgraphs that are compiled once, and the graph that calls them, `regions.txt`; what
@@ -187,28 +206,28 @@ class Dump:
             self._write("regions.txt", "\n\n".join([*shown, f"# calls\n{show(gm.graph)}"]) + "\n")
 
     def _write_memory(self, graph: Graph) -> None:
-        """The memory of the finished graph, `memory.txt`, for both executors."""
+        """Write the memory of the finished graph for people, for both executors."""
         plain, fused = profile(graph), profile(graph, is_fused=True)
-        self._write("memory.txt", f"as it is, {plain}\n\nunder Inductor, {fused}\n")
+        self._write(layout.MEMORY_TEXT, f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write_timeline(self, graph: Graph) -> None:
-        """What the finished graph is expected to take, `timeline.txt`, for both executors; nothing
-        without costs.
+        """Write what the finished graph is expected to take for people, for both executors;
+        nothing without costs.
         """
         costs = current_plan().costs
         if costs is not None:
             plain, fused = predict(graph, costs.fused(False)), predict(graph, costs.fused(True))
-            self._write("timeline.txt", f"as it is, {plain}\n\nunder Inductor, {fused}\n")
+            self._write(layout.TIMELINE_TEXT, f"as it is, {plain}\n\nunder Inductor, {fused}\n")
 
     def _write_pass(self, gm: GraphModule, name: str) -> None:
-        stem = f"{self.step:02d}_{name}"
+        stem = layout.pass_stem(self.step, name)
         now = collectives(gm.graph)
         if (self.path is not None or is_traced()) and self._write_graph(gm, name, stem):
             changes = difflib.unified_diff(
                 self.before, now, "before", f"after {name}", lineterm="", n=1
             )
             if self.step:
-                self._write(f"{stem}.diff", "\n".join(changes) + "\n")
+                self._write(stem + layout.DIFF, "\n".join(changes) + "\n")
         if log.is_on(logging.DEBUG):
             log.log.debug("%s after %s\n%s", self.name, name, show(gm.graph))
         self.before = now
@@ -220,85 +239,19 @@ class Dump:
         values = graph_json.to_text(gm.graph, "", self.plan)
         known, where = self.written
         if values == known:
-            self._write(f"{stem}.txt", f"{made_by}\n{AS_AFTER}{where}\n")
+            self._write(stem + layout.TEXT, f"{made_by}\n{layout.AS_AFTER}{where}\n")
             return False
         self.written = values, stem
-        self._write(f"{stem}.txt", f"{made_by}\n{show(gm.graph)}\n")
+        self._write(stem + layout.TEXT, f"{made_by}\n{show(gm.graph)}\n")
         if self.path is not None:
             text = values.replace('"pass":""', f'"pass":"{name}"', 1)
-            (self.path / f"{stem}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+            (self.path / (stem + layout.GRAPH)).write_bytes(gzip.compress(text.encode(), mtime=0))
         return True
 
     def _write(self, name: str, text: str) -> None:
         if self.path is not None:
             (self.path / name).write_text(text)
         trace_artifact(f"compiled_fsdp_{self.name}_{name}", "string", lambda: text)
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a log line about a pass compares.
-
-    places: for each start and wait of a collective, how many matmuls stand before it.
-    """
-
-    nodes: int
-    gathers: int
-    reductions: int
-    frees: int
-    places: dict[str, int]
-
-    @classmethod
-    def of(cls, graph: Graph) -> Counts:
-        """Of a graph before or after lowering."""
-        places: dict[str, int] = {}
-        heavy = 0
-        kept = {*starts(graph)}
-        for node in graph.nodes:
-            heavy += is_matmul(node)
-            if node in kept or node.target is WAIT:
-                places[node.name] = heavy
-        unlowered = [traits_of(node.target).lowers_to for node in graph.nodes]
-        gathers, reductions = (
-            unlowered.count(kind) + sum(bool(r.starts) for r in find_regions(graph, kind))
-            for kind in ("gather", "reduce")
-        )
-        return cls(len(graph.nodes), gathers, reductions, len(find(graph, FREE)), places)
-
-    def changes(self, after: Counts) -> str:
-        """From here to there, in words."""
-        named = (
-            ("nodes", "nodes"),
-            ("all-gathers", "gathers"),
-            ("reductions", "reductions"),
-            ("frees", "frees"),
-        )
-        found = [
-            f"{text} {getattr(self, name)} -> {getattr(after, name)}"
-            for text, name in named
-            if getattr(self, name) != getattr(after, name)
-        ]
-        moved = sum(place != after.places.get(name, place) for name, place in self.places.items())
-        if moved:
-            found.append(f"{moved} of {len(after.places)} starts and waits moved past matmuls")
-        return ", ".join(found) or "no change"
-
-
-def settings() -> dict[str, Any]:
-    """What all graphs of a dump have in common, `settings.json`."""
-    is_there = dist.is_initialized()
-    plan = current_plan()
-    return {
-        "versions": {
-            "torch": torch.__version__,
-            "compiled_fsdp": __version__,
-            "python": platform.python_version(),
-        },
-        "rank": dist.get_rank() if is_there else 0,
-        "world_size": dist.get_world_size() if is_there else 1,
-        "backend": dist.get_backend() if is_there else "",
-        "plan": {name: str(plan.shown(name)) for name in ASKED},
-    }
 
 
 def trace_schedule(graph: Graph, *, is_fused: bool) -> None:

@@ -7,14 +7,14 @@ whose storage is emptied and refilled, so that what autograd saved stays valid.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from compiled_fsdp.errors import first_of, shortened, warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
 from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
@@ -192,7 +192,7 @@ class FullParams:
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
         self.full_checksums = (
-            [(p, checksum(p.gathered)) for p in self._own_memory()] if _verifies() else []
+            [(p, checksum(p.gathered)) for p in self._own_memory()] if is_verifying() else []
         )
         self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
         self.checksums = []
@@ -366,10 +366,6 @@ def _check_unwritten(checksums: Sequence[tuple[FlatBuffer, Tensor]], why: str) -
         flat.check_unwritten(before, why)
 
 
-def _verifies() -> bool:
-    return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
-
-
 def _version(param: ShardedParam) -> tuple[int, int]:
     """Of a full parameter: changes when a user writes to it, or puts other memory in its place
     (`.data = x`).
@@ -413,8 +409,8 @@ def say_they_are_lost(fqns: Sequence[str]) -> None:
     if not fqns:
         return
     warn_once(
-        f"compiled_fsdp: parameter {first_of(fqns)} is written to in place while it is gathered. "
-        "What follows in the same forward sees it; the sharded parameter is not changed, so the "
-        "write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, write "
-        "to the sharded parameter, outside of forward"
+        f"compiled_fsdp: parameter {shortened(fqns, 1)} is written to in place while it is "
+        "gathered. What follows in the same forward sees it; the sharded parameter is not changed, "
+        "so the write is lost when the full parameter is freed, as in torch's FSDP2. To keep it, "
+        "write to the sharded parameter, outside of forward"
     )

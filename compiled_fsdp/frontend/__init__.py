@@ -1,3 +1,3 @@
-"""What both front ends share: states and hooks of sharded modules, checks, fallback, whole-model
+"""Both front ends share this: states and hooks of sharded modules, checks, fallback, whole-model
 functions.
 """

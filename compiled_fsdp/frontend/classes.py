@@ -60,8 +60,8 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
 
 
 class Attributes:
-    """What a module holds in its `__dict__`, as attributes that no property hides: for traces where
-    Dynamo sees the property even when the dict is asked.
+    """The `__dict__` of a module as attributes that no property hides: for traces where Dynamo sees
+    the property even when the dict is asked.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:

@@ -38,8 +38,8 @@ class FallbackError(RuntimeError):
 
 
 def set_fallback(policy: Literal["warn", "error"]) -> None:
-    """What to do when a part of a compiled model cannot be traced and its units run eagerly: "warn"
-    (once a reason) or "error".
+    """Choose what happens when a part of a compiled model cannot be traced and its units run
+    eagerly: "warn" (once a reason) or "error".
 
     Raises:
         ValueError: another value.
@@ -95,7 +95,9 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
 
 
 def _remedy(reason: str) -> str:
-    """What keeps the graph whole where it depends on data, as the counts of routed tokens do."""
+    """Returns what keeps the graph whole where it depends on data, as the counts of routed tokens
+    do.
+    """
     if not any(words in reason for words in ON_DATA):
         return ""
     return (

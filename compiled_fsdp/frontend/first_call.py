@@ -1,5 +1,5 @@
-"""What is checked once, before the first forward of an outermost module and before an optimizer's
-first step.
+"""Checks that are made once, before the first forward of an outermost module and before an
+optimizer's first step.
 
 The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss that does not fall.
 """
@@ -18,7 +18,7 @@ from compiled_fsdp.eager.tree import TREES, Tree
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.units.unit import taken
+from compiled_fsdp.units.unit import sharded_as
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
 from compiled_fsdp.wire.ops import TRACED
 
@@ -231,7 +231,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     _checked.add(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    stale = [taken[p][1].fqn for p in params if p in taken]
+    stale = [sharded_as[p][1].fqn for p in params if p in sharded_as]
     if stale:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: fully_shard replaced {len(stale)} of its parameters "

@@ -116,8 +116,8 @@ class Clock(TorchDispatchMode):
 
 @contextmanager
 def _unseen(units: list[Unit]) -> Iterator[None]:
-    """What runs inside is no run of the user's to `explain`: neither that units ran eagerly, nor
-    what options that took.
+    """Keep `explain` from taking what runs inside for a run of the user's: neither that units ran
+    eagerly, nor what options that took.
     """
     before = [
         (
@@ -135,7 +135,7 @@ def _unseen(units: list[Unit]) -> Iterator[None]:
 
 
 def _medians(mine: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Of what every rank of the group has met."""
+    """Returns the median time of each kernel that every rank of the group has met."""
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     common: Iterable[str] = set.intersection(*(set(found) for found in everyone))

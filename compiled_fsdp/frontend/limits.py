@@ -80,7 +80,7 @@ def _give_up(state: State, times: int, why: str) -> bool:
 
 
 def _then(together: Together | None) -> str:
-    """What becomes of a unit at its limit, for people."""
+    """Returns what becomes of a unit at its limit, for people."""
     if together is not None and together.is_alone:
         return "It runs eagerly"
     if together is not None and together.can_settle:

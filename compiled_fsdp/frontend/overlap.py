@@ -32,7 +32,7 @@ from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
-from compiled_fsdp.units.in_flight import Spent, is_spent
+from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
 from .state import states_below
 
@@ -234,13 +234,16 @@ class Overlap:
             runtime.drop_pending(is_end_of_backward=True)
         held = self._held(optimizer)
         consumed = {
-            id(p) for group in optimizer.param_groups for p in group["params"] if is_spent(p.grad)
+            id(p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if is_stepped_grad(p.grad)
         }
-        left = {part: params - consumed for part, params in held.items() if params - consumed}
+        remaining = {part: params - consumed for part, params in held.items() if params - consumed}
         ahead = self._first_gathers(held)
-        waiting = self._sorted(left)
+        waiting = self._sorted(remaining)
         for part in list(waiting):
-            self._step_part(optimizer, left[part])
+            self._step_part(optimizer, remaining[part])
             waiting.remove(part)
             while ahead and not any(flat in waiting for flat in ahead[0].flats):
                 ahead.pop(0).start()
@@ -281,7 +284,8 @@ class Overlap:
                 hook(param.sharded)
         self._step_part(optimizer, {id(p.sharded) for p in params})
         for param in params:
-            param.sharded.grad = Spent(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+            stepped = SteppedGrad(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
+            param.sharded.grad = stepped
         self._start_early()
         return True
 
@@ -301,8 +305,8 @@ class Overlap:
         return ""
 
     def forget(self, flat: FlatBuffer) -> None:
-        """What forward has read of a buffer was for a backward that has come to it now, and did not
-        reduce.
+        """Forget what forward has read of a buffer: it was for a backward that has come to it now,
+        and did not reduce.
         """
         self.reads.pop(flat, None)
         self.shared.discard(flat)
@@ -317,7 +321,7 @@ class Overlap:
         self._backward = backward
         self._held_now = self._held(optimizer)
         for flat in self._flats():  # no longer, if the user went on without a step
-            flat.is_stepped = any(is_spent(p.sharded.grad) for p in flat.params)
+            flat.is_stepped = any(is_stepped_grad(p.sharded.grad) for p in flat.params)
         if not any(flat.is_stepped for flat in self._flats()):
             self.early.clear()
             for flat in self._flats():
@@ -325,10 +329,10 @@ class Overlap:
 
     def _check(self, optimizer: optim.Optimizer, params: Sequence[ShardedParam]) -> None:
         name = type(optimizer).__name__
-        if taken := [p.fqn for p in params if is_spent(p.sharded.grad)]:
+        if stepped := [p.fqn for p in params if is_stepped_grad(p.sharded.grad)]:
             raise RuntimeError(
-                f"overlap_optimizer(in_backward=True): backward is about to step {taken[0]}, which "
-                "still has a gradient of an earlier backward. Each backward is a step: call "
+                f"overlap_optimizer(in_backward=True): backward is about to step {stepped[0]}, "
+                "which still has a gradient of an earlier backward. Each backward is a step: call "
                 "zero_grad() between them, add up gradients by set_requires_gradient_sync(False), "
                 "or leave out in_backward=True"
             )

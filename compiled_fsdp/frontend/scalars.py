@@ -1,4 +1,4 @@
-"""What `explain` knows of a step, in the logger that a training script has."""
+"""Numbers of a step that `explain` knows, for the logger that a training script has."""
 
 from __future__ import annotations
 

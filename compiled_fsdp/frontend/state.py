@@ -1,4 +1,4 @@
-"""What one `fully_shard` call leaves behind, and how to find it."""
+"""The state that one `fully_shard` call leaves behind, and how to find it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
-from compiled_fsdp.errors import first_of, warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
 from compiled_fsdp.torch_private.dynamo import (
@@ -197,9 +197,10 @@ class State:
         ]
         if ignored:
             warn_once(
-                f"compiled_fsdp: `.data` of parameter {first_of(ignored)} was assigned to while it "
-                "is sharded. DTensor ignores that, as with torch's FSDP2: the parameter has the "
-                "values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under torch.no_grad()",
+                f"compiled_fsdp: `.data` of parameter {shortened(ignored, 1)} was assigned to "
+                "while it is sharded. DTensor ignores that, as with torch's FSDP2: the parameter "
+                "has the values of before. Write `p.data.copy_(x)`, or `p.copy_(x)` under "
+                "torch.no_grad()",
                 about="assigned data",
             )
 
@@ -340,7 +341,7 @@ class PreForward:
         self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What forward is to get."""
+        """Returns what forward is to get."""
         policy = self.state.unit.mp_policy
         if policy.param_dtype is not None:
             if policy.cast_forward_inputs:
@@ -373,7 +374,7 @@ class PostForward:
         self.unit_key = f"#{state.unit.number}"
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the caller is to get."""
+        """Returns what the caller is to get."""
         if torch.compiler.is_dynamo_compiling():
             stays = self.state.unit.reshard is False and torch.is_grad_enabled()
             end_forward(self.unit_key, stays=stays)

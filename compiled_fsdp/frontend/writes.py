@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_fsdp.eager.full_params import say_they_are_lost
 from compiled_fsdp.eager.resident import shown
-from compiled_fsdp.errors import first_of, warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
@@ -160,10 +160,11 @@ def _announce_before_backward(graph: Graph, written: set[int]) -> None:
     trained = [owner[1].fqn for owner in owners if owner and owner[1].sharded.requires_grad]
     if trained:
         warn_once(
-            f"compiled_fsdp: the sharded parameter {first_of(trained)} is written to in a graph "
-            "that is part of a forward. The backward of graphs that ran before it finds the old "
-            "value where the full parameter was kept and the new one where it is gathered again; "
-            "the plan decides which. Write to it after backward, or freeze it if it is not trained"
+            f"compiled_fsdp: the sharded parameter {shortened(trained, 1)} is written to in a "
+            "graph that is part of a forward. The backward of graphs that ran before it finds the "
+            "old value where the full parameter was kept and the new one where it is gathered "
+            "again; the plan decides which. Write to it after backward, or freeze it if it is not "
+            "trained"
         )
 
 
@@ -174,7 +175,7 @@ def _storages(value: object) -> Iterator[int]:
 
 
 def _written_storages(graphs: Iterable[Graph]) -> set[int]:
-    """Of the fake tensors that some node writes to, through whichever alias.
+    """Returns the storages of the fake tensors that some node writes to, through whichever alias.
 
     A node that writes is known by its name, as torch spells such functions, or by the version of
     what was new in the graph (`embedding(max_norm=...)`): inputs come with versions of their own,
@@ -195,7 +196,7 @@ def _written_storages(graphs: Iterable[Graph]) -> set[int]:
 
 
 def _written_by(node: Node) -> Iterator[Node]:
-    """What a node writes to, as its name says."""
+    """Yields what a node writes to, as its name says."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     out = node.kwargs.get("out")
     yield from (n for n in tree_leaves(out) if isinstance(n, Node))

@@ -1,4 +1,4 @@
-"""What stock FSDP1 does with parameters at rest, where ours has to prepare it, or does the
+"""Parameters at rest as stock FSDP1 treats them, where ours has to prepare it, or does the
 evidently right thing instead.
 
 Summoning, saving and loading are stock's own; before each, the modules hold sharded parameters

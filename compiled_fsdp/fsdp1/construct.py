@@ -173,6 +173,8 @@ def flatten(wrapper: Any, module: nn.Module, options: Mapping[str, Any]) -> list
     return _without(originals, module.parameters())
 
 
-def _without(originals: Iterable[nn.Parameter], left: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    kept = {id(parameter) for parameter in left}
+def _without(
+    originals: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
+) -> list[nn.Parameter]:
+    kept = {id(parameter) for parameter in others}
     return [parameter for parameter in originals if id(parameter) not in kept]

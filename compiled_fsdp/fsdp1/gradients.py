@@ -40,7 +40,7 @@ def accumulate(keeper: FlatParamHandle, new: Tensor) -> None:
 
 
 def low_precision(keeper: FlatParamHandle) -> torch.dtype | None:
-    """What `keep_low_precision_grads` leaves gradients in; None for full precision."""
+    """Returns what `keep_low_precision_grads` leaves gradients in; None for full precision."""
     if not keeper._keep_low_precision_grads or keeper._force_full_precision:
         return None
     return keeper._fwd_bwd_param_dtype if keeper.uses_sharded_strategy else keeper._reduce_dtype

@@ -1,4 +1,5 @@
-"""What our wrapper takes from stock FSDP1: how a flat parameter is made, kept, saved and loaded.
+"""The parts of stock FSDP1 that our wrapper uses: how a flat parameter is made, kept, saved and
+loaded.
 
 Private torch used here (tried on 2.13): the helpers of stock's constructor, state dicts and
 handles, all imported below.

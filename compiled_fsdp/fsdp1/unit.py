@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, Shard
 from compiled_fsdp.ir.collectives import CUSTOM
 from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.units.layout import flat_layout
-from compiled_fsdp.units.unit import Unit, taken
+from compiled_fsdp.units.unit import Unit, sharded_as
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatShard, FlatShardBuffer, members_of
@@ -65,7 +65,7 @@ class FlatUnit(Unit):
             self.flats = [self._buffer(is_resharded)]
             if not self.keeper._use_orig_params:
                 for original in originals:
-                    taken[original] = self, self.shard
+                    sharded_as[original] = self, self.shard
         self.adopt({wrapper: ""}, is_nested=False)
 
     @property
@@ -188,7 +188,7 @@ class FlatUnit(Unit):
             self.shard.hide()
 
     def before_forward(self) -> bool:
-        """What stock does before a root's forward: settle gradients that the user dropped or
+        """Do what stock does before a root's forward: settle gradients that the user dropped or
         replaced, and parameters likewise.
 
         Whether what is gathered now has another dtype than the mode (training or evaluation) asks

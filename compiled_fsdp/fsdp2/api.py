@@ -24,7 +24,7 @@ from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_re
 from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
 from compiled_fsdp.units.tensor_parallel import place
-from compiled_fsdp.units.unit import Unit, taken
+from compiled_fsdp.units.unit import Unit, sharded_as
 
 from .fsdp_module import FSDPModule
 from .module import shard_classes, share_params
@@ -163,7 +163,7 @@ def _note_options(
     offload: OffloadPolicy,
     params: set[int],
 ) -> None:
-    """What this call was asked for, and what of it has had its effect by now."""
+    """Note what this call was asked for, and what of it has had its effect by now."""
     for name, value in asked.items():
         unit.options.ask(name, value)
     for field in fields(mp_policy):
@@ -293,8 +293,8 @@ def _shared_params(
     skip = {id(p) for p in ignored}
     for module in managed:
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in skip and parameter in taken:
-                found.append((*taken[parameter], module, name))
+            if parameter is not None and id(parameter) not in skip and parameter in sharded_as:
+                found.append((*sharded_as[parameter], module, name))
     return found
 
 
@@ -313,7 +313,7 @@ def _managed_params(
     found: dict[int, nn.Parameter] = {}
     for module in managed:
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in skip and parameter not in taken:
+            if parameter is not None and id(parameter) not in skip and parameter not in sharded_as:
                 found.setdefault(id(parameter), parameter)
     _check_no_scalars(roots, found)
     originals: dict[int, Original] = {}

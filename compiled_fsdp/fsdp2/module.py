@@ -1,5 +1,5 @@
-"""What `fully_shard` does to modules: their classes (`classes.py`), the hooks on them, and
-parameters that calls share.
+"""The changes that `fully_shard` makes to modules: their classes (`classes.py`), the hooks on them,
+and parameters that calls share.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _start_at_zero(module: nn.Module, entries: dict[str, Any], prefix: str, _: o
 def _of_a_tied_name(
     module: nn.Module, name: str, entry: DTensor, entries: dict[str, Any]
 ) -> DTensor | None:
-    """What another name of the same parameter has got already."""
+    """Returns what another name of the same parameter has got already."""
     table = module._parameters
     owner = table.owners.get(name) if isinstance(table, Registered) else None
     if owner is None or len(owner[1].owners) == 1:

@@ -1,1 +1,1 @@
-"""What is read afterwards: what became of a model, folders of dumps, the report."""
+"""Everything that is read afterwards: what became of a model, folders of dumps, the report."""

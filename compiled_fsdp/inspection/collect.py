@@ -1,10 +1,9 @@
-"""What became of a sharded model, from what its units, its graphs and its options have left
-behind.
+"""Collects what became of a sharded model, from what its units, its graphs and its options have
+left behind.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,9 +65,7 @@ def after_first_step(tree: Tree) -> None:
     found = collect(original_class(outermost.modules[0]).__name__, units, tree, None)
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.summarise(found.summary)
-    folder = dump.rank_folder()
-    if folder is not None:
-        (folder / "explain.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+    dump.write_explanation(found.as_dict())
 
 
 def has_trained(units: Sequence[Unit]) -> bool:

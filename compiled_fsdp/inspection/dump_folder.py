@@ -1,40 +1,44 @@
-"""A folder of dumps, read back: its ranks, their graphs, and each graph after each pass."""
+"""Reads a dump back, and nobody else does: its ranks, their graphs, each graph after each pass, and
+what is expected and was measured of it. Files are opened when they are asked for, and JSON is
+checked against the types of `dump/layout.py`.
+"""
 
 from __future__ import annotations
 
-import difflib
-import gzip
-import json
+import hashlib
 import re
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_fsdp.dump import graph_json
-from compiled_fsdp.dump.writer import AS_AFTER, Counts
-from compiled_fsdp.ir.collectives import CONVERT
-from compiled_fsdp.ir.graph import find, starts, value
-from compiled_fsdp.ir.meta import get_tag, set_captured
-from compiled_fsdp.ir.printer import collectives, printable, show
-from compiled_fsdp.ir.sequence import sequence_over
-from compiled_fsdp.planning.memory import profile
-from compiled_fsdp.verification.invariant import GraphInvariantError
-from compiled_fsdp.verification.meaning import Captured
+from compiled_fsdp.dump import graph_json, layout
+from compiled_fsdp.dump.layout import (
+    EXECUTORS,
+    FORMAT,
+    Head,
+    Measured,
+    MeasuredRun,
+    MeasuredStep,
+    Memory,
+    Profile,
+    RankSettings,
+    Run,
+    Timeline,
+)
+from compiled_fsdp.ir.printer import printable
+from compiled_fsdp.wire import ranges
+
+from . import check
+from .check import Check, DumpError, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from torch.fx import GraphModule
 
     from compiled_fsdp.planning.plan import Plan
 
-
-class DumpFolderError(ValueError):
-    """A folder is no dump, a file of it is missing or damaged, or something is asked for that it
-    does not hold.
-    """
+DOING = "reading the dump"
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Dumped:
 
     @property
     def name(self) -> str:
-        """Of the pass."""
-        return self.path.name.split("_", 1)[1]
+        """The pass."""
+        return layout.name_of(self.path)
 
     @property
     def where(self) -> str:
@@ -55,28 +59,42 @@ class Dumped:
 
     @cached_property
     def _printed(self) -> tuple[str, str]:
-        made_by, _, graph = read(self.path.with_name(f"{self.path.name}.txt")).partition("\n")
+        made_by, _, graph = read(self._file(layout.TEXT)).partition("\n")
         return made_by, graph
+
+    def _file(self, ending: str) -> Path:
+        return self.path.with_name(self.path.name + ending)
 
     @cached_property
     def source(self) -> Dumped:
-        """After the last pass that changed the graph, whose files hold it."""
-        same = re.fullmatch(rf"{AS_AFTER}(\d\d_\w+)\n?", self._printed[1])
+        """The graph after the last pass that changed it, whose files hold it."""
+        same = re.fullmatch(rf"{layout.AS_AFTER}(\d\d_\w+)\n?", self._printed[1])
         if same is None:
             return self
         if same[1] >= self.path.name:
-            raise DumpFolderError(f"{self.where}.txt names a pass that is not before it: {same[1]}")
+            raise DumpError(f"{self.where}.txt names a pass that is not before it: {same[1]}")
         return Dumped(self.path.with_name(same[1])).source
 
     @property
+    def provenance(self) -> str:
+        """The first line of the text: what made the graph, and what holds of it."""
+        return self._printed[0]
+
+    @property
     def text(self) -> str:
-        """As it was printed, with what made it in the first line."""
-        return f"{self._printed[0]}\n{self.source._printed[1]}"
+        """The text as it was printed, with what made it in the first line."""
+        return f"{self.provenance}\n{self.source._printed[1]}"
+
+    @property
+    def diff(self) -> str:
+        """Returns what the pass has changed; "" if nothing."""
+        path = self._file(layout.DIFF)
+        return read(path) if path.exists() else ""
 
     @property
     def json_path(self) -> Path:
         """The file that holds the graph for programs."""
-        return self.path.with_name(f"{self.source.path.name}.json.gz")
+        return self.source._file(layout.GRAPH)
 
     @cached_property
     def _parsed(self) -> tuple[GraphModule, Plan, str]:
@@ -86,7 +104,7 @@ class Dumped:
         try:
             return graph_json.of_text(read(path))
         except graph_json.FormatError as error:
-            raise DumpFolderError(
+            raise DumpError(
                 f"{path} holds no graph that can be read: {printable(str(error))}"
             ) from error
 
@@ -97,13 +115,13 @@ class Dumped:
 
     @property
     def plan(self) -> Plan:
-        """What the passes got."""
+        """The plan that the passes got."""
         return self._parsed[1]
 
 
 @dataclass(frozen=True)
 class DumpedGraph:
-    """A graph on its way through the passes: `001_forward`, say."""
+    """A graph on its way through the passes, `001_forward` for example, and once it is finished."""
 
     rank: int
     path: Path
@@ -115,189 +133,219 @@ class DumpedGraph:
         return self.path.name
 
     @property
+    def kind(self) -> str:
+        """Forward, backward or joint."""
+        return layout.name_of(self.path)
+
+    @property
     def is_half(self) -> bool:
         """Whether it is a forward or backward, not a joint graph."""
-        return not self.name.endswith("_joint")
+        return self.kind != layout.JOINT
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all passes have run, so that it is known what is expected of it."""
+        return (self.path / layout.TIMELINE).exists()
 
     def after(self, name: str | None) -> Dumped:
         """The graph after this pass; the last, if none is named.
 
         Raises:
-            DumpFolderError: there is no such pass.
+            DumpError: there is no such pass.
         """
         found = [entry for entry in self.passes if name in (None, entry.name, entry.path.name)]
         if not found:
             names = [entry.name for entry in self.passes]
-            raise DumpFolderError(f"{self.path} holds no graph after {name!r}; it has {names}")
+            raise DumpError(f"{self.path} holds no graph after {name!r}; it has {names}")
         return found[-1]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When its collectives are expected to run."""
+        path = self.path / layout.TIMELINE
+        found: Timeline = _record(path, Timeline)
+        check = Check(path, DOING)
+        for executor, run in (("plain", found["plain"]), ("fused", found["fused"])):
+            check.same_length(
+                f"{executor}.times and collectives", run["times"], found["collectives"]
+            )
+        if not all(-1 <= index < len(found["collectives"]) for index in found["waits"]):
+            check.fail(f"waits names collectives out of 0 to {len(found['collectives']) - 1}")
+        return found
+
+    @property
+    def expected(self) -> Run:
+        """How it is expected to run, by the executor that it was compiled for."""
+        found = self.timeline
+        return found["fused" if EXECUTORS[found["executor"]] else "plain"]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """How much memory it is expected to need."""
+        path = self.path / layout.MEMORY
+        found: Memory = _record(path, Memory)
+        check, nodes = Check(path, DOING), found["nodes"]
+        for executor, profile in (("plain", found["plain"]), ("fused", found["fused"])):
+            for kind, curve in profile["kinds"].items():
+                check.same_length(
+                    f"{executor}.kinds.{kind}, during and nodes", curve, profile["during"], nodes
+                )
+            if not 0 <= profile["where"] < len(nodes):
+                check.fail(
+                    f"{executor}.where is {profile['where']}, should be from 0 to {len(nodes) - 1}"
+                )
+        return found
+
+    @property
+    def expected_memory(self) -> Profile:
+        """How much memory it is expected to need, by the executor that it was compiled for."""
+        found = self.memory
+        return found["fused" if EXECUTORS[found["executor"]] else "plain"]
+
+    @cached_property
+    def digest(self) -> str:
+        """The name of its runs in a profile; "" if the dump does not say."""
+        path = self.path / layout.RECORD
+        return ranges.digest(read(path)) if path.exists() else ""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the timeline, so that a measured run is not shown with another graph."""
+        return hashlib.sha256((self.path / layout.TIMELINE).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class DumpedRank:
-    """What one rank dumped, in the order of compilation."""
+    """All that one rank dumped, in the order of compilation."""
 
     rank: int
     path: Path
     graphs: tuple[DumpedGraph, ...]
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """`settings.json`."""
-        return read_json(self.path / "settings.json")
+    def finished(self) -> list[DumpedGraph]:
+        """The graphs of which it is known what is expected."""
+        return [graph for graph in self.graphs if graph.is_finished]
+
+    @property
+    def settings(self) -> RankSettings:
+        """Returns what all its graphs were made under."""
+        path = self.path / layout.SETTINGS
+        found: RankSettings = load(path, DOING)
+        Check(path, DOING)(found, RankSettings)
+        return found
+
+    @property
+    def explanation_path(self) -> Path:
+        """The file that holds what `explain` knew after the first step, if there was one."""
+        return self.path / layout.EXPLANATION
+
+    @property
+    def explanation(self) -> dict[str, Any] | None:
+        """Returns what `explain` knew after the first step; None without one."""
+        if not self.explanation_path.exists():
+            return None
+        found: dict[str, Any] = load(self.explanation_path, DOING)
+        Check(self.explanation_path, DOING)(found, dict[str, Any])
+        return found
+
+    @cached_property
+    def _measured(self) -> Measured | None:
+        path = self.path / layout.MEASURED
+        if not path.exists():
+            return None
+        found: Measured = load(path, DOING)
+        _check_format(found, Check(path, DOING))
+        Check(path, DOING)(found, Measured)
+        return found
+
+    @property
+    def step(self) -> MeasuredStep | None:
+        """The profiled step, if there is one."""
+        return self._measured["step"] if self._measured else None
+
+    def measured(self, graph: DumpedGraph) -> MeasuredRun | None:
+        """The run of one of its graphs in the profile; None if it did not run there.
+
+        Raises:
+            DumpError: it is of another graph.
+        """
+        run = self._measured["graphs"].get(graph.name) if self._measured else None
+        if run is None:
+            return None
+        check = Check(self.path / layout.MEASURED, DOING)
+        check.same_length(
+            f"graphs.{graph.name} and the collectives", run["times"], graph.timeline["collectives"]
+        )
+        if run["of"] != graph.fingerprint:
+            check.fail(f"{graph.name} was measured before it was dumped again")
+        return run
 
 
 def read_folder(folder: Path) -> list[DumpedRank]:
     """Every rank of a dump, by number.
 
     Raises:
-        DumpFolderError: there is no dump.
+        DumpError: there is no dump.
     """
     if not folder.is_dir():
-        raise DumpFolderError(
+        raise DumpError(
             f"{folder} is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote"
         )
-    numbers = {
-        path: int(found[1])
-        for path in folder.iterdir()
-        if (found := re.fullmatch(r"rank(\d+)", path.name))
-    }
     ranks = [
-        _rank(number, path) for path, number in sorted(numbers.items(), key=lambda entry: entry[1])
+        DumpedRank(number, path, _graphs(number, path)) for number, path in layout.ranks_of(folder)
     ]
     if not any(rank.graphs for rank in ranks):
-        raise DumpFolderError(
+        raise DumpError(
             f"{folder} holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model "
             "inside dumped_to, or with COMPILED_FSDP_DUMP"
         )
     return ranks
 
 
-def _rank(number: int, path: Path) -> DumpedRank:
-    graphs = []
-    for folder in sorted(p for p in path.iterdir() if re.fullmatch(r"\d+_[a-z]+", p.name)):
-        stems = sorted(p.with_suffix("") for p in folder.glob("[0-9][0-9]_*.txt"))
-        if stems:
-            graphs.append(DumpedGraph(number, folder, tuple(map(Dumped, stems))))
-    return DumpedRank(number, path, tuple(graphs))
+def read_finished(folder: Path) -> list[DumpedRank]:
+    """Every rank of a dump that has finished graphs, by number.
+
+    Raises:
+        DumpError: there is none.
+    """
+    ranks = [rank for rank in read_folder(folder) if rank.finished]
+    if not ranks:
+        raise DumpError(
+            f"{folder} has no finished graph (rank0/001_forward/timeline.json): it was interrupted "
+            "while it compiled; dump again"
+        )
+    return ranks
+
+
+def _graphs(rank: int, path: Path) -> tuple[DumpedGraph, ...]:
+    found = (
+        (graph, tuple(map(Dumped, layout.passes_of(graph)))) for graph in layout.graphs_of(path)
+    )
+    return tuple(DumpedGraph(rank, graph, passes) for graph, passes in found if passes)
 
 
 def read(path: Path) -> str:
     """The text in a file of a dump.
 
     Raises:
-        DumpFolderError: it is missing, or no text.
+        DumpError: it is missing, or no text.
     """
-    try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DumpFolderError(f"{path} cannot be read: {error}") from error
+    return check.read(path, DOING)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a dump.
-
-    Raises:
-        DumpFolderError: it is missing, or something else.
-    """
-    try:
-        found = json.loads(read(path))
-    except json.JSONDecodeError as error:
-        raise DumpFolderError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise DumpFolderError(
-            f"{path} is damaged: it should hold a JSON object, not a {type(found).__name__}"
-        )
+def _record(path: Path, form: type) -> Any:
+    """A record of a finished graph, of this type."""
+    found, check = load(path, DOING), Check(path, DOING)
+    _check_format(found, check)
+    check(found, Head)
+    if found["executor"] not in EXECUTORS:
+        check.fail(f"executor is {found['executor']!r}, should be one of {list(EXECUTORS)}")
+    check(found, form)
     return found
 
 
-# -- comparing
-
-
-def difference(before: Dumped, after: Dumped) -> str:
-    """What communicates, casts and frees in two graphs, and their peaks; "" if that is all the
-    same.
-    """
-    lines = [
-        f"  {name}: {old} -> {new}"
-        for (name, old), (_, new) in zip(totals(before.gm), totals(after.gm), strict=True)
-        if old != new
-    ]
-    one, two = collectives(before.gm.graph), collectives(after.gm.graph)
-    lines += difflib.unified_diff(one, two, before.where, after.where, lineterm="", n=2)
-    return "\n".join([f"{before.where} -> {after.where}", *lines]) if lines else ""
-
-
-def totals(gm: GraphModule) -> list[tuple[str, str]]:
-    """How much a graph communicates, and its peak."""
-    counts = Counts.of(gm.graph)
-    sent = sum(
-        value(n).nbytes
-        for start in starts(gm.graph)
-        for n in start.all_input_nodes
-        if "val" in n.meta
-    )
-    casts = sum(get_tag(node) is not None for node in find(gm.graph, CONVERT))
-    return [
-        ("all-gathers", str(counts.gathers)),
-        ("reductions", str(counts.reductions)),
-        ("bytes put into collectives", str(sent)),
-        ("casts of parameters and gradients", str(casts)),
-        ("frees", str(counts.frees)),
-        ("peak above rest", f"{profile(gm.graph).peak} bytes"),
-    ]
-
-
-# -- checking
-
-
-def violations(ranks: list[DumpedRank]) -> Iterator[str]:
-    """What is wrong with the graphs of a dump, each as a text of its own: every invariant after
-    every pass, the texts beside the graphs, and that ranks which share a group communicate alike
-    over it.
-    """
-    for rank in ranks:
-        for graph in rank.graphs:
-            yield from _check_graph(graph)
-    yield from _check_agreement(ranks)
-
-
-def _check_graph(graph: DumpedGraph) -> Iterator[str]:
-    from compiled_fsdp.passes.verify import check
-
-    captured = Captured(graph.passes[0].gm.graph) if graph.is_half else None
-    is_lowered = False
-    for entry in graph.passes:
-        if show(entry.gm.graph) != entry.text.partition("\n")[2].rstrip("\n"):
-            yield f"{entry.where}: the text is not that of the graph in the .json.gz beside it; one of them was changed"
-        is_lowered = is_lowered or entry.name == "lower"
-        if captured is None or not is_lowered:
-            continue
-        set_captured(entry.gm, captured)
-        try:
-            check(entry.gm, entry.plan, f"{entry.name} in {graph.path}")
-        except GraphInvariantError as error:
-            yield f"{entry.where}: {error}"
-            return
-
-
-def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
-    """Each group's ranks have the same collectives over it, in the same order."""
-    seen: dict[tuple[int, ...], tuple[int, list[str]]] = {}
-    for rank in ranks:
-        for name, members in rank.settings.get("groups", {}).items():
-            lines = [
-                line
-                for g in rank.graphs
-                if g.is_half
-                for line in sequence_over(g.after(None).gm.graph, name)
-            ]
-            number, known = seen.setdefault(tuple(members), (rank.rank, lines))
-            if known != lines:
-                changes = list(
-                    difflib.unified_diff(
-                        known, lines, f"rank {number}", f"rank {rank.rank}", lineterm="", n=2
-                    )
-                )
-                shown = "\n".join(changes[:40])
-                yield f"ranks {number} and {rank.rank} communicate differently over group {printable(repr(name))}:\n{shown}"
+def _check_format(found: Any, check: Check) -> None:
+    check(found, dict[str, Any])
+    if found.get("format") != FORMAT:
+        check.fail(f"format is {found.get('format')}, should be {FORMAT}")

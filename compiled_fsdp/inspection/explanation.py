@@ -1,4 +1,4 @@
-"""What `explain` returns: records that turn into JSON, and the text of them."""
+"""The result of `explain`: records that turn into JSON, and the text of them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a sharded model; `str` for people, `as_dict` for JSON."""
+    """The fate of a sharded model; `str` for people, `as_dict` for JSON."""
 
     model: str
     world_size: int

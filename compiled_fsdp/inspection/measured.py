@@ -1,5 +1,5 @@
-"""What a finished `torch.profiler.profile` of some steps says: exposed communication, and the peak
-of memory.
+"""Reads a finished `torch.profiler.profile` of some steps: exposed communication, and the peak of
+memory.
 """
 
 from __future__ import annotations

@@ -10,18 +10,34 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from compiled_fsdp.torch_private.tracing import started
 
-from .check import NUMBER, Check, DumpError, load
+from .check import Check, DumpError, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DOING = "reading the profile"
+
+
+class _Trace(TypedDict):
+    traceEvents: list[dict[str, Any]]
+
+
+class _Range(TypedDict):
+    name: str
+    ts: float
+    dur: float
+
+
+class _Launch(TypedDict):
+    args: dict[str, Any]
+
+
 # Kinds of ranges in a Chrome trace of torch: what runs on a device, what launches it, and what is
 # the profiler's own or a range drawn a second time on the device.
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -76,7 +92,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What ran on a device, and the call on a thread of the CPU that launched it."""
+    """A kernel that ran on a device, and the call on a thread of the CPU that launched it."""
 
     event: Event
     launch: Event
@@ -166,19 +182,19 @@ def read_profile(path: Path) -> Profile:
     """
     found = load(path, DOING)
     check = Check(path, DOING)
-    check(found, {"traceEvents": [dict]})
+    check(found, _Trace)
     events, on_device, launches = [], [], {}
     for index, event in enumerate(found["traceEvents"]):
         if event.get("ph") != "X" or event.get("cat") in IGNORED:
             continue
         where = f"traceEvents[{index}]"
-        check(event, {"name": str, "ts": NUMBER, "dur": NUMBER}, where)
+        check(event, _Range, where)
         begin = event["ts"] * MICROSECOND
         known = Event(event["name"], begin, begin + event["dur"] * MICROSECOND, event.get("tid"))
         if event.get("cat") not in (*ON_DEVICE, *LAUNCHES):
             events.append(known)
             continue
-        check(event, {"args": dict}, where)
+        check(event, _Launch, where)
         number = event["args"].get("correlation")
         if event["cat"] in ON_DEVICE:
             on_device.append((known, number))
@@ -208,7 +224,7 @@ def outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _outside(events: list[Event], compiles: list[Event]) -> list[Event]:
-    """What neither is nor lies inside a compilation of its thread."""
+    """Returns what neither is nor lies inside a compilation of its thread."""
     if not compiles:
         return events
     of_thread: dict[object, list[Event]] = {}

@@ -1,3 +1,3 @@
-"""What a graph of ours consists of: parameter specs, ops, the arithmetic around a collective, node
+"""The parts of a graph of ours: parameter specs, ops, the arithmetic around a collective, node
 metadata, the printer.
 """

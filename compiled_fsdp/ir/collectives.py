@@ -43,6 +43,22 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
     return x if source == target else run(CONVERT, x, target)
 
 
+# The user's options that decide how a parameter is gathered, and what becomes of its gradient.
+OPTIONS = (
+    "mesh",
+    "mp_policy.param_dtype",
+    "set_custom_all_gather",
+    "mp_policy.reduce_dtype",
+    "set_separate_reduce_scatter_group",
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_custom_reduce_scatter",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_all_reduce_hook",
+)
+
+
 def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
     options = ["mesh", "mp_policy.param_dtype"]
@@ -223,8 +239,8 @@ def _divide(run: Run, x: Value, how: Reduction) -> Value:
 
 
 def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
-    """What `reduce_bucket` does from the start of its last collective on: await it, add up, divide,
-    cast to `dtype`.
+    """Do what `reduce_bucket` does from the start of its last collective on: await it, add up,
+    divide, cast to `dtype`.
     """
     how = spec.reduction
     x = run(WAIT, started)
@@ -346,7 +362,7 @@ def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
 
 
 def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
-    """What the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
+    """Returns what the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
     shard_numel], or flat if contiguous.
     """
     spec, pieces = specs[place], gather_messages(specs)

@@ -1,4 +1,4 @@
-"""What Inductor fuses, as far as memory goes: which values of a graph never get a buffer.
+"""Fusion by Inductor, as far as memory goes: which values of a graph never get a buffer.
 
 A pointwise value is computed inside the kernels that read it, if only generated kernels nearby read
 it. Which ops are pointwise is what torch's tag says and what Inductor lowers as such without it.
@@ -77,7 +77,7 @@ def inlined(graph: Graph) -> set[Node]:
 
 
 def readers(node: Node) -> list[Node]:
-    """What reads a value or a view of it."""
+    """Returns what reads a value or a view of it."""
     return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
 
 

@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.options import Consumed
+
     from .spec import ParamSpec
 
 _KEY = "fsdp"
-_CONSUMED, _RUNNING, _RECORD, _SYMBOLS = (
-    "fsdp_consumed",
-    "fsdp_running",
-    "fsdp_record",
-    "fsdp_symbols",
-)
+_CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
@@ -69,7 +66,7 @@ def set_tag(node: Node, tag: CommTag) -> None:
 
 
 def get_tag(node: Node) -> CommTag | None:
-    """What a node belongs to; None for the user's computation."""
+    """Returns what a node belongs to; None for the user's computation."""
     tag: CommTag | None = node.meta.get(_KEY)
     return tag
 
@@ -83,8 +80,8 @@ def set_captured(gm: GraphModule, captured: object) -> None:
 
 
 def get_captured(gm: GraphModule) -> Any:
-    """What the graph was when the pipeline got it (`meaning.Captured`); None outside a run of the
-    pipeline.
+    """Returns what the graph was when the pipeline got it (`meaning.Captured`); None outside a run
+    of the pipeline.
     """
     return gm.meta.get(_KEY)
 
@@ -98,51 +95,21 @@ def set_context(gm: GraphModule, context: object) -> None:
 
 
 def get_context(gm: GraphModule) -> Any:
-    """What `set_context` left (`passes.base.Context`); None outside a run of the pipeline."""
+    """Returns what `set_context` said (`passes.base.Context`); None outside of the pipeline."""
     return gm.meta.get(_CONTEXT)
 
 
-# (option, unit), the unit "" for the outermost or for the plan -> the passes that took a decision
-# from it.
-Consumed = dict[tuple[str, str], dict[str, None]]
-
-
-def begin_pass(gm: GraphModule, name: str) -> None:
-    """From now on, what is consumed is consumed by this pass."""
-    gm.meta[_RUNNING] = name
-    gm.meta.setdefault(_CONSUMED, {})
-
-
-def consume(gm: GraphModule, option: str, unit: str = "") -> None:
-    """The running pass took a decision from an option; nothing is noted for a pass that is called
-    by hand.
+def set_consumed(nodes: Iterable[Node], consumed: Consumed) -> None:
+    """Let the nodes of a joint graph, which end up in its halves, say which options were consumed
+    before it was split.
     """
-    if _RUNNING in gm.meta:
-        gm.meta[_CONSUMED].setdefault((option, unit), {})[gm.meta[_RUNNING]] = None
-
-
-def take_consumed(gm: GraphModule) -> Consumed:
-    """What the passes have consumed; forgotten by the graph."""
-    gm.meta.pop(_RUNNING, None)
-    consumed: Consumed = gm.meta.pop(_CONSUMED, {})
-    return consumed
-
-
-def hand_on(gm: GraphModule, nodes: Iterable[Node]) -> None:
-    """Let the nodes of a joint graph, which end up in its halves, carry what its passes have
-    consumed.
-    """
-    consumed = take_consumed(gm)
     for node in nodes:
         node.meta[_CONSUMED] = consumed
 
 
-def handed_on(nodes: Iterable[Node]) -> Consumed:
-    """What the passes of the joint graph have consumed."""
-    consumed: Consumed = next(
-        (node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {}
-    )
-    return consumed
+def get_consumed(nodes: Iterable[Node]) -> Consumed:
+    """Returns what `set_consumed` said; {} if nothing."""
+    return next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
 
 
 # How many outputs have gradients; and by offset, which of them lead to a parameter, where not all
@@ -158,7 +125,7 @@ def set_heads(node: Node, heads: Heads) -> None:
 
 
 def get_heads(node: Node) -> Heads | None:
-    """What `set_heads` said; None if all outputs lead to all."""
+    """Returns what `set_heads` said; None if all outputs lead to all."""
     heads: Heads | None = node.meta.get(_HEADS)
     return heads
 
@@ -192,7 +159,9 @@ def keep_in_backward(node: Node) -> None:
 
 
 def returned(output: Node) -> list[tuple[Node | None, object]]:
-    """What a graph returns, each with what torch says that it is (None in hand-written graphs)."""
+    """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
+    graphs).
+    """
     nodes: Any = output.args[0]
     return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
 
@@ -204,8 +173,8 @@ def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> N
 
 
 def saved_for_backward(output: Node) -> list[Node]:
-    """What a graph returns for its backward, not to the user; all it returns if torch does not say
-    (hand-written graphs).
+    """Returns the outputs of a graph that are for its backward, not for the user; all of them if
+    torch does not say (hand-written graphs).
     """
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
     return [node for node, kind in returned(output) if node is not None and isinstance(kind, ours)]
@@ -265,7 +234,7 @@ def set_seconds(node: Node, seconds: float) -> None:
 
 
 def get_seconds(node: Node) -> float | None:
-    """What `set_seconds` has noted, if anything."""
+    """Returns what `set_seconds` has noted, if anything."""
     seconds: float | None = node.meta.get("fsdp_seconds")
     return seconds
 

@@ -73,8 +73,8 @@ def source_of(node: Node, i: int) -> tuple[Node, int] | None:
 
 
 def unpacked(node: Node) -> Node:
-    """What allocates a value: the partitioner's ops around random state have none of their own,
-    only what is taken out of them.
+    """Returns what allocates a value: the partitioner's ops around random state have none of their
+    own, only what is taken out of them.
     """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]

@@ -71,8 +71,8 @@ def _text_of(node: Node) -> str:
         [*map(_text, _arguments(node)), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
     )
     kind = _type(node)
-    left = f"%{node.name}: {kind} = " if kind else ""
-    return f"{left}{name}({arguments}){_note(node)}"
+    assigned = f"%{node.name}: {kind} = " if kind else ""
+    return f"{assigned}{name}({arguments}){_note(node)}"
 
 
 def _arguments(node: Node) -> list[object]:

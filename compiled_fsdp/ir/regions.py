@@ -31,19 +31,19 @@ class Region:
 
     @property
     def spec(self) -> ParamSpec:
-        """Of the only parameter, or the first."""
+        """The spec of the only parameter, or of the first."""
         return self.tag.specs[0]
 
     @property
     def source(self) -> Node:
-        """What an unbucketed communication communicates: the first value that it reads; a flat
-        buffer may follow.
+        """Returns what an unbucketed communication communicates: the first value that it reads; a
+        flat buffer may follow.
         """
         return self.sources[0]
 
     @property
     def sources(self) -> tuple[Node, ...]:
-        """What it reads, in order of first reading."""
+        """Returns what it reads, in order of first reading."""
         inside = set(self.nodes)
         found = dict.fromkeys(
             n for node in self.nodes for n in node.all_input_nodes if n not in inside
@@ -52,7 +52,7 @@ class Region:
 
     @property
     def result(self) -> Node:
-        """What an unbucketed communication yields: its last node."""
+        """Returns what an unbucketed communication yields: its last node."""
         return self.nodes[-1]
 
     @property
@@ -67,8 +67,8 @@ class Region:
 
     @property
     def sent_bytes(self) -> int:
-        """Of what its first collective sends, this rank's part included: alive until it is awaited;
-        0 if it starts none.
+        """The bytes that its first collective sends, this rank's part included: alive until it is
+        awaited; 0 if it starts none.
         """
         return sum(value(n).nbytes for start in self.starts[:1] for n in start.all_input_nodes)
 

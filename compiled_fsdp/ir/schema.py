@@ -93,7 +93,7 @@ SCHEMAS = (
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the program has to know of an op; the columns of the table below, in order.
+    """Everything that the program has to know of an op; the columns of the table below, in order.
 
     spec_at: how many arguments stand before the fields of a `ParamSpec`; 0: it has none.
     lowers_to: the kind of communication ("gather", "reduce") that has to stand in its place.

@@ -1,5 +1,4 @@
-"""What one parameter's communication needs to know, as plain values that fit into an op's
-arguments.
+"""The settings of one parameter's communication, as plain values that fit into an op's arguments.
 
 `ParamSpec` holds the trailing arguments of `fsdp::unshard`, in order. Everything that a pass
 decides from stands in it, so a graph can be cached, dumped, written by hand in a test and read by a
@@ -75,8 +74,8 @@ class Reduction:
 
     @property
     def first_dtype(self) -> torch.dtype:
-        """What a gradient is cast to first: `retained_dtype` where it is kept, or added to what
-        was.
+        """Returns what a gradient is cast to first: `retained_dtype` where it is kept, or added to
+        what was.
         """
         if self.retained_dtype is not None and (self.sync == "retain" or self.is_accumulating):
             return self.retained_dtype

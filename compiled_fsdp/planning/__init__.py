@@ -1,1 +1,1 @@
-"""What a graph will cost and need, and what to do about it; changes no graph."""
+"""Predicts what a graph will cost and need, and decides what to do about it; changes no graph."""

@@ -49,13 +49,13 @@ DIGITS = 2  # that count; runs on one machine should find each other's compiled 
 
 
 class Mesh(Protocol):
-    """What is asked of a mesh: the groups that its ranks communicate over, and where their tensors
+    """A mesh to be measured: the groups that its ranks communicate over, and where their tensors
     are.
     """
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors that are communicated."""
+        """The device of the tensors that are communicated."""
         ...
 
     @property

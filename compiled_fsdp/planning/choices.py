@@ -75,8 +75,8 @@ def break_even(costs: Costs, group: str) -> int:
 
 
 def worth_reading_strided(costs: Costs, copies: Sequence[Node], seconds: float) -> list[Node]:
-    """Of copies out of buckets that generated kernels could do without, those to leave out of a
-    graph that takes so long.
+    """Returns which of these copies out of buckets, which generated kernels could do without, to
+    leave out of a graph that takes so long.
     """
     lined = [n for n in copies if _row_bytes(n) % LINE == 0]
     saved = sum(costs.overhead + 2 * value(n).nbytes / costs.bandwidth for n in lined)
@@ -84,14 +84,14 @@ def worth_reading_strided(costs: Costs, copies: Sequence[Node], seconds: float) 
 
 
 def _row_bytes(copied: Node) -> int:
-    """Of what one rank holds of the parameter."""
+    """Returns the bytes of the parameter that one rank holds."""
     rows = value(copied)
     return rows[0].numel() * rows.itemsize
 
 
 def _algorithm(members: Sequence[ParamSpec], plan: Plan) -> str:
-    """Of one unit; buckets hold only what is reduced alike, so all of a unit or none of it
-    changes.
+    """Returns the algorithm of one unit; buckets hold only what is reduced alike, so all of a unit
+    or none of it changes.
     """
     if plan.reductions == "backend" or any(not _may_change(spec) for spec in members):
         return ""

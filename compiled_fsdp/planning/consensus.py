@@ -1,4 +1,4 @@
-"""What one rank decides from its own shapes, made the same on all ranks that share a group.
+"""Decisions that one rank takes from its own shapes, made the same on all ranks that share a group.
 
 A batch may have another size on every rank, and with it what fits into a memory budget, or what
 hides a collective. So where a graph of a structure is compiled for the first time, ranks tell each
@@ -64,8 +64,8 @@ def note_decided() -> None:
 
 
 def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combine) -> list[int]:
-    """What all ranks do: `combine` of what each would do, along one axis of the mesh and then along
-    the other.
+    """Returns what all ranks do: `combine` of what each would do, along one axis of the mesh and
+    then along the other.
 
     Raises:
         DivergenceError: a rank compiles another structure just now.
@@ -124,12 +124,12 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
 
 
 def specs_of(graph: Graph) -> list[ParamSpec]:
-    """Of every read and every gradient, in the order of the graph."""
+    """Returns the specs of every read and every gradient, in the order of the graph."""
     return [param_spec(node) for node in find(graph, *TO_LOWER)]
 
 
 def _structure(spec: ParamSpec) -> str:
-    """What is the same on all ranks: units are numbered, and groups named, by each process for
-    itself.
+    """Returns what is the same on all ranks: units are numbered, and groups named, by each process
+    for itself.
     """
     return f"{spec.fqn} {spec.offset} {spec.shape} {spec.dtype} {spec.group_size} {spec.replicate_size} {spec.reshard} {spec.sync}"

@@ -1,5 +1,5 @@
-"""What computing and communicating cost: constants of this machine, measured once, and the time of
-a node under them.
+"""Costs of computing and communicating: constants of this machine, measured once, and the time of a
+node under them.
 
 A node costs the larger of what its arithmetic and what its memory traffic take (the roofline of
 Williams et al., 2009). A collective costs `latency + bytes / bandwidth` of its group's link (the
@@ -163,7 +163,7 @@ def flops(node: Node) -> float:
 
 
 def _attention_flops(node: Node, heads: Sequence[torch.Tensor]) -> float:
-    """Of an attention by its sizes alone: keys may have fewer heads than queries, which torch's
+    """Counts an attention by its sizes alone: keys may have fewer heads than queries, which torch's
     formula takes for an error.
 
     The first is the gradient in backward, then query, key and value [batch, heads, length, size]; 0
@@ -201,8 +201,8 @@ def _as_now(val: Any) -> Any:
 
 
 def kernel(op: torch._ops.OpOverload, args: Sequence[Any]) -> str:
-    """What takes the same time: "mm float32[8, 4] float32[4, 2]". The bias of a matmul does not
-    count.
+    """Returns what takes the same time: "mm float32[8, 4] float32[4, 2]". The bias of a matmul does
+    not count.
     """
     name = op.overloadpacket.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]

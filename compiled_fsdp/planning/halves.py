@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """What a forward leaves to its backward and to the user.
+class Boundary:
+    """The boundary between a forward and its backward: what forward leaves to it and to the user.
 
     saved: for each value saved for backward, in order, its name and its shape as text.
     kinds: for each, (kind, owner) of its storage in forward; None where somebody else holds it all
@@ -40,9 +40,9 @@ class Handed:
     held: tuple[tuple[int, str], ...]
 
 
-def handed_over(before: Lifetimes, count: int) -> Handed:
-    """What a forward leaves, if its backward takes `count` values: it returns them last, the
-    symbols among them left out.
+def boundary_of(before: Lifetimes, count: int) -> Boundary:
+    """Returns what a forward leaves, if its backward takes `count` values: it returns them last,
+    the symbols among them left out.
     """
     returned: Any = output(before.graph).args[0]
     saved = [returned[place] for place in saved_places(before.graph, count)]
@@ -53,7 +53,7 @@ def handed_over(before: Lifetimes, count: int) -> Handed:
     kinds = [None if s is None or s in held else (s.kind, s.owner) for s in origin]
     number = {s: i for i, s in enumerate(before.storages)}
     places = [None if s is None else (number[s], s.num_bytes) for s in origin]
-    return Handed(
+    return Boundary(
         tuple((n.name, _shape(n)) for n in saved),
         tuple(kinds),
         tuple(places),
@@ -80,34 +80,36 @@ def num_saved(forward: Graph) -> int:
     return sum(not _is_symbol(node) for node in saved_for_backward(output(forward)))
 
 
-def taken_over(backward: Graph) -> list[Node]:
+def saved_inputs(backward: Graph) -> list[Node]:
     """The placeholders of a backward graph for what its forward saved."""
     return [
         p for p in placeholders(backward) if not _is_symbol(p) and not p.name.startswith("tangents")
     ]
 
 
-def follows(backward: Graph, handed: Handed) -> bool:
+def follows(backward: Graph, boundary: Boundary) -> bool:
     """Whether a backward takes values of the shapes that a forward saved, in the same order."""
-    return [shape for _, shape in handed.saved] == [_shape(p) for p in taken_over(backward)]
+    return [shape for _, shape in boundary.saved] == [_shape(p) for p in saved_inputs(backward)]
 
 
-def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> Lifetimes:
+def lifetimes_after(backward: Graph, boundary: Boundary, is_fused: bool = False) -> Lifetimes:
     """The storages of a backward that follows a forward; the user holds the outputs of forward
     until the end.
 
     Raises:
         ValueError: the two are not the halves of one graph.
     """
-    taken = taken_over(backward)
-    if not follows(backward, handed):
+    inputs = saved_inputs(backward)
+    if not follows(backward, boundary):
         raise ValueError(
-            f"profile_step: backward takes {[f'%{p.name}' for p in taken]}, and forward returns "
-            f"last {[f'%{name}' for name, _ in handed.saved]}; they should be the two halves of "
+            f"profile_step: backward takes {[f'%{p.name}' for p in inputs]}, and forward returns "
+            f"last {[f'%{name}' for name, _ in boundary.saved]}; they should be the two halves of "
             "one graph"
         )
-    kinds = dict(zip(taken, handed.kinds, strict=True))
-    places = {p: place for p, place in zip(taken, handed.places, strict=True) if place is not None}
+    kinds = dict(zip(inputs, boundary.kinds, strict=True))
+    places = {
+        p: place for p, place in zip(inputs, boundary.places, strict=True) if place is not None
+    }
     after = Lifetimes(backward, is_fused, [p for p, kind in kinds.items() if kind is None], places)
     for storage in after.storages:
         known = kinds.get(storage.node)
@@ -115,7 +117,7 @@ def lifetimes_after(backward: Graph, handed: Handed, is_fused: bool = False) -> 
             storage.kind, storage.owner = known
     first = next(iter(backward.nodes))
     after.storages += [
-        Storage(first, size, OUTPUT, owner, is_kept=True) for size, owner in handed.held
+        Storage(first, size, OUTPUT, owner, is_kept=True) for size, owner in boundary.held
     ]
     return after
 

@@ -281,7 +281,7 @@ class Lifetimes:
                 self._name_gradients(node, tag)
 
     def _name_gradients(self, start: Node, tag: CommTag) -> None:
-        """What goes into a reduction, before it is cast and put into the bucket."""
+        """Name what goes into a reduction, before it is cast and put into the bucket."""
         joined = _first_outside(start.all_input_nodes[0], CAT)
         pieces = (
             joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]

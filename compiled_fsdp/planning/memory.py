@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import is_backward
 
-from .halves import handed_over, lifetimes_after, taken_over
+from .halves import boundary_of, lifetimes_after, saved_inputs
 from .lifetimes import Curve, Lifetimes
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> Ste
     end.
     """
     before = Lifetimes(forward, is_fused)
-    after = lifetimes_after(backward, handed_over(before, len(taken_over(backward))), is_fused)
+    after = lifetimes_after(backward, boundary_of(before, len(saved_inputs(backward))), is_fused)
     return StepProfile(profile_of(before), profile_of(after))
 
 

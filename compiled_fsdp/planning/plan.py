@@ -1,4 +1,4 @@
-"""What the passes may choose, decided before any rewriting and the same on every rank."""
+"""The plan: the choices of the passes, decided before any rewriting and the same on every rank."""
 
 from __future__ import annotations
 
@@ -152,10 +152,10 @@ class Plan:
         """Warn once if something should be decided from costs and there are none: then it is as by
         default.
         """
-        left = [name for name in FROM_COSTS if getattr(self, name) is None]
-        if left and self.costs is None:
+        undecided = [name for name in FROM_COSTS if getattr(self, name) is None]
+        if undecided and self.costs is None:
             warn_once(
-                f"compiled_fsdp: the plan leaves {', '.join(left)} to costs, and no costs are "
+                f"compiled_fsdp: the plan leaves {', '.join(undecided)} to costs, and no costs are "
                 "known: nothing is measured over a fake process group, nor for a plan that is set "
                 "after the first forward. So they are as in Plan(), and units are in one part. "
                 "Set the plan before the first forward, or give it costs: Plan(costs=...)"

@@ -103,7 +103,7 @@ class Timeline:
 
 
 def predict(graph: Graph, costs: Costs) -> Timeline:
-    """What a finished graph is expected to take."""
+    """Returns what a finished graph is expected to take."""
     line = simulate(program(graph, costs))
     line.title = "backward" if is_backward(graph) else "forward"
     return line

@@ -1,3 +1,3 @@
-"""What is private in torch, by subject: elsewhere only collectives and compiler hooks are, in files
-that say so.
+"""Everything that is private in torch, by subject: elsewhere only collectives and compiler hooks
+are, in files that say so.
 """

@@ -31,8 +31,8 @@ R = TypeVar("R")
 
 
 def trace_number() -> object:
-    """What Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13 and
-    2.15.
+    """Returns what Dynamo is tracing now, another one for each attempt; None outside. Tried on 2.13
+    and 2.15.
     """
     return CompileContext.current_trace_id()
 

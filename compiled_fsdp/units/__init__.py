@@ -1,3 +1,3 @@
-"""What is sharded: units, their flat buffers and parameters, meshes, placements, what a module's
-names stand for.
+"""Everything that is sharded: units, their flat buffers and parameters, meshes, placements, what a
+module's names stand for.
 """

@@ -92,7 +92,7 @@ class Extension:
         self.releases = releases_outputs(param.local, param.fqn)
 
     def inputs(self) -> list[Tensor]:
-        """What this rank contributes, as the subclass has it now.
+        """Returns what this rank contributes, as the subclass has it now.
 
         Raises:
             AssertionError: another signature than stock accepts, or an unevenly cut parameter whose
@@ -189,8 +189,8 @@ def fill_all(gathered: Tensor, members: Sequence[tuple[Extension, list[Tensor]]]
 
 
 def buckets(extensions: Iterable[Extension]) -> list[list[tuple[Extension, list[Tensor]]]]:
-    """What is gathered together: all that goes over one group; this asks every subclass for its
-    inputs.
+    """Returns what is gathered together: all that goes over one group; this asks every subclass for
+    its inputs.
     """
     found: dict[str, list[tuple[Extension, list[Tensor]]]] = {}
     for extension in extensions:

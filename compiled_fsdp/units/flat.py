@@ -310,7 +310,7 @@ class FlatBuffer:
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
 
     def checksum(self) -> Tensor:
-        """Of every bit, to notice also what `version` does not."""
+        """Returns a checksum of every bit, to notice also what `version` does not."""
         return checksum(self.data)
 
     def check_unwritten(self, before: Tensor, why: str) -> None:
@@ -409,7 +409,7 @@ class FlatBuffer:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of every bit."""
+    """Returns a checksum of every bit."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     return data[:whole].view(torch.int64).sum() + data[whole:].sum()

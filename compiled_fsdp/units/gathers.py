@@ -25,11 +25,13 @@ class Gather(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of what it gathers to."""
+        """The bytes of what it gathers to."""
         ...
 
     def part(self, flat: FlatBuffer) -> tuple[int, int]:
-        """What of a buffer it gathers: the first element of this rank's shards, and the end."""
+        """Returns what of a buffer it gathers: the first element of this rank's shards, and the
+        end.
+        """
         ...
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What a traced read of a parameter finds: plain values that compiled code guards on."""
+"""Handles that a traced read of a parameter finds: plain values that compiled code guards on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a traced read of one parameter needs: the graph input, and where the op's constants
-    stand in `CONSTANTS`.
+    """The things that a traced read of one parameter needs: the graph input, and where the op's
+    constants stand in `CONSTANTS`.
 
     key: "" while an eager forward has the full parameter registered: then that is what is read.
     is_frozen: frozen by now, in a flat buffer that requires a gradient.

@@ -65,7 +65,7 @@ class Arrival:
         self._grads.clear()
 
 
-class Spent:
+class SteppedGrad:
     """Stands for a gradient that the optimizer has used up inside backward: who reads it is told
     so.
     """
@@ -92,23 +92,23 @@ class Spent:
         )
 
 
-def is_spent(grad: Tensor | None) -> bool:
+def is_stepped_grad(grad: Tensor | None) -> bool:
     """Whether this stands for a gradient that was used up."""
     with without_torch_function():
         local = (
             object.__getattribute__(grad, "_local_tensor") if isinstance(grad, DTensor) else None
         )
-        return isinstance(local, InFlight) and isinstance(local.arrival, Spent)
+        return isinstance(local, InFlight) and isinstance(local.arrival, SteppedGrad)
 
 
 class InFlight(Tensor):
     """A local gradient that is not there yet, or was used up."""
 
-    arrival: Arrival | Spent
+    arrival: Arrival | SteppedGrad
     arrived: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, arrival: Arrival | Spent) -> InFlight:
+    def __new__(cls, like: Tensor, arrival: Arrival | SteppedGrad) -> InFlight:
         """Shape, strides, offset, dtype and device of `like`; a DTensor keeps the offset that it is
         made with.
         """
@@ -123,7 +123,7 @@ class InFlight(Tensor):
         made.arrival, made.arrived = arrival, None
         return made
 
-    def __init__(self, like: Tensor, arrival: Arrival | Spent) -> None:
+    def __init__(self, like: Tensor, arrival: Arrival | SteppedGrad) -> None:
         super().__init__()
 
     @classmethod

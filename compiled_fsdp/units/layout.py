@@ -44,7 +44,7 @@ class ShardLayout:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of each rank's padded shard."""
+        """The shape of each rank's padded shard."""
         return (*self.shape[: self.dim], self.rows, *self.shape[self.dim + 1 :])
 
     def padded_view(self, flat: Tensor) -> Tensor:

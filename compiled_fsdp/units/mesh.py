@@ -98,7 +98,7 @@ class MeshInfo:
         return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
 
     def placements(self, dim: int = 0) -> tuple[Placement, ...]:
-        """Of a DTensor on `mesh` for a parameter that is cut on `dim`."""
+        """Returns the placements of a DTensor on `mesh` for a parameter that is cut on `dim`."""
         return (Replicate(), Shard(dim)) if self.mesh.ndim == 2 else (Shard(dim),)
 
     @property

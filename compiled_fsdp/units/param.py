@@ -47,7 +47,7 @@ class Original:
 
     @property
     def local(self) -> Tensor:
-        """What is cut: the parameter, or the local tensor of one that is a DTensor already."""
+        """Returns what is cut: the parameter, or the local tensor of one that is a DTensor."""
         return local_tensor(self.parameter)
 
     @property
@@ -125,7 +125,7 @@ class ShardedParam:
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """What of a full gradient is to be reduced."""
+        """Returns what of a full gradient is to be reduced."""
         return self.full.local_grad(grad) if self.full else grad
 
     def begin_forward(self) -> None:
@@ -159,8 +159,8 @@ class ShardedParam:
             module.__dict__.setdefault("_fsdp_full", {})[name] = full
 
     def assigned(self) -> Any:
-        """What the owning modules hold that neither unit nor runtime has put there; None if there
-        is nothing like it.
+        """Returns what the owning modules hold that neither unit nor runtime has put there; None if
+        there is nothing like it.
         """
         for module, name in self.owners:
             held = module._parameters.get(name)

@@ -48,7 +48,7 @@ def override_of(policy: StockPolicy) -> Any:
 
 
 def ask_override(policy: StockPolicy, parameter: nn.Parameter, name: str) -> torch.dtype | None:
-    """What a policy says of this parameter alone; None: what it says of all.
+    """Returns what a policy says of this parameter alone; None: what it says of all.
 
     Raises:
         ValueError: neither None, nor `param_dtype`, nor the parameter's own dtype.

@@ -1,4 +1,4 @@
-"""What a read of a sharded parameter is in a trace, and which units' forwards are being traced; see
+"""Reads of sharded parameters in a trace, and which units' forwards are being traced; see
 `registered.py`.
 """
 

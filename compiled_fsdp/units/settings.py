@@ -1,4 +1,4 @@
-"""What users set on a unit after it was made."""
+"""The settings that users change on a unit after it was made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change; field by field as torch's setters say.
+    """The values that the setters of `FSDPModule` change; field by field as torch's setters say.
 
     is_accumulating: `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` was
         used, so that backwards must look for what earlier ones have left.

@@ -93,7 +93,7 @@ _fulls: Keys[Full] = Keys("full")
 
 
 def key_of(full: Full | None) -> str:
-    """What a traced read names it by; "" for a plain tensor."""
+    """Returns what a traced read names it by; "" for a plain tensor."""
     return "" if full is None else _fulls.key(full)
 
 

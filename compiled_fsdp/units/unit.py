@@ -45,7 +45,7 @@ _unit_numbers = itertools.count()
 
 # Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still
 # holds the original.
-taken: Any = WeakTensorKeyDictionary()
+sharded_as: Any = WeakTensorKeyDictionary()
 
 
 class Unit:
@@ -121,8 +121,8 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """What the unit is called in a graph: its name for people, and its number, since names need
-        not differ.
+        """Returns what the unit is called in a graph: its name for people, and its number, since
+        names need not differ.
         """
         return f"{self.name}#{self.number}"
 
@@ -189,7 +189,7 @@ class Unit:
             for module, name in entry.owners:
                 registered(module).note_owner(name, self, params[-1])
             params[-1].register(sharded)
-            taken[original] = self, params[-1]
+            sharded_as[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
         return FlatBuffer(self, info, layout, params, data, is_apart)
 
@@ -382,8 +382,8 @@ class Unit:
         )
 
     def _traced(self, spec: ParamSpec) -> ParamSpec:
-        """What a graph does: it is made in forward, where nobody knows yet which backward of a
-        schedule is the last.
+        """Returns the spec for a graph, which is made in forward, where nobody knows yet which
+        backward of a schedule is the last.
         """
         is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
         return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
@@ -398,7 +398,7 @@ class Unit:
 
     @property
     def mode(self) -> object:
-        """What else the op arguments follow from."""
+        """Returns what else the op arguments follow from."""
         return None
 
     def publish(self) -> None:
@@ -542,16 +542,18 @@ def _fits(param: ShardedParam, new: Any) -> bool:
 
 
 def _nothing() -> None:
-    """What to do where there is no eager runtime."""
+    """Does what is to be done where there is no eager runtime: nothing."""
 
 
 def _keep(flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
-    """What to do with gradients while no optimizer steps inside backward."""
+    """Returns what to do with gradients while no optimizer steps inside backward."""
     return False
 
 
 def _nothing_of(gather_or_buffer: object) -> None:
-    """What to do with a gather, or a buffer, while nobody overlaps the optimizer's step."""
+    """Does with a gather, or a buffer, what is to be done while nobody overlaps the optimizer's
+    step: nothing.
+    """
 
 
 def _classes(originals: Sequence[Original]) -> list[list[Original]]:

@@ -65,7 +65,7 @@ _views: Keys[View] = Keys("view")
 
 
 def key_of_view(view: View) -> str:
-    """What a traced read names it by."""
+    """Returns what a traced read names it by."""
     return _views.key(view)
 
 

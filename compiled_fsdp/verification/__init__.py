@@ -1,1 +1,1 @@
-"""What must hold of a finished graph."""
+"""The meaning of a finished graph, and the error for one that breaks a rule."""

@@ -1,5 +1,5 @@
-"""What a half graph computes and communicates, whatever its order: captured before the passes,
-compared after them.
+"""The meaning of a half graph: what it computes and communicates, whatever its order, captured
+before the passes and compared after them.
 
 Every value gets an expression: the op and the expressions of what it reads; equal expressions are
 one object. A captured `unshard` stands for itself. A lowered gather must have the expression that
@@ -120,7 +120,7 @@ class Ahead:
 
 
 class Lowered:
-    """What a lowered graph must be like to mean what was captured.
+    """The form of a lowered graph that means what was captured.
 
     stands_for: what results of communications stand for.
     effects: that the communications have.
@@ -140,7 +140,7 @@ class Lowered:
         self.stands_for.setdefault(expr, []).append((specs, result))
 
     def of(self, expr: Expr, node: Node) -> Expr:
-        """What the expression of a node stands for.
+        """Returns what the expression of a node stands for.
 
         Two units whose gradients are equal, as the biases of parallel branches, are reduced by the
         same expression: each communication is its own unit's then.
@@ -194,7 +194,7 @@ class Captured:
         self.marks = self._expected_marks(graph, exprs)
 
     def _note(self, node: Node, exprs: dict[Node, Expr]) -> Expr | None:
-        """What an fsdp op stands for; None for other nodes."""
+        """Returns what an fsdp op stands for; None for other nodes."""
         run = self.run
         if traits_of(node.target).lowers_to == "gather":
             spec = param_spec(node)
@@ -222,8 +222,8 @@ class Captured:
     def _expected_marks(
         self, graph: Graph, exprs: dict[Node, Expr]
     ) -> dict[Expr, tuple[Expr, list[int]]]:
-        """Of each flat gradient that is fully reduced: its flat buffer, and the offsets of its
-        parameters.
+        """Returns for each flat gradient that is fully reduced its flat buffer, and the offsets of
+        its parameters.
         """
         found: dict[Node, tuple[Expr, list[int]]] = {}
         for node in graph.nodes:

@@ -101,7 +101,7 @@ def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> 
 
 @dataclass
 class _Group:
-    """What this process knows of one group.
+    """One group, as far as this process knows it.
 
     number, runs: how many runs there were, and the digests of the last.
     agreed: pairs of digests, of a run and of the one before it, that all ranks had at the same run.
@@ -174,7 +174,7 @@ def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
 
 
 def everyones(name: str, what: str, mine: str) -> list[str]:
-    """What each rank of a group says to the same question; waits until all have said it.
+    """Returns what each rank of a group says to the same question; waits until all have said it.
 
     Raises:
         DivergenceError: some rank has come to something else.
@@ -210,7 +210,7 @@ def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
 
 
 def _digests(group: _Group, key: str) -> list[str]:
-    """What each rank published under `key`; returns early, with gaps, when two differ."""
+    """Returns what each rank published under `key`; returns early, with gaps, when two differ."""
     found = [""] * group.size
     timeout = group_timeout(group.process_group).total_seconds()
     start, pause = time.monotonic(), 0.001
@@ -289,7 +289,7 @@ def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
 
 
 def failure(name: str) -> str:
-    """What the watcher found out about a group, or ""."""
+    """Returns what the watcher found out about a group, or ""."""
     group = _groups.get(name)
     return group.failure if group is not None else ""
 

@@ -151,7 +151,7 @@ def _exchange(
 
 
 def gathered_shape(shard: Tensor, group_size: int) -> tuple[int, ...]:
-    """Of what is gathered: all ranks' shards, one after the other on dim 0."""
+    """Returns the shape of what is gathered: all ranks' shards, one after the other on dim 0."""
     return (group_size * shard.shape[0], *shard.shape[1:])
 
 

@@ -30,7 +30,7 @@ Heads = list[tuple[int, list[int]]]
 
 
 class Buffer(Protocol):
-    """What is told: a flat buffer."""
+    """A flat buffer, as far as it is told which of its parameters are left out."""
 
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """Those over which its gradients are reduced."""

@@ -18,8 +18,8 @@ PAUSE_S = 0.05  # at most, between two looks
 
 
 def meet(store: Any, rank: int, size: int, timeout_s: float) -> str:
-    """What to prefix keys with in this store; the same on all ranks, and on no process that is
-    gone.
+    """Returns what to prefix keys with in this store; the same on all ranks, and on no process that
+    is gone.
 
     Raises:
         TimeoutError: `args` are the ranks that did not come.

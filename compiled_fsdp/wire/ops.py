@@ -1,5 +1,5 @@
-"""What the `fsdp::` ops of `schema.py` do when they run: fake kernels, real ones, autograd, and how
-they reach a unit.
+"""Kernels of the `fsdp::` ops of `schema.py`: fake ones, real ones, autograd, and how they reach a
+unit.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Piece:
 
 
 class Owner(left_out.Buffer, Protocol):
-    """What a flat buffer's unit does for the ops that reach it at run time; offsets name its
-    parameters.
-    """
+    """A flat buffer's unit, as the ops reach it at run time; offsets name its parameters."""
 
     def is_reached(self) -> bool:
         """Whether the running backward adds to the gradient of the flat buffer; if not, the ops
@@ -467,7 +465,7 @@ def _free(buffer: Tensor) -> None:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """What an op without a result does to fake tensors."""
+    """Does to fake tensors what an op without a result does: nothing."""
 
 
 for _schema in SCHEMAS:

@@ -291,7 +291,10 @@ def test_damaged_files(folder, capsys):
     assert run(capsys, "explain", folder)[0] == 2
     path = folder / "rank0" / "settings.json"
     path.write_text("[")
-    words = f"{path} is damaged: Expecting value: line 1 column 2 (char 1)\n"
+    words = (
+        f"reading the dump: {path} is no JSON: Expecting value: line 1 column 2 (char 1); it is "
+        "cut off or garbled: write it again\n"
+    )
     assert run(capsys, "dump", folder) == (2, f"python -m compiled_fsdp dump: {words}")
     (folder / "rank0" / "001_forward" / "01_lower.txt").write_bytes(b"\xff\xfe")
     assert run(capsys, "dump", folder, "--after", "lower")[0] == 2

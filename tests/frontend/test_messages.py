@@ -71,7 +71,7 @@ class TestMeta:
         with pytest.raises(Exception, match=r"^(RuntimeError: )?unshard of layers\.0") as raised:
             call(model)
         assert (
-            "parameters ['layers.0.weight', 'layers.0.bias'] are on the meta device and have no "
+            "parameters layers.0.weight, layers.0.bias are on the meta device and have no "
             "values to gather. Call module.to_empty(device=...)" in str(raised.value)
         )
         assert len(str(raised.value).splitlines()) < 20
@@ -151,7 +151,7 @@ class TestErrorsOfTorch:
         model, full = sharded(Net()), Net().state_dict()
         with pytest.raises(
             RuntimeError,
-            match=r"Net:\s+load_state_dict: \['layers\.0\.weight', 'layers\.0\.bias'\] are full tensors, "
+            match=r"Net:\s+load_state_dict: layers\.0\.weight, layers\.0\.bias are full tensors, "
             "and the model's parameters are shards of them.*set_model_state_dict",
         ):
             model.load_state_dict(full)
@@ -161,9 +161,10 @@ class TestErrorsOfTorch:
 
 
 def test_lists_end_after_three_names() -> None:
-    assert shortened(["a", "b", "c"]) == "['a', 'b', 'c']"
+    assert shortened(["a", "b", "c"]) == "a, b, c"
+    assert shortened(["a", "b", "c"], 1) == "a and 2 more"
     assert shortened([f"layers.{n}" for n in range(12)]) == (
-        "['layers.0', 'layers.1', 'layers.2'] and 9 more"
+        "layers.0, layers.1, layers.2 and 9 more"
     )
 
 

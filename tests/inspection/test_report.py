@@ -30,7 +30,7 @@ from usage import UsageError
 
 from compiled_fsdp import Costs, Link, fully_shard, planned
 from compiled_fsdp.command.cli import main
-from compiled_fsdp.dump import records
+from compiled_fsdp.dump import writer
 from compiled_fsdp.inspection.profiles import WAIT
 from compiled_fsdp.inspection.report.measured import AGREE, CARRIED
 from compiled_fsdp.inspection.report.page import unpacked
@@ -85,7 +85,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]:
     folder, graphs = tmp_path_factory.mktemp("records"), []
-    write = records.write_records
+    write = writer.write_records
 
     def also(graph: Graph, *rest: Any) -> None:
         write(graph, *rest)
@@ -178,7 +178,7 @@ class TestRecords:
 
     def test_a_backward_without_its_forward(self, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch, fake_ranks(2):
-            patch.setattr("compiled_fsdp.dump.records._is_half", lambda *_: False)
+            patch.setattr("compiled_fsdp.dump.memory._is_half", lambda *_: False)
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), tmp_path)
         (backward,) = tmp_path.glob("rank0/*_backward/memory.json")
         assert load(backward)["after"] is None
@@ -459,9 +459,9 @@ SPOILED = {
     "cut off": (lambda t: t[:100], "timeline.json", r"is no JSON: .*cut off or garbled"),
     "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
     "of another version": (
-        lambda t: t.replace('"format": 2', '"format": 9'),
+        lambda t: t.replace('"format": 3', '"format": 9'),
         "memory.json",
-        r"format is 9, should be 2",
+        r"format is 9, should be 3",
     ),
     "not a number": (
         lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1),
@@ -496,7 +496,7 @@ SPOILED = {
     "infinite": (
         lambda t: t.replace('"peak": ', '"peak": 1e999, "was": '),
         "memory.json",
-        r"plain.peak is 'inf', should be a number",
+        r"plain.peak is 'inf', should be an integer",
     ),
 }
 
@@ -550,7 +550,7 @@ class TestGarbled:
             write_report(tmp_path / "none", tmp_path / "page.html")
         with pytest.raises(
             DumpError,
-            match=r"has no rank0/NNN_forward/timeline.json; finished graphs are written where",
+            match=r"holds no graph \(rank0/001_forward/00_capture.txt\): compile a sharded model",
         ):
             write_report(tmp_path, tmp_path / "page.html")
 

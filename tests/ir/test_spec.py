@@ -8,11 +8,24 @@ import torch
 from expecttest import TestCase
 from kit.passes_harness import unit
 
+from compiled_fsdp.ir.collectives import OPTIONS, gather_options, reduce_options
 from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
 from compiled_fsdp.ir.spec import ParamSpec, Reduction
 from compiled_fsdp.units.layout import flat_layout
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
+
+
+def test_options_are_those_that_specs_come_from() -> None:
+    """What `lower`'s entry declares is what some spec is decided by, and nothing else."""
+    specs = [
+        SAMPLE,
+        replace(SAMPLE, gather_algorithm="custom:1", reduce_algorithm="custom:2", hook="3"),
+        replace(SAMPLE, sync="retain"),
+        replace(SAMPLE, sync="scatter"),
+    ]
+    found = {o for spec in specs for o in (*gather_options(spec), *reduce_options(spec))}
+    assert found == {*OPTIONS}
 
 
 class TestSpec(TestCase):

@@ -30,7 +30,7 @@ from torch import nn
 from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_LATER, STEP
-from compiled_fsdp.units.in_flight import is_spent
+from compiled_fsdp.units.in_flight import is_stepped_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +50,8 @@ def compare(script: Callable[[Run], Any], options: Options, *rest: Any, **more: 
     overlap.compare(script, kind, options, *rest, in_backward=True, **more)
 
 
-def spent(run: Run) -> list[str]:
-    return [name for name, p in run.model.named_parameters() if is_spent(p.grad)]
+def stepped_grads(run: Run) -> list[str]:
+    return [name for name, p in run.model.named_parameters() if is_stepped_grad(p.grad)]
 
 
 def is_early(run: Run) -> bool:
@@ -67,10 +67,10 @@ def train(run: Run) -> list[float]:
         losses.append(run.backward(step))
         after = [p.to_local() for p in run.model.parameters()]  # type: ignore[attr-defined]
         changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert any(changed) == bool(spent(run)) == is_early(run) == is_ours
+        assert any(changed) == bool(stepped_grads(run)) == is_early(run) == is_ours
         run.optimizer.step()
         run.optimizer.zero_grad()
-        assert not spent(run)
+        assert not stepped_grads(run)
     assert len(set(losses)) == 4
     return losses
 
@@ -125,7 +125,7 @@ def accumulated(run: Run) -> list[float]:
         model.set_requires_gradient_sync(step % 3 == 2)
         losses.append(run.backward(step))
         if hasattr(run.optimizer, "_fsdp_overlap"):
-            assert bool(spent(run)) == (step % 3 == 2)
+            assert bool(stepped_grads(run)) == (step % 3 == 2)
         if step % 3 == 2:
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -267,7 +267,7 @@ def test_early_gathers_are_bounded(two: Pool, limit: int) -> None:
 def read_too_late() -> None:
     run = begin(Options("odd"))
     run.backward(0)
-    name = spent(run)[0]
+    name = stepped_grads(run)[0]
     param = dict(run.model.named_parameters())[name]
     message = rf"the gradient of {name} was read after backward, and the optimizer has used it up inside backward already"
     for read in (

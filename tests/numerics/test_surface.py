@@ -487,18 +487,18 @@ def meta_init(api: Api) -> None:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"\['embed\.weight'.*meta device.*to_empty"):
+    with pytest.raises(RuntimeError, match=r"embed\.weight.*meta device.*to_empty"):
         model(batch())
     model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, reference.state_dict(), options=options)
     with pytest.raises(
-        RuntimeError, match=r"buffers \['scale'\] hold whatever was in memory.*reset_parameters"
+        RuntimeError, match=r"buffers scale hold whatever was in memory.*reset_parameters"
     ):
         model(batch())
     model.scale.fill_(1.0 + dist.get_rank())
     call = api.compile(model)
-    with pytest.warns(UserWarning, match=r"buffers \['scale'\] differ between the ranks"):
+    with pytest.warns(UserWarning, match=r"buffers scale differ between the ranks"):
         call(batch())
     reference.scale.fill_(1.0 + dist.get_rank())
     model.zero_grad()
@@ -601,7 +601,7 @@ def different_models() -> None:
         model(batch())
     assert str(caught.value) == (
         "fully_shard: the ranks of a shard group have different models:\n"
-        "  rank 0: 16 parameters; not on all ranks: ['layers.2.first.bias: (24,) torch.float32']\n"
+        "  rank 0: 16 parameters; not on all ranks: layers.2.first.bias: (24,) torch.float32\n"
         "  rank 1: 15 parameters; not on all ranks: none: some are missing, or the order differs"
     )
 
@@ -685,7 +685,7 @@ def test_parameters_on_another_device() -> None:
     with pytest.raises(RuntimeError) as caught:
         check_devices([unit])
     assert str(caught.value) == (
-        "0: parameters ['0.weight'] are not on cuda, where their mesh is, so they cannot be "
+        "0: parameters 0.weight are not on cuda, where their mesh is, so they cannot be "
         "gathered. Move the whole sharded model with .to('cuda')"
     )
     unit.mesh_info.device = torch.device("cpu")

@@ -10,20 +10,31 @@ import re
 import tempfile
 from contextlib import redirect_stdout
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from compiled_fsdp.passes.base import Context, Pass, Property, Stage, check_order, run_pipeline
+from compiled_fsdp.passes.base import (
+    Context,
+    Pass,
+    Property,
+    Stage,
+    check_order,
+    consume,
+    run_pipeline,
+)
 from compiled_fsdp.passes.pipeline import ALWAYS, HALF, JOINT, PIPELINE, current, key
 from kit.passes_harness import PLAN, GraphTest, Hand, body, fake_ranks, ops, trace, unit
 from torch import Tensor, nn
 
 from compiled_fsdp import dumped_to, fully_shard, pipeline, planned, print_graph
 from compiled_fsdp.compiler.inductor import HalfPass, JointPass
-from compiled_fsdp.inspection.dump_folder import read_folder, violations
+from compiled_fsdp.inspection.dump_checks import violations
+from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import find
+from compiled_fsdp.planning.plan import ASKED
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +117,34 @@ class TestPipeline(GraphTest):
         gm = hand.returns(hand(torch.ops.aten.exp.default, hand.compute(hand.input("x", 2))))
         with self.assertRaisesRegex(RuntimeError, "was used before it has been defined"):
             run_pipeline(gm, PLAN, [Pass(swap, Stage.HALF, (), Property.LOWERED)])
+
+    def test_every_option_of_the_plan_is_consumed(self):
+        """By a pass, as its entry says, or by one of the two decisions before."""
+        declared = {option for entry in PIPELINE for option in entry.consumes}
+        before = {"Plan.memory_budget", "Plan.recompute"}
+        self.assertEqual(
+            {o for o in declared if o.startswith("Plan.")} | before, {*map("Plan.{}".format, ASKED)}
+        )
+
+    def test_options_of_a_pass_are_those_of_its_entry(self):
+        def reads(gm, plan):
+            consume(gm, unit="u#1")
+            consume(gm, "Plan.costs")
+
+        entry = Pass(reads, Stage.HALF, (), None, consumes=("Plan.prefetch", "Plan.costs"))
+        hand, context = Hand(), Context()
+        gm = hand.returns(hand.input("x", 2))
+        run_pipeline(gm, PLAN, [entry], context=context)
+        by = {"reads": None}
+        expected = {("Plan.prefetch", "u#1"): by, ("Plan.costs", "u#1"): by, ("Plan.costs", ""): by}
+        self.assertEqual(context.consumed, expected)
+        reads(gm, PLAN)  # by hand, nothing is noted
+        self.assertEqual(context.consumed, expected)
+        other = replace(entry, consumes=("Plan.prefetch",))
+        with self.assertRaisesRegex(
+            ValueError, r"reads: consumed Plan.costs, which its entry .* does not"
+        ):
+            run_pipeline(gm, PLAN, [other], context=context)
 
     def test_any_other_pass_can_be_left_out(self):
         """Leaving one out costs speed or memory; what follows still runs, and the graph still

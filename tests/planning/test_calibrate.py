@@ -111,15 +111,15 @@ def keeps_what_fits() -> None:
         for layer in model:
             fully_shard(layer, reshard_after_forward=True)
         fully_shard(model, reshard_after_forward=True)
-        growths: list[tuple[int, int]] = []
-        original = budget.Growth.of
+        all_peaks: list[tuple[int, int]] = []
+        original = budget.PeakModel.of
 
-        def spy(trial, moves, growths=growths, original=original):  # type: ignore[no-untyped-def]
-            growth = original(trial, moves)
-            growths.append((growth.peak(0), growth.peak(len(moves))))
-            return growth
+        def spy(trial, candidates, all_peaks=all_peaks, original=original):  # type: ignore[no-untyped-def]
+            peaks = original(trial, candidates)
+            all_peaks.append((peaks.peak(0), peaks.peak(len(candidates))))
+            return peaks
 
-        with mock.patch.object(budget.Growth, "of", spy):
+        with mock.patch.object(budget.PeakModel, "of", spy):
             with compiled_fsdp.planned(memory_budget=share, costs=replace(MACHINE)):
                 call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
                 x = torch.randn(64, width, requires_grad=True)
@@ -134,7 +134,7 @@ def keeps_what_fits() -> None:
         with torch.profiler.profile() as profiler:
             step()
         gathers = sum(e.name == "fsdp::all_gather" for e in profiler.events())
-        seen[share] = loss.item(), grads, gathers, peak_tensor_bytes(step).above_rest, growths
+        seen[share] = loss.item(), grads, gathers, peak_tensor_bytes(step).above_rest, all_peaks
     losses, grads, gathers, peaks, trials = ({k: v[i] for k, v in seen.items()} for i in range(5))
     assert len(set(losses.values())) == 1
     for other in (0.0, 0.5, 1.0):

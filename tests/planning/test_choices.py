@@ -167,7 +167,9 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
     monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
     monkeypatch.setattr(budget, "schedule", tried)
     monkeypatch.setattr(
-        budget.Growth, "of", lambda trial, moves: SimpleNamespace(peak=lambda num: by_num[num])
+        budget.PeakModel,
+        "of",
+        lambda trial, candidates: SimpleNamespace(peak=lambda num: by_num[num]),
     )
     plan = budget.fit_budget(gm, Plan(memory_budget=room), is_fused=False)
     assert [fqn for _, fqn in plan.kept] == [n for n in "vwx" if n in kept]
@@ -204,7 +206,7 @@ def test_the_most_that_fits_in_few_trials(share, error):
     assert sum(calls) <= (1 if not error else 4) * len(calls)
 
 
-class TestGrowth:
+class TestPeakModel:
     """Two units of a parameter each, gathered in forward in this order and in backward in the
     other.
     """
@@ -234,21 +236,21 @@ class TestGrowth:
         }
         huge = 10**9
         for name in "wv":
-            growth = budget.Growth.of(trial, [budget.Move("keep", (name, name), huge)])
+            peaks = budget.PeakModel.of(trial, [budget.Candidate("keep", (name, name), huge)])
             expected = max(*curves[0][last[name] + 1 :], *curves[1][: first[name]])
-            assert growth.peak(1) == expected + huge
-            assert growth.peak(0) == max(map(max, curves))
+            assert peaks.peak(1) == expected + huge
+            assert peaks.peak(0) == max(map(max, curves))
 
     def test_peaks(self):
         """By hand: bytes that a move adds where nothing else is alive, and on top of the peak."""
-        growth = budget.Growth((10, 50, 10), (20, 30, 20), ((2, 1, 5), (1, 2, 7)))
-        assert [growth.peak(n) for n in range(3)] == [50, 50, 57]
-        assert budget.Growth((10, 10), (20, 30), ((1, 2, 5),)).peak(1) == 35
+        peaks = budget.PeakModel((10, 50, 10), (20, 30, 20), ((2, 1, 5), (1, 2, 7)))
+        assert [peaks.peak(n) for n in range(3)] == [50, 50, 57]
+        assert budget.PeakModel((10, 10), (20, 30), ((1, 2, 5),)).peak(1) == 35
 
     def test_what_backward_does_not_gather_again(self):
         """Keeping it costs nothing: backward has no use for it."""
-        growth = budget.Growth.of(self.trial(), [budget.Move("keep", ("u", "u"), 16384)])
-        assert growth.peak(1) == growth.peak(0)
+        peaks = budget.PeakModel.of(self.trial(), [budget.Candidate("keep", ("u", "u"), 16384)])
+        assert peaks.peak(1) == peaks.peak(0)
 
 
 @pytest.mark.parametrize("name", ["split_bytes", "own_message"])

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compiled_fsdp.inspection.profiles import Event
 
 if TYPE_CHECKING:
+    from compiled_fsdp.dump.layout import Interval, MeasuredRun, Times
+    from compiled_fsdp.inspection.dump_folder import DumpedGraph
     from compiled_fsdp.inspection.profiles import Kernel
-
-    from .read import DumpedGraph
 
 
 AT_ONCE = 1e-7  # seconds around the end of a collective in which what waits for it begins
@@ -48,7 +48,7 @@ class Device:
         return [k for k in found if k.is_communication] or found
 
     def shown(self, event: Event) -> Event:
-        """A stretch of the CPU as what it launched ran; of no length if it launched nothing."""
+        """An interval of the CPU as what it launched ran; of no length if it launched nothing."""
         found = [kernel.event for kernel in self.launched(event.begin, event.end)]
         begin = min((e.begin for e in found), default=event.begin)
         return Event(event.name, begin, max((e.end for e in found), default=begin), None)
@@ -62,14 +62,14 @@ class Device:
 
     def times(
         self, graph: DumpedGraph, begin: float, end: float, thread: object, starts: list[Event]
-    ) -> tuple[float, dict[str, Any]]:
+    ) -> tuple[float, MeasuredRun]:
         """When a run of a graph that the CPU launched from `begin` to `end` began on the device,
         and its times in the form of a predicted run.
         """
         ran = self.launched(begin, end, thread)
         first = min((kernel.event.begin for kernel in ran), default=begin)
         last = max((kernel.event.end for kernel in ran), default=first)
-        found = []
+        found: list[Times] = []
         for start in starts[: len(graph.timeline["collectives"])]:
             kernels = self.communication_in(start)
             begins = min((k.event.begin for k in kernels), default=first) - first
@@ -85,15 +85,15 @@ class Device:
                     "exposed": exposed,
                 }
             )
-        compute = [
-            [k.event.begin - first, k.event.end - first, k.event.name, ""]
+        compute: list[Interval] = [
+            (k.event.begin - first, k.event.end - first, k.event.name, "")
             for k in ran
             if not k.is_communication
         ]
-        measured = {
+        return first, {
             "total": last - first,
             "times": found,
             "compute": sorted(compute),
             "has_arrivals": True,
+            "of": graph.fingerprint,
         }
-        return first, measured

@@ -1,11 +1,11 @@
-"""What a report says first: how much of a step waits, for what most, and what to look at next."""
+"""The first line of a report: how much of a step waits, for what most, and what to look at next."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .read import DumpedRank
+    from compiled_fsdp.dump.layout import MeasuredStep
 
 LITTLE = 0.01  # share of a step that is not worth the reader's time
 UNMEASURED = (
@@ -14,9 +14,8 @@ UNMEASURED = (
 )
 
 
-def headline(rank: DumpedRank) -> str:
-    """One sentence or two on the profiled step of a rank."""
-    step = rank.step
+def headline(step: MeasuredStep | None) -> str:
+    """One sentence or two on the profiled step of a rank; None: nobody has profiled one."""
     if step is None:
         return UNMEASURED
     total = step["total"]
@@ -29,7 +28,7 @@ def headline(rank: DumpedRank) -> str:
     if shares["waiting"] < LITTLE:
         text = "Less than 1 % of the step waits for communication: there is nothing to gain."
     else:
-        name, seconds = step["largest"]
+        name, seconds = step["largest"] or ("", 0.0)
         what = name if name.startswith("a ") else f"the {name}"
         text = (
             f"{percent(shares['waiting'])} of the step waits for communication "

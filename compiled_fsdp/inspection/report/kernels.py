@@ -6,11 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from compiled_fsdp.dump.layout import Interval
+    from compiled_fsdp.inspection.dump_folder import DumpedGraph
     from compiled_fsdp.inspection.profiles import Event
-
-    from .read import DumpedGraph
-
-Row = list[float | str]
 
 
 def heavy(ops: list[Event], graph: DumpedGraph) -> list[tuple[Event, str, str]]:
@@ -18,7 +16,7 @@ def heavy(ops: list[Event], graph: DumpedGraph) -> list[tuple[Event, str, str]]:
 
     The n-th `aten::mm` that ran is the graph's n-th `mm`, wherever there are as many.
     """
-    run = graph.timeline[graph.timeline["executor"]]
+    run = graph.expected
     rows: dict[str, list[tuple[str, str]]] = {}
     for _, _, node, module in run["compute"]:
         rows.setdefault(re.sub(r"_\d+$", "", node), []).append((node, module))
@@ -35,19 +33,19 @@ def heavy(ops: list[Event], graph: DumpedGraph) -> list[tuple[Event, str, str]]:
 
 
 def computing(
-    stretches: list[list[float]], ops: list[Event], begin: float, graph: DumpedGraph
-) -> list[Row]:
-    """Returns stretches of computation cut where a heavy kernel begins: from there on it is that
+    intervals: list[tuple[float, float]], ops: list[Event], begin: float, graph: DumpedGraph
+) -> list[Interval]:
+    """Returns intervals of computation cut where a heavy kernel begins: from there on it is that
     kernel and the light ones after it.
     """
-    found: list[Row] = []
+    found: list[Interval] = []
     known = [(op.begin - begin, node, module) for op, node, module in heavy(ops, graph)]
-    for start, end in stretches:
+    for start, end in intervals:
         inside = [entry for entry in known if start <= entry[0] < end]
         cuts = [(start, "", ""), *inside]
         ends = [cut[0] for cut in cuts[1:]] + [end]
         found += [
-            [at, until, node, module]
+            (at, until, node, module)
             for (at, node, module), until in zip(cuts, ends, strict=True)
             if until > at
         ]

@@ -14,13 +14,14 @@ starts. Without, a collective counts as under way until its wait is over.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from compiled_fsdp.dump.records import FORMAT
+from compiled_fsdp.dump import writer
+from compiled_fsdp.dump.layout import FORMAT
 from compiled_fsdp.inspection.check import DumpError
+from compiled_fsdp.inspection.dump_folder import DumpedGraph, DumpedRank, read_finished
 from compiled_fsdp.inspection.profiles import (
     AUTOGRAD,
     OPTIMIZER,
@@ -37,12 +38,13 @@ from compiled_fsdp.wire.ranges import GRAPH
 
 from .device import Device
 from .kernels import computing
-from .read import MEASURED, DumpedGraph, DumpedRank, digest, read_dump
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.profiler import profile
+
+    from compiled_fsdp.dump.layout import Collective, Measured, MeasuredRun, Times
 
 AGREE, CARRIED = "fsdp::agree", "compiled_fsdp::carried"
 EXCHANGES = ("fsdp::all_gather", "fsdp::all_to_all")
@@ -103,13 +105,13 @@ class Laid:
 
     run: Run
     graph: DumpedGraph
-    times: dict[str, Any]
+    times: MeasuredRun
     begin: float
 
     @property
     def span(self) -> Event:
         """From its beginning to its end."""
-        return Event(self.graph.name, self.begin, self.begin + float(self.times["total"]), None)
+        return Event(self.graph.name, self.begin, self.begin + self.times["total"], None)
 
 
 def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
@@ -125,7 +127,7 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
     Raises:
         DumpError: the profile is garbled, or no dumped graph runs in it.
     """
-    ranks = {found.rank: found for found in read_dump(Path(dump_dir))}
+    ranks = {found.rank: found for found in read_finished(Path(dump_dir))}
     if rank not in ranks:
         raise DumpError(
             f"add_profile: rank is {rank}; {dump_dir} has dumps of ranks {list(ranks)}: give one "
@@ -135,32 +137,27 @@ def add_profile(dump_dir: Path, profile: profile | Path, rank: int = 0) -> Path:
         source, found = Path(profile).name, read_profile(Path(profile))
     else:
         source, found = "a profile of this process", of_profile(profile)
-    measured = measure(ranks[rank], found)
+    measured = measure(ranks[rank], found, source)
     if not measured["graphs"]:
         raise DumpError(
             f"add_profile: {source} has {sum(e.name == AGREE for e in found.events)} runs of "
             f"graphs ({AGREE}), none of those that were dumped: "
-            f"{', '.join(g.name for g in ranks[rank].graphs)}. Profile a step of the run that "
+            f"{', '.join(g.name for g in ranks[rank].finished)}. Profile a step of the run that "
             f"wrote the dump, on rank {rank}"
         )
-    out = ranks[rank].folder / MEASURED
-    out.write_text(json.dumps({"format": FORMAT, "source": source, **measured}) + "\n")
-    return out
+    return writer.write_measured(ranks[rank].path, measured)
 
 
-def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
+def measure(rank: DumpedRank, profile: Profile, source: str) -> Measured:
     """Measured times of every graph that runs in the profile, by its folder's name, and the step
-    that they are of.
+    that they are of; `source` names the profile.
     """
     device = Device(profile.kernels)
-    laid = match(rank.graphs, find_runs(profile.events), device)
+    laid = match(rank.finished, find_runs(profile.events), device)
     step = choose_step(profile)
     inside = [e for e in laid if step.span.begin <= e.run.begin < step.span.end]
     span = device.shown(step.span) if device else step.span
-    graphs = {
-        entry.graph.name: {**entry.times, "of": digest(rank.folder / entry.graph.name)}
-        for entry in (*laid, *inside)
-    }
+    graphs = {entry.graph.name: entry.times for entry in (*laid, *inside)}
     found = _exposed(device, span, inside) if device else _waits(profile, span, inside)
     waits = sorted(found, key=lambda wait: wait.begin)
     starts = [e for e in outermost(e for e in profile.events if e.kind) if e.is_in(step.span)]
@@ -170,6 +167,8 @@ def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
         parts = [(device.shown(e) if e.thread else e, kind) for e, kind in parts]
     largest = max(waits, key=lambda wait: wait.seconds, default=None)
     return {
+        "format": FORMAT,
+        "source": source,
         "graphs": graphs,
         "step": {
             "began": profile.base + span.begin,
@@ -177,18 +176,18 @@ def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
             "waiting": seconds_in(span, waits),
             "starting": seconds_in(span, starts),
             "compiling": seconds_in(step.span, profile.compiles),
-            "largest": None if largest is None else [largest.name, largest.seconds],
-            "parts": [_row(e, span, kind) for e, kind in parts if e.seconds],
-            "waits": [_row(e, span) for e in waits],
-            "starts": [_row(e, span) for e in starts],
+            "largest": None if largest is None else (largest.name, largest.seconds),
+            "parts": [(*_inside(e, span), kind, e.name) for e, kind in parts if e.seconds],
+            "waits": [(*_inside(e, span), e.name) for e in waits],
+            "starts": [(*_inside(e, span), e.name) for e in starts],
             "notes": list(dict.fromkeys([*step.notes, *_halves(inside)])),
         },
     }
 
 
-def _row(event: Event, span: Event, *kind: str) -> list[float | str]:
+def _inside(event: Event, span: Event) -> tuple[float, float]:
     begin, end = max(event.begin, span.begin), min(event.end, span.end)
-    return [begin - span.begin, end - span.begin, *kind, event.name]
+    return begin - span.begin, end - span.begin
 
 
 def _halves(inside: list[Laid]) -> list[str]:
@@ -214,7 +213,7 @@ def _parts(profile: Profile, span: Event, inside: list[Laid]) -> Iterator[tuple[
         name = "clipping: norms of gradients" if has_norms else "between backward and step"
         yield Event(name, between.begin, between.end, ON_CPU), "clip" if has_norms else "other"
     for entry in inside:
-        yield entry.span, str(entry.graph.timeline["kind"])
+        yield entry.span, entry.graph.timeline["kind"]
     for event in profile.events:
         kind = next((k for prefix, k in PARTS.items() if event.name.startswith(prefix)), None)
         if kind is not None and event.is_in(span):
@@ -242,7 +241,7 @@ def _waits(profile: Profile, span: Event, inside: list[Laid]) -> Iterator[Event]
         collectives = entry.graph.timeline["collectives"]
         known.update(entry.run.waits[: len(entry.graph.timeline["waits"])])
         for collective, when in zip(collectives, entry.times["times"], strict=True):
-            if when["exposed"]:
+            if when["exposed"] and when["awaited"] is not None:
                 begin = entry.run.begin + when["awaited"]
                 yield Event(_name(collective), begin, begin + when["exposed"], None)
     around = [e for e in profile.events if e.name.startswith("compiled_fsdp::wait ")]
@@ -253,7 +252,7 @@ def _waits(profile: Profile, span: Event, inside: list[Laid]) -> Iterator[Event]
             yield Event(name, wait.begin, wait.end, None)
 
 
-def _name(collective: dict[str, Any]) -> str:
+def _name(collective: Collective) -> str:
     owner = ", ".join(collective["units"]) or collective["module"] or "the model's own"
     return f"{KINDS.get(collective['kind'], collective['kind'])} of {owner}"
 
@@ -275,9 +274,7 @@ def _exposed(device: Device, span: Event, inside: list[Laid]) -> Iterator[Event]
             yield Event(name, kernel.event.end - exposed, kernel.event.end, None)
 
 
-def match(
-    graphs: tuple[DumpedGraph, ...], runs: list[Run], device: Device | None = None
-) -> list[Laid]:
+def match(graphs: list[DumpedGraph], runs: list[Run], device: Device | None = None) -> list[Laid]:
     """The runs that are of a dumped graph, in order.
 
     Several graphs may be alike, as when a forward was compiled again for another backward: then a
@@ -348,7 +345,7 @@ def find_runs(events: list[Event]) -> list[Run]:
     return runs
 
 
-def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
+def times(graph: DumpedGraph, run: Run) -> MeasuredRun:
     """A run of a graph in the form of a predicted one: seconds from its beginning; what is not
     awaited in it has no wait.
 
@@ -362,7 +359,8 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
     }  # a user may await his own again
     number = len(graph.timeline["collectives"])
     has_arrivals = all(c.name == CARRIED for c in run.carried[:number])
-    found, busy = [], []
+    found: list[Times] = []
+    busy: list[Event] = []
     for index, start in enumerate(run.starts[:number]):
         wait, arrival = waits.get(index), run.carried[index]
         end = arrival.end if has_arrivals else wait.end if wait else start.end
@@ -374,7 +372,7 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
                 "issuing": start.end - start.begin,
                 "begin": start.begin - run.begin,
                 "end": max(end, start.end) - run.begin,
-                "awaited": wait and wait.begin - run.begin,
+                "awaited": None if wait is None else wait.begin - run.begin,
                 "exposed": wait.end - wait.begin if wait and is_exposed else 0.0,
             }
         )
@@ -385,14 +383,15 @@ def times(graph: DumpedGraph, run: Run) -> dict[str, Any]:
         "times": found,
         "compute": computing(_between(busy, run.begin, total), run.ops, run.begin, graph),
         "has_arrivals": has_arrivals,
+        "of": graph.fingerprint,
     }
 
 
-def _between(busy: list[Event], begin: float, total: float) -> list[list[float]]:
-    """The stretches in which the training thread neither starts a collective nor waits for one."""
+def _between(busy: list[Event], begin: float, total: float) -> list[tuple[float, float]]:
+    """Returns when the training thread neither starts a collective nor waits for one."""
     found, reached = [], 0.0
     for event in sorted(busy, key=lambda event: event.begin):
         if event.begin - begin > reached:
-            found.append([reached, event.begin - begin])
+            found.append((reached, event.begin - begin))
         reached = max(reached, event.end - begin)
-    return [*found, [reached, total]] if total > reached else found
+    return [*found, (reached, total)] if total > reached else found

@@ -10,19 +10,18 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.inspection.dump_folder import read_finished
 from compiled_fsdp.ir.printer import printable
 
 from .headline import headline
-from .read import read_dump
 from .trace import chrome_trace
 
 if TYPE_CHECKING:
-    from .read import DumpedRank
+    from compiled_fsdp.inspection.dump_folder import Dumped, DumpedGraph, DumpedRank
 
 SCRIPTS = (
     "dom.js",
@@ -43,7 +42,7 @@ def write_report(dump_dir: Path, out: Path) -> None:
     Raises:
         DumpError: there is no dump, or a file of it is garbled; names the file.
     """
-    ranks = read_dump(Path(dump_dir))
+    ranks = read_finished(Path(dump_dir))
     Path(out).write_text(
         page(ranks, "/".join(Path(dump_dir).resolve().parts[-2:])), encoding="utf-8"
     )
@@ -78,9 +77,32 @@ def unpacked(text: str) -> Any:
 
 
 def _rank(rank: DumpedRank) -> dict[str, Any]:
-    found = asdict(rank)
-    del found["folder"]
-    return {**found, "headline": headline(rank)}
+    return {
+        "rank": rank.rank,
+        "graphs": [_graph(rank, graph) for graph in rank.finished],
+        "joint": [(g.name, [*map(_pass, g.passes)]) for g in rank.graphs if not g.is_finished],
+        "step": rank.step,
+        "headline": headline(rank.step),
+    }
+
+
+def _graph(rank: DumpedRank, graph: DumpedGraph) -> dict[str, Any]:
+    return {
+        "name": graph.name,
+        "timeline": graph.timeline,
+        "memory": graph.memory,
+        "passes": [*map(_pass, graph.passes)],
+        "text": graph.after(None).text,
+        "measured": rank.measured(graph),
+    }
+
+
+def _pass(entry: Dumped) -> dict[str, str]:
+    return {
+        "name": entry.path.name,
+        "provenance": entry.provenance.removeprefix("# "),
+        "diff": entry.diff.strip("\n"),
+    }
 
 
 def _printable(value: Any) -> Any:

@@ -8,15 +8,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.inspection.dump_folder import read_finished
 from compiled_fsdp.ir.printer import printable
 
-from .read import read_dump
-
 if TYPE_CHECKING:
-    from .read import DumpedGraph, DumpedRank
+    from compiled_fsdp.dump.layout import MeasuredRun, Run
+    from compiled_fsdp.inspection.dump_folder import DumpedGraph, DumpedRank
 
 MICROSECONDS = 1e6
 COMPUTE, WIRE, MEMORY = 1, 2, 3
+DETAILS = ("node", "op", "bytes", "sent", "dtype", "group")  # of a collective
 LANES = {COMPUTE: "training thread", WIRE: "wire"}
 
 
@@ -27,7 +28,7 @@ def write_trace(dump_dir: Path, out: Path) -> None:
     Raises:
         DumpError: there is no dump, or a file of it is garbled; names the file.
     """
-    Path(out).write_text(json.dumps(chrome_trace(read_dump(Path(dump_dir)))) + "\n")
+    Path(out).write_text(json.dumps(chrome_trace(read_finished(Path(dump_dir)))) + "\n")
 
 
 def chrome_trace(ranks: list[DumpedRank]) -> dict[str, Any]:
@@ -57,18 +58,18 @@ def _graphs(rank: DumpedRank, source: str, pid: int) -> list[dict[str, Any]]:
     """The graphs one after the other, each from where the one before ends."""
     events: list[dict[str, Any]] = []
     start = 0.0
-    for graph in rank.graphs:
-        run = graph.measured if source == "measured" else graph.timeline[graph.timeline["executor"]]
+    for graph in rank.finished:
+        run = rank.measured(graph) if source == "measured" else graph.expected
         if run is None:
             continue
         events += [{**event, "pid": pid} for event in _graph(graph, run, start)]
         if source == "predicted":
-            events += _memory(graph, run, start, pid)
+            events += _memory(graph, start, pid)
         start += run["total"]
     return events
 
 
-def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[str, Any]]:
+def _graph(graph: DumpedGraph, run: Run | MeasuredRun, start: float) -> list[dict[str, Any]]:
     events = [_range(graph.name, COMPUTE, start, 0.0, run["total"], {})]
     for begin, end, node, module in run["compute"]:
         name = module or node or "computes"
@@ -79,11 +80,11 @@ def _graph(graph: DumpedGraph, run: dict[str, Any], start: float) -> list[dict[s
         )
         details = {
             "parameters": [printable(p["name"]) for p in collective["parameters"]],
-            **{key: collective[key] for key in ("node", "op", "bytes", "sent", "dtype", "group")},
+            **{k: v for k, v in collective.items() if k in DETAILS},
             "exposed_ms": times["exposed"] * 1e3,
         }
         events.append(_range(name, WIRE, start, times["begin"], times["end"], details))
-        if times.get("issuing"):
+        if times["issuing"]:
             events.append(
                 _range(
                     f"start: {name}",
@@ -115,15 +116,13 @@ def _range(
     return {"ph": "X", "name": printable(name), "tid": lane, **when, "args": details}
 
 
-def _memory(
-    graph: DumpedGraph, run: dict[str, Any], start: float, pid: int
-) -> list[dict[str, Any]]:
+def _memory(graph: DumpedGraph, start: float, pid: int) -> list[dict[str, Any]]:
     """A counter of the bytes of each kind; of nodes that begin at the same time the one with the
     most counts.
     """
-    profile = graph.memory[graph.memory["executor"]]
+    profile = graph.expected_memory
     most: dict[float, int] = {}
-    for index, when in enumerate(run["nodes"]):
+    for index, when in enumerate(graph.expected["nodes"]):
         if when not in most or profile["during"][index] > profile["during"][most[when]]:
             most[when] = index
     return [

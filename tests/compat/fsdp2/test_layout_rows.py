@@ -647,7 +647,7 @@ def test_meta_parameters_unsharded(two: Pool) -> None:
 
 def meta_unsharded(api: Api) -> None:
     ours, theirs = (message(one.units(_meta(), "inner.0").unshard) for one in (api, Api("stock")))
-    named = re.search(r"parameters \['([\w.]+)', .* are on the meta device", ours)
+    named = re.search(r"parameters ([\w.]+), .* are on the meta device", ours)
     assert named
     assert "to_empty" in ours
     assert named[1] not in theirs

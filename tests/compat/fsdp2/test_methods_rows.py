@@ -891,9 +891,8 @@ def test_no_environment_variables() -> None:
     found = {p.name for p in sources if "os.environ" in p.read_text() or "getenv" in p.read_text()}
     assert found == {
         "ablation.py",
-        "driver.py",
-        "full_params.py",
-        "records.py",
+        "options.py",
+        "settings.py",
         "replacement.py",
         "writer.py",
     }
