@@ -155,6 +155,7 @@ PIPELINE = check_order(
             P.OUTLINED,
             only=Executor.INDUCTOR,
             is_tried=False,
+            consumes=("Plan.regions",),
         ),
     )
 )

@@ -125,7 +125,7 @@ class GraphRecord:
         repeats = Repeats([], [], [])
         if is_fused and plan.regions == "auto" and calls_subgraphs():
             repeats = find_repeats(graph)
-            consumed.setdefault(("Plan.regions", ""), {})["outline"] = None
+            note(consumed, "outline", "Plan.regions")  # which runs when this is written
         return cls(
             kind="backward" if is_backward(graph) else "forward",
             is_fused=is_fused,

@@ -7,6 +7,7 @@ each said once.
         02_bucket_all_gather.txt, .diff, .json.gz   after each pass: `passes_of`
         timeline.json, memory.json, record.json     of the finished graph: `Timeline`, `Memory`
         timeline.txt, memory.txt                    the same for people
+        regions.txt                                 what is compiled once, and the graph that calls it
 
 `writer.py` writes them, `inspection/dump_folder.py` reads them and checks their fields by these
 types; nothing else opens a file of a dump. `graph_json.py` has the form of the `.json.gz`,
@@ -26,6 +27,7 @@ FORMAT = 3  # of all JSON here; the graphs' own is `graph_json.FORMAT`
 SETTINGS, EXPLANATION, MEASURED = "settings.json", "explain.json", "measured.json"
 TIMELINE, MEMORY, RECORD = "timeline.json", "memory.json", "record.json"
 TIMELINE_TEXT, MEMORY_TEXT = "timeline.txt", "memory.txt"
+REGIONS_TEXT = "regions.txt"
 TEXT, DIFF, GRAPH = ".txt", ".diff", ".json.gz"
 AS_AFTER = "# as after "  # in the place of a graph that a pass has not changed: its files' name
 JOINT = "joint"  # the kind of a graph that is not split yet

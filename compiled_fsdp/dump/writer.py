@@ -195,15 +195,17 @@ class Dump:
         _write_indented(self.path.parent / layout.SETTINGS, found)
 
     def _write_regions(self, gm: GraphModule) -> None:
-        """The subgraphs that are compiled once, and the graph that calls them, `regions.txt`; what
-        is read afterwards is the graph before, which computes the same.
+        """Write the subgraphs that are compiled once, and the graph that calls them; what is read
+        afterwards is the graph before, which computes the same.
         """
         found: list[tuple[str, Any]] = list(gm.named_children())
         calls = [node.args[1] for node in gm.graph.nodes if str(node.target) == "invoke_subgraph"]
         log.log.info("%s outline: %d regions, %d calls", self.name, len(found), len(calls))
         if found:
             shown = [f"# {n}, called {calls.count(n)} times\n{show(m.graph)}" for n, m in found]
-            self._write("regions.txt", "\n\n".join([*shown, f"# calls\n{show(gm.graph)}"]) + "\n")
+            self._write(
+                layout.REGIONS_TEXT, "\n\n".join([*shown, f"# calls\n{show(gm.graph)}"]) + "\n"
+            )
 
     def _write_memory(self, graph: Graph) -> None:
         """Write the memory of the finished graph for people, for both executors."""
