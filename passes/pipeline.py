@@ -23,6 +23,7 @@ from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
 from .choose_collectives import choose_collectives
+from .copy_aside import copy_aside
 from .copy_columns import copy_columns
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
@@ -72,6 +73,7 @@ PIPELINE = check_order(
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD),
+        Pass(copy_aside, Stage.HALF, (P.AHEAD,), P.ASIDE, is_tried=False),
         Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
             watch_heads,

@@ -124,8 +124,10 @@ def settings() -> dict[str, Any]:
 
 
 def _device(graph: Graph) -> str:
+    """Where it computes: some of its inputs may rest on the host."""
     values = (node.meta.get("val") for node in placeholders(graph))
-    return next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")
+    found = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return next(iter(sorted(found - {"cpu"})), "cpu")
 
 
 def _ranks(group: str) -> list[int]:

@@ -30,6 +30,7 @@ from compiled_fsdp.ir.schema import (
     MARK_GRADS,
     REDUCE_GRAD,
     REDUCE_LATER,
+    START_COPY,
     STEP,
     UNSHARD_SLICE,
     param_spec,
@@ -384,7 +385,7 @@ def has_effect(op: Any) -> bool:
     """Whether a call counts even if nobody reads the result."""
     traits = traits_of(op)
     is_mutable = isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
-    return traits.effect == "program" or bool(traits.starts) or is_mutable
+    return traits.effect == "program" or traits.is_collective or is_mutable
 
 
 def _walk(
@@ -411,6 +412,8 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
         return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
 
     op, *arguments = cast("tuple[Any, ...]", comm.as_in_torch(node))
+    if op is comm.WAIT and node.all_input_nodes[0].target is START_COPY:
+        return exprs[node.all_input_nodes[0]]
     args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)
