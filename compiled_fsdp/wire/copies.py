@@ -63,7 +63,7 @@ def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
     module = torch.get_device_module(on)
     stream = _stream(on, is_to_host)
     target = torch.device("cpu") if is_to_host else on
-    copied = torch.empty(source.shape, dtype=source.dtype, device=target, pin_memory=pins)
+    copied = _empty(source, target, pins)
     stream.wait_stream(module.current_stream(on))  # which writes the one, or has read the other
     with module.stream(stream):
         copied.copy_(source, non_blocking=True)
@@ -73,6 +73,10 @@ def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
         return copied, Copy(event, on, True, copied)
     _reading[on] = event
     return copied, Copy(event, on, False, source, copied)
+
+
+def _empty(like: Tensor, device: torch.device, pins: bool) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device, pin_memory=pins)
 
 
 def settle() -> None:
