@@ -48,7 +48,7 @@ class Copy(PythonWork):  # type: ignore[misc]
         if self.is_to_host:
             self.event.synchronize()
         else:
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.event)
+            _module(self.device).current_stream(self.device).wait_event(self.event)
         self.holds = ()
         _under_way.discard(self)
         return True
@@ -60,7 +60,7 @@ def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
     """
     is_to_host = device == HOST
     on = source.device if is_to_host else _current(device)
-    module = torch.get_device_module(on)
+    module = _module(on)
     stream = _stream(on, is_to_host)
     target = torch.device("cpu") if is_to_host else on
     copied = _empty(source, target, pins)
@@ -92,11 +92,15 @@ def pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory()
 
 
+def _module(device: torch.device | str) -> Any:
+    return torch.get_device_module(device)
+
+
 def _current(device: str) -> torch.device:
-    return torch.device(device, torch.get_device_module(device).current_device())
+    return torch.device(device, _module(device).current_device())
 
 
 @cache
 def _stream(device: torch.device, is_to_host: bool) -> Any:
     """One for each direction: both can be busy at once."""
-    return torch.get_device_module(device).Stream(device)
+    return _module(device).Stream(device)

@@ -79,7 +79,7 @@ def device() -> Iterator[Device]:
     copies._stream.cache_clear()
     with (
         FakeTensorMode(),
-        mock.patch.object(torch, "get_device_module", return_value=made),
+        mock.patch.object(copies, "_module", return_value=made),
         mock.patch.object(Tensor, "copy_", copy),
         mock.patch.object(Tensor, "record_stream", keep),
     ):
