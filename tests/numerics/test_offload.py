@@ -23,6 +23,7 @@ from compiled_fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
+    overlap_optimizer,
 )
 
 if TYPE_CHECKING:
@@ -144,3 +145,34 @@ def test_wrapper(two: Pool, front: str, mode: str) -> None:
 def test_accumulation_in_the_wrapper(two: Pool) -> None:
     """Stock replaces what is there (row 6.19); ours adds to it."""
     two.run(offloaded_as_without, "fsdp1", "eager", True, 2, False)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_overlapped_optimizer(two: Pool, mode: str) -> None:
+    two.run(overlapped, mode)
+
+
+def overlapped(mode: str) -> None:
+    """A step inside backward, of what has come to the host by then."""
+    found = []
+    for is_offloaded in (False, True):
+        torch._dynamo.reset()
+        with beside_host():
+            model = two_front_ends("fsdp2", True if is_offloaded else None, None, 2)
+            if is_offloaded:
+                negate(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            overlap_optimizer(model, optimizer, in_backward=True)
+            call: Any = model
+            if mode in BACKENDS:
+                call = torch.compile(model, backend=BACKENDS[mode], fullgraph=True)
+            losses = []
+            for step in range(3):
+                loss = call(torch.full((4, 13), 1.0 + step)).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            params = [_sign(p.detach(), is_offloaded) for p in model.parameters()]
+            found.append(plain([losses, params]))
+    check_equal(found[1], found[0], f"{mode} offloaded, stepped in backward", 0.0, 0.0)
