@@ -11,9 +11,9 @@ Before:
 After:
 
     %w1 = wait(%gather1)
-    %y1 = invoke_subgraph(@region_0, "region_0", %x, %w1)[0]
+    %y1 = invoke_subgraph(@fsdp_region_0, "fsdp_region_0", %x, %w1)[0]
     %w2 = wait(%gather2)
-    %y2 = invoke_subgraph(@region_0, "region_0", %y1, %w2)[0]
+    %y2 = invoke_subgraph(@fsdp_region_0, "fsdp_region_0", %y1, %w2)[0]
 
 Collectives, waits, marks, steps and whatever else has an effect stay where they are, in the outer
 graph; what stands between two of them is a candidate (`ir/repeats.py`), and equal candidates (the
@@ -31,12 +31,11 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from compiled_fsdp.ir.graph import erase_all, move_before
 from compiled_fsdp.ir.meta import keep_strides, take_over
-from compiled_fsdp.ir.repeats import find_repeats, may_alias
+from compiled_fsdp.ir.repeats import INVOKE, REGION, find_repeats, may_alias
 
 from .base import context_of
 
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.ir.repeats import Span
     from compiled_fsdp.planning.plan import Plan
-
-INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def outline(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -59,7 +56,7 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     for span in repeats.spans:
         move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
     for number, group in enumerate(repeats.groups):
-        name = f"region_{number}"
+        name = f"{REGION}{number}"
         setattr(gm, name, _subgraph(gm, group[0]))
         with gm.graph.inserting_before(group[0].nodes[0]):
             region = gm.graph.get_attr(name)

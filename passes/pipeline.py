@@ -24,6 +24,7 @@ from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
 from .choose_collectives import choose_collectives
+from .copy_aside import copy_aside
 from .copy_columns import copy_columns
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
@@ -117,6 +118,14 @@ PIPELINE = check_order(
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
+        Pass(
+            copy_aside,
+            Stage.HALF,
+            (P.AHEAD,),
+            P.ASIDE,
+            is_tried=False,
+            consumes=("offload_policy",),
+        ),
         Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
             watch_heads,
@@ -147,16 +156,16 @@ PIPELINE = check_order(
         Pass(
             name_collectives, Stage.HALF, (P.OVER_GLOO,), P.NAMED, is_for_all=True, is_tried=False
         ),
-        Pass(verify, Stage.HALF, (P.LOWERED, P.FREED, P.NAMED), P.VERIFIED, is_tried=False),
         Pass(
             outline,
             Stage.HALF,
-            (P.VERIFIED,),
+            (P.NAMED,),
             P.OUTLINED,
             only=Executor.INDUCTOR,
             is_tried=False,
             consumes=("Plan.regions",),
         ),
+        Pass(verify, Stage.HALF, (P.LOWERED, P.FREED, P.NAMED), P.VERIFIED, is_tried=False),
     )
 )
 JOINT = tuple(entry for entry in PIPELINE if entry.stage is Stage.JOINT)

@@ -40,6 +40,7 @@ from compiled_fsdp.ir.schema import (
     FREE,
     GATHER_AHEAD,
     REDUCE_LATER,
+    START_COPY,
     STEP,
     TO_LOWER,
     WATCH_HEADS,
@@ -96,6 +97,13 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
                 wait,
                 f"%{wait.name} awaits %{wait.all_input_nodes[0].name}, which is no collective",
             )
+
+
+def copied_once(gm: GraphModule, plan: Plan) -> Violations:
+    """Every copy to or from the host is awaited exactly once, and nothing else reads its result."""
+    for node in find(gm.graph, START_COPY):
+        if [user.target for user in node.users] != [WAIT]:
+            yield node, f"%{node.name} is read by {[f'%{u.name}' for u in node.users]}"
 
 
 def _ours(nodes: Iterable[Node]) -> list[Node]:
@@ -506,6 +514,7 @@ def announced(gm: GraphModule, plan: Plan) -> Violations:
 INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     lowered,
     waited_once,
+    copied_once,
     gathered_once,
     uniform_buckets,
     as_specified,

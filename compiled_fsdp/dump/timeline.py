@@ -67,8 +67,10 @@ def _costs(costs: Costs, *, is_assumed: bool) -> layout.Costs:
 
 
 def _device(graph: Graph) -> str:
+    """Returns where it computes: some of its inputs may rest on the host."""
     values = (node.meta.get("val") for node in placeholders(graph))
-    return next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")
+    found = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return next(iter(sorted(found - {"cpu"})), "cpu")
 
 
 def _ranks(group: str) -> list[int]:

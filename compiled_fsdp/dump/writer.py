@@ -19,6 +19,7 @@ from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import group_of
 from compiled_fsdp.ir.graph import is_backward, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
+from compiled_fsdp.ir.repeats import called_by
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import predict
@@ -169,7 +170,6 @@ class Dump:
             return
         if holds == "OUTLINED":
             self._write_regions(gm)
-            return
         before, self.counts = self.counts, Counts.of(gm.graph)
         log.log.info("%s %s: %s", self.name, entry.name, before.changes(self.counts))
         self._write_pass(gm, entry.name)
@@ -198,8 +198,8 @@ class Dump:
         """Write the subgraphs that are compiled once, and the graph that calls them; what is read
         afterwards is the graph before, which computes the same.
         """
-        found: list[tuple[str, Any]] = list(gm.named_children())
-        calls = [node.args[1] for node in gm.graph.nodes if str(node.target) == "invoke_subgraph"]
+        calls = [str(node.args[1]) for node in gm.graph.nodes if called_by(node)]
+        found = [(name, getattr(gm, name)) for name in dict.fromkeys(calls)]
         log.log.info("%s outline: %d regions, %d calls", self.name, len(found), len(calls))
         if found:
             shown = [f"# {n}, called {calls.count(n)} times\n{show(m.graph)}" for n, m in found]
@@ -240,7 +240,7 @@ class Dump:
         made_by = provenance(gm.graph, name, self.held)
         values = graph_json.to_text(gm.graph, "", self.plan)
         known, where = self.written
-        if values == known:
+        if values == known or any(map(called_by, gm.graph.nodes)):
             self._write(stem + layout.TEXT, f"{made_by}\n{layout.AS_AFTER}{where}\n")
             return False
         self.written = values, stem

@@ -96,11 +96,25 @@ class FullParams:
 
     def start_unshard(self) -> None:
         """Start to gather ahead of use, unless gathered or under way already."""
+        self._start_ahead()
+        self._start_collectives()
+
+    def start_copies(self) -> None:
+        """Start what comes before the gathers: to copy what rests on the host."""
+        if any(param.spec.device for param in self.unit.params):
+            self._start_ahead()
+
+    def _start_ahead(self) -> None:
         if self.is_unsharded or self._has_pending():
             return
         self._start()
         if not in_backward():  # what runs between here and a forward may write to parameters
             self._sum_up(IN_FORWARD)
+
+    def _start_collectives(self) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for program, *_ in self.pending:
+                program.pass_copies()
 
     def _start(self) -> None:
         check_not_meta(self.unit)
@@ -169,6 +183,7 @@ class FullParams:
             _check_unwritten(self.checksums, self.ahead_of)
         else:
             self._start()
+        self._start_collectives()
         pending, self.pending = self.pending, []
         extensions, self.pending_extensions = self.pending_extensions, []
         with (
@@ -271,7 +286,7 @@ class FullParams:
         the end of a backward, not those that it has started for the next forward.
         """
         for program, *_ in (*self.pending, *self.pending_extensions):
-            program.finish()
+            program.drop()
         self.pending, self.pending_extensions, self.checksums = [], [], []
         for flat in self.unit.flats:
             if not (is_end_of_backward and flat.is_stepped):

@@ -16,7 +16,7 @@ import torch
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.wire import launch
+from compiled_fsdp.wire import copies, launch
 
 from . import optimizer_steps
 
@@ -111,6 +111,7 @@ def drop(runtime: FullParams) -> None:
 
 def _drop_all(*_: object) -> None:
     _steps[0] += 1
+    copies.settle()  # a step on the host writes there
     for runtime in list(_there):
         drop(runtime)
 

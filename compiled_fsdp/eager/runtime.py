@@ -154,6 +154,9 @@ class Runtime(FullParams):
         by_default = [following] if following is not None and may_prefetch else []
         for target in self.prefetch["forward"] or by_default:
             target.start_unshard()
+        after = tree.next_forward.get(following) if following is not None else None
+        if by_default and after is not None and not after.is_apart:
+            after.start_copies()
 
     @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -280,12 +283,15 @@ class Runtime(FullParams):
     def _prefetch_backward(self) -> None:
         tree = self.tree
         index = self.indices.pop() if self.indices else 0
-        before = tree.order[index - 1] if index else None
+        earlier = [r for r in reversed(tree.order[max(0, index - 2) : index])]
         if self.prefetch["backward"]:
             self.unit.options.consume(WHO, "set_modules_to_backward_prefetch")
-        for target in self.prefetch["backward"] or ([before] if before else []):
+        for target in self.prefetch["backward"] or earlier[:1]:
             if target.unit.settings.unshard_in_backward:
                 target.start_unshard()
+        for target in () if self.prefetch["backward"] else earlier[1:]:
+            if target.unit.settings.unshard_in_backward:
+                target.start_copies()
 
     def post_backward(self, *, is_end: bool = False) -> None:
         """Free the parameters and reduce what gradients there are; does nothing when called
@@ -347,7 +353,7 @@ class Runtime(FullParams):
                 if p not in have and p.unsharded is not None and p.sharded.requires_grad
             ]
             ready += [
-                (p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.data.device))
+                (p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.device))
                 for p in missing
             ]
             ready.sort(key=lambda entry: entry[0].layout.offset)
@@ -383,7 +389,7 @@ class Runtime(FullParams):
             if not params:
                 continue
             zeros = [
-                (p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.data.device))
+                (p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.device))
                 for p in params
             ]
             with torch.no_grad():

@@ -57,6 +57,7 @@ class Tree:
     order: post-forwards of this iteration, with repeats.
     next_forward: which unit's forward followed which in the last forward.
     in_flight: reductions under way, oldest first.
+    arriving: what is left of reductions whose gradients are being copied to the host.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for
@@ -80,6 +81,7 @@ class Tree:
         self.next_forward: dict[Runtime, Runtime] = {}
         self.last_forward: Runtime | None = None
         self.in_flight: deque[Reduction] = deque()
+        self.arriving: list[Deferred] = []
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.double_step = 0
@@ -146,7 +148,7 @@ class Tree:
                 )
         limit = max(r.unit.settings.max_reductions_in_flight or 1 for r in self.members)
         while len(self.in_flight) > limit:
-            self.in_flight.popleft().finish()
+            self.in_flight.popleft().finish(self.arriving)
 
     @untraced
     def end_of_backward(self) -> None:
@@ -180,7 +182,9 @@ class Tree:
     def await_or_leave(self) -> None:
         """Await all reductions, but for those that are left to whoever reads the gradients."""
         while self.in_flight:
-            self.in_flight.popleft().finish(may_leave=True)
+            self.in_flight.popleft().finish(self.arriving, may_leave=True)
+        while self.arriving:
+            self.arriving.pop().finish()
 
     def recover(self) -> None:
         """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
@@ -194,6 +198,8 @@ class Tree:
         """
         while self.in_flight:
             self.in_flight.popleft().discard()
+        while self.arriving:
+            self.arriving.pop().finish()
         self.has_callback = self.delivers = False
         self.last_forward = None
         self.finalization.reset()
@@ -214,9 +220,9 @@ class Reduction:
         for program, *_ in programs:
             program.advance()
 
-    def finish(self, *, may_leave: bool = False) -> None:
+    def finish(self, arriving: list[Deferred], *, may_leave: bool = False) -> None:
         """Await it and write `.grad`; or leave the waiting to whoever reads it, if the unit asked
-        for that (`overlap`).
+        for that (`overlap`), and for copies to the host to the end of backward (`arriving`).
         """
         with torch.no_grad():
             for program, flat, result, params in self.programs:
@@ -228,6 +234,10 @@ class Reduction:
                 ):
                     flat.unit.options.consume("eager runtime", "overlap_optimizer")
                     flat.deliver_later(program, result, params)
+                    continue
+                if result is not None and flat.may_arrive_late(params):
+                    arriving.append(program)
+                    flat.accumulate_grad(program.come_to_copy(), params)
                     continue
                 program.finish()
                 if result is not None:

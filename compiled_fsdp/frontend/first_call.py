@@ -74,11 +74,23 @@ def check_devices(units: Iterable[Unit]) -> None:
     """Parameters may have been moved one by one since they were cut.
 
     Raises:
-        RuntimeError: some are not where their mesh communicates.
+        RuntimeError: some are not where their mesh communicates, or not on the CPU if they are
+            offloaded.
     """
     for unit in units:
         device = unit.mesh_info.device
-        wrong = [p.fqn for p in unit.params if p.sharded.device.type != device.type]
+        found = [
+            (p.fqn, p.local.device) for p in unit.params if p.local.device.type != unit.rests_on
+        ]
+        if unit.offload is not None:
+            found = [(fqn, on) for fqn, on in found if on.type != "meta"]  # gathering says so
+        if found and unit.offload is not None:
+            raise RuntimeError(
+                f"{unit.name}: FSDP parameters should be materialized on CPU when enabling CPU "
+                f"offloading; these are not: {found}. Leave the sharded model on the CPU, load a "
+                'CPU state dict, or call module.to_empty(device="cpu")'
+            )
+        wrong = [fqn for fqn, _ in found]
         if wrong:
             raise RuntimeError(
                 f"{unit.name}: parameters {shortened(wrong)} are not on {device.type}, where their mesh is, "

@@ -251,6 +251,8 @@ def _follow_user(runtime: Runtime) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
     if runtime.unit.was_assigned:
         runtime.unit.adopt_assigned()
+    if runtime.unit.offload is not None:  # moved since the first forward
+        check_devices([runtime.unit])
     runtime.follow_requires_grad()
     runtime.unit.follow_requires_grad()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compiled_fsdp.eager.tree import in_backward
+from compiled_fsdp.wire import copies
 
 from .stock import FlatParamHandle, StockFSDP, TrainingState
 
@@ -24,7 +25,29 @@ if TYPE_CHECKING:
 
 
 class Keeper(FlatParamHandle):
-    """Stock's handle of a flat parameter."""
+    """Stock's handle of a flat parameter.
+
+    What is offloaded has one gradient, as any other: stock's second buffer for it is dropped.
+    """
+
+    def init_flat_param_attributes(self) -> None:
+        """Before the first forward; what is offloaded is pinned then, and rests there from now on."""
+        super().init_flat_param_attributes()
+        if self._offload_params:
+            del self.flat_param._cpu_grad
+            self._use_sharded_flat_param()
+
+    def _writeback_orig_params(self) -> bool:
+        """What users put in the place of originals; under NO_SHARD stock asks the second buffer."""
+        flat: Any = self.flat_param
+        is_asked = self._offload_params and not self.uses_sharded_strategy
+        if is_asked:
+            flat._cpu_grad = flat.grad
+        try:
+            return bool(super()._writeback_orig_params())
+        finally:
+            if is_asked:
+                del flat._cpu_grad
 
     @contextmanager
     def to_cpu(self) -> Iterator[None]:
@@ -53,6 +76,7 @@ def rest(module: nn.Module) -> None:
             raise AssertionError("Cannot manually unshard parameters during forward/backward")
         state.runtime.drop_pending()
         state.runtime.reshard()
+        copies.settle()
         state.unit.hide()
 
 

@@ -32,7 +32,6 @@ def check_arguments(module: object, options: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: `module` is no module, or an option has the wrong type.
-        NotImplementedError: parameters are to live on the CPU beside an accelerator.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel: module must be an nn.Module, got {module!r}")
@@ -43,16 +42,6 @@ def check_arguments(module: object, options: Mapping[str, Any]) -> None:
                 f"torch.distributed.fsdp.{kind.__name__} or None, got {options[name]!r}. "
                 f"{type(module).__name__} is as it was"
             )
-    offload, device_id = options["cpu_offload"], options["device_id"]
-    # On the CPU stock's own error comes, at the first forward: there is no pinned memory.
-    is_cpu = not torch.accelerator.is_available() or (
-        device_id is not None and str(device_id) == "cpu"
-    )
-    if offload is not None and offload.offload_params and not is_cpu:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel: cpu_offload={offload} is not supported yet. Leave it out, "
-            "or use torch.distributed.fsdp.FullyShardedDataParallel for this model"
-        )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warnings.warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "

@@ -17,7 +17,7 @@ from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
 
-from .gradients import accumulate, set_grad, show_unsharded_grads
+from .gradients import accumulate, low_precision, reads_at_once, set_grad, show_unsharded_grads
 from .stock import log_post_backward
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class FlatShard(ShardedParam):
     @property
     def is_shard_whole(self) -> bool:
         """NO_SHARD without a lower precision: as in stock there is one copy of the parameters."""
-        return self.spec.group_size == 1 and self.spec.dtype == self.sharded.dtype
+        is_here = self.spec.group_size == 1 and not self.spec.device
+        return is_here and self.spec.dtype == self.sharded.dtype
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules hold sharded parameters; views of the unsharded one are shown when a
@@ -244,6 +245,11 @@ class FlatShardBuffer(FlatBuffer):
         self.unit.forget_handles()
         self.data = nn.Parameter(flat.data, requires_grad=self.data.requires_grad)
         self.__post_init__()
+
+    def may_arrive_late(self, params: Sequence[ShardedParam]) -> bool:
+        """See `FlatBuffer`."""
+        is_read = self.shows_unreduced or low_precision(self.keeper) is not None
+        return not (is_read or reads_at_once(self.keeper)) and super().may_arrive_late(params)
 
     def deliver_later(
         self, program: Deferred, flat_grad: Recorded, params: Sequence[ShardedParam]

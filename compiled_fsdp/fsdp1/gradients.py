@@ -47,12 +47,18 @@ def low_precision(keeper: FlatParamHandle) -> torch.dtype | None:
 
 
 def set_grad(param: Tensor, grad: Tensor) -> None:
-    """Assign a gradient of any dtype and shape; torch wants the parameter's own."""
-    if grad.dtype == param.dtype and grad.shape == param.shape:
+    """Assign a gradient of any dtype, shape and device; torch wants the parameter's own."""
+    if (grad.dtype, grad.shape, grad.device) == (param.dtype, param.shape, param.device):
         param.grad = grad
         return
     param.grad = torch.empty_like(param)
     param.grad.data = grad
+
+
+def reads_at_once(keeper: FlatParamHandle) -> bool:
+    """Whether an optimizer steps as soon as gradients are there."""
+    originals = keeper.flat_param._params or ()
+    return any(getattr(original, "_in_backward_optimizers", ()) for original in originals)
 
 
 def _step_in_backward(flat: Any) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, Shard
 from compiled_fsdp.ir.collectives import CUSTOM
 from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.units.layout import flat_layout
+from compiled_fsdp.units.offload import Offload
 from compiled_fsdp.units.unit import Unit, sharded_as
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
@@ -50,6 +51,10 @@ class FlatUnit(Unit):
             groups_of(wrapper),
             MixedPrecisionPolicy(),
             None if is_resharded else False,
+            # On the CPU stock's own error comes, at the first forward: there is no pinned memory.
+            Offload.beside(wrapper.compute_device, pins=True)
+            if wrapper.cpu_offload.offload_params
+            else None,
         )
         self.wrapper = wrapper
         self.kind = type(wrapper.module).__name__

@@ -21,6 +21,7 @@ from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
 from compiled_fsdp.units.extension import has_extension
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
+from compiled_fsdp.units.offload import Offload, can_pin
 from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
 from compiled_fsdp.units.tensor_parallel import place
@@ -102,8 +103,9 @@ def fully_shard(
             own dtype since torch 2.15, in `param_dtype` before.
         shard_placement_fn: for each parameter None (dim 0), a `Shard` of another dim (which must
             divide evenly), or torch's `ShardPlacementResult` with a mesh of its own.
-        offload_policy: `CPUOffloadPolicy(pin_memory=False)` on a CPU mesh, where it changes
-            nothing; else not there yet.
+        offload_policy: `CPUOffloadPolicy()` keeps sharded parameters, gradients and so optimizer
+            states in host memory (pinned, unless `pin_memory=False`), and computes on the mesh's
+            device; on a CPU mesh it changes nothing.
         dp_mesh_dims: `mesh` has other axes too (tensor parallelism), the parameters are DTensors on
             it, and these of its dims are the data-parallel ones; torch's own
             `DataParallelMeshDims`.
@@ -121,7 +123,7 @@ def fully_shard(
     modules = _check_modules(module)
     check_sharding(mesh, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     info = resolve_mesh(mesh, dp_mesh_dims)
-    _check_offload(info, offload_policy)
+    offload = _resolve_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
     check_order(managed, ignored_params or set())
@@ -131,7 +133,7 @@ def fully_shard(
     _check_reshard(reshard, params)
     shared = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
-    unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard)
+    unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard, offload)
     asked = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
@@ -170,7 +172,10 @@ def _note_options(
         unit.options.ask(f"mp_policy.{field.name}", getattr(mp_policy, field.name), field.default)
     if isinstance(offload, CPUOffloadPolicy):
         unit.options.ask("offload_policy", offload)
-        unit.options.consume("fully_shard: parameters are on the CPU as it is", "offload_policy")
+        if unit.offload is not None and not unit.offload.device:
+            unit.options.consume(
+                "fully_shard: parameters are on the CPU as it is", "offload_policy"
+            )
     unit.options.consume(
         "fully_shard", "shard_placement_fn", "dp_mesh_dims", "mp_policy.param_dtype_override_fn"
     )
@@ -205,19 +210,15 @@ def _check_reshard(reshard: bool | int | None, params: Sequence[Original]) -> No
             )
 
 
-def _check_offload(info: MeshInfo, offload: OffloadPolicy) -> None:
+def _resolve_offload(info: MeshInfo, offload: OffloadPolicy) -> Offload | None:
     if not isinstance(offload, CPUOffloadPolicy):
-        return
-    if info.mesh.device_type != "cpu":
-        raise NotImplementedError(
-            f"fully_shard: offload_policy={offload!r} is not supported on {info.mesh.device_type} "
-            "yet. Leave it out, or use torch.distributed.fsdp.fully_shard for this model"
-        )
-    if offload.pin_memory and not torch.accelerator.is_available():
+        return None
+    if offload.pin_memory and not can_pin():
         raise RuntimeError(
             f"fully_shard: offload_policy={offload!r} asks for pinned memory, which needs an "
             "accelerator. Pass CPUOffloadPolicy(pin_memory=False)"
         )
+    return Offload.beside(info.device, pins=offload.pin_memory)
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:

@@ -16,6 +16,7 @@ from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, s
 from compiled_fsdp.torch_private.dynamo import rebind_compiled, uncompiled, untraced
 from compiled_fsdp.torch_private.modules import register_first
 from compiled_fsdp.units.registered import Registered
+from compiled_fsdp.wire import copies
 
 from .fsdp_module import FSDPModule
 
@@ -82,6 +83,7 @@ def _reshard_first(state: State) -> Callable[..., None]:
 
     def hook(*_: object) -> None:
         state.runtime.reshard()
+        copies.settle()
 
     return hook
 

@@ -34,7 +34,8 @@ WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
 GATHERS = (ALL_GATHER, schema.ALL_GATHER)
 ALL_TO_ALL = schema.ALL_TO_ALL
-STARTS = tuple(op for op, traits in schema.TRAITS.items() if traits.starts)
+STARTS = tuple(op for op, traits in schema.TRAITS.items() if traits.is_collective)
+HOST = "host"  # where a copy goes, apart from the types of devices
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
@@ -47,6 +48,7 @@ def convert(run: Run, x: Value, source: torch.dtype, target: torch.dtype) -> Val
 OPTIONS = (
     "mesh",
     "mp_policy.param_dtype",
+    "offload_policy",
     "set_custom_all_gather",
     "mp_policy.reduce_dtype",
     "set_separate_reduce_scatter_group",
@@ -59,9 +61,19 @@ OPTIONS = (
 )
 
 
+def from_host(run: Run, x: Value, spec: ParamSpec) -> Value:
+    """A shard on the device that computes, if it rests in host memory."""
+    return run(schema.COPY_TO, x, spec.device, False) if spec.device else x
+
+
+def to_host(run: Run, x: Value, spec: ParamSpec) -> Value:
+    """A flat gradient where its parameters rest."""
+    return run(schema.COPY_TO, x, HOST, spec.pins) if spec.device else x
+
+
 def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
-    options = ["mesh", "mp_policy.param_dtype"]
+    options = ["mesh", "mp_policy.param_dtype", *(["offload_policy"] if spec.device else [])]
     return (
         [*options, "set_custom_all_gather"]
         if spec.gather_algorithm and spec.group_size > 1
@@ -116,7 +128,8 @@ def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSp
         if (spec.offset, end) == (0, numel)
         else run(aten.slice.Tensor, flat, 0, spec.offset, end)
     )
-    gathered = all_gather(run, convert(run, shard, dtype, spec.dtype), spec)
+    here = from_host(run, shard, spec)
+    gathered = all_gather(run, convert(run, here, dtype, spec.dtype), spec)
     return from_rows(run, gathered, spec)
 
 
@@ -250,11 +263,13 @@ def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype)
 
 
 def place(run: Run, piece: Value, numel: int, spec: ParamSpec) -> Value:
-    """A flat buffer [numel] of zeros, with `piece` [shard_numel] at `spec.offset`."""
+    """A flat buffer [numel] of zeros, with `piece` [shard_numel] at `spec.offset`, where the
+    parameter rests.
+    """
     after = numel - spec.offset - spec.shard_numel
-    if not spec.offset and not after:
-        return piece
-    return run(aten.constant_pad_nd.default, piece, [spec.offset, after])
+    if spec.offset or after:
+        piece = run(aten.constant_pad_nd.default, piece, [spec.offset, after])
+    return to_host(run, piece, spec)
 
 
 def reduce_grad(
@@ -299,6 +314,7 @@ def _pieces(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> list[Value
     for source, start, end in ranges:
         is_all = (start, end) == (0, source.numel)
         piece = source.flat if is_all else run(aten.slice.Tensor, source.flat, 0, start, end)
+        piece = from_host(run, piece, members[0][1])
         pieces.append(convert(run, piece, source.dtype, members[0][1].dtype))
     return pieces
 
@@ -434,11 +450,11 @@ def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:
 
 def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: int) -> Value:
     """A flat gradient [numel] from a bucket's result: itself when nothing is missing, else zeros in
-    the gaps.
+    the gaps; where the parameters rest.
     """
     total = sum(s.shard_numel for s in specs)
     if total == numel:
-        return reduced
+        return to_host(run, reduced, specs[0])
     pieces: list[Value] = []
     position = start = 0
     for spec in specs:
@@ -449,7 +465,8 @@ def place_bucket(run: Run, reduced: Value, specs: Sequence[ParamSpec], numel: in
         pieces.append(
             run(aten.constant_pad_nd.default, piece, [before, after]) if before or after else piece
         )
-    return pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
+    placed = pieces[0] if len(pieces) == 1 else run(aten.cat.default, pieces)
+    return to_host(run, placed, specs[0])
 
 
 def flat_piece(run: Run, grad: Value, order: Sequence[int]) -> Value:
@@ -495,6 +512,8 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return aten.clone.default, args, {"memory_format": torch.contiguous_format}
     if target is schema.ALL_REDUCE:
         return ALL_REDUCE, args, {}
+    if target is schema.START_COPY:
+        return schema.COPY_TO, args, {}
     if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
         return ALL_GATHER, (args[0], *args[2:]), {}
     return target, args, {} if target in STARTS else dict(node.kwargs)

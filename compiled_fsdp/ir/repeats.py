@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 aten, prims = torch.ops.aten, torch.ops.prims
+INVOKE = torch.ops.higher_order.invoke_subgraph
+REGION = "fsdp_region_"  # how the names of our subgraphs begin; users may have others
 
 LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
@@ -164,6 +166,14 @@ class Repeats:
             f"%{span.nodes[at].name} ({span.nodes[at].target}) where {best.unit or 'its like'} "
             f"has %{best.nodes[at].name} ({best.nodes[at].target})"
         )
+
+
+def called_by(call: Node) -> Graph | None:
+    """The region that a node calls; None if it calls none of ours."""
+    if call.target is not INVOKE or not str(call.args[1]).startswith(REGION):
+        return None
+    graph: Graph = getattr(call.graph.owning_module, str(call.args[1])).graph
+    return graph
 
 
 def find_repeats(graph: Graph) -> Repeats:

@@ -22,9 +22,12 @@ them.
 | `all_reduce(rows, op, group, what, phase) -> reduced` | torch's, started, not awaited, with a name in profiles |
 | `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time, and says what runs |
 | `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
+| `copy_to(x, device, pins) -> copied` | between host memory, where an offloaded unit rests, and the device that computes |
+| `start_copy(x, device, pins) -> copied` | the same, started, not awaited |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
-`spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but the last three
+`spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,
+`watch_heads` and `free`
 are functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
 its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
 `mark_grads_` can reach the unit at run time without any registry.
@@ -87,6 +90,8 @@ SCHEMAS = (
     "all_reduce(Tensor rows, str op, str group, str what='', str phase='') -> Tensor",
     "agree(Tensor(a!) token, str text, str[] groups, str record='') -> ()",
     "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()",
+    "copy_to(Tensor x, str device, bool pins) -> Tensor",
+    "start_copy(Tensor x, str device, bool pins) -> Tensor",
     "free(Tensor buffer) -> ()",
 )
 
@@ -97,7 +102,8 @@ class Traits:
 
     spec_at: how many arguments stand before the fields of a `ParamSpec`; 0: it has none.
     lowers_to: the kind of communication ("gather", "reduce") that has to stand in its place.
-    starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce".
+    starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce"; or
+        a "copy" between host and device, which is none, but is awaited as one.
     price: "none"; "kernel", for overhead and memory traffic; "copy", for the same where kernels
         before and after it may still be one; of a collective, the field of `costs.Link` with its
         bandwidth.
@@ -122,6 +128,11 @@ class Traits:
     effect: str
     marks: bool
     is_on_host: bool
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it starts what other ranks take part in."""
+        return self.starts not in ("", "copy")
 
 
 def _row(text: str) -> Traits:
@@ -153,6 +164,8 @@ OURS = {
     "all_reduce":             "0  -      all_reduce     bandwidth -      no  no  -       no  no",
     "agree":                  "0  -      -              none      -      no  no  notes   no  yes",
     "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
+    "copy_to":                "0  -      -              kernel    -      no  no  -       no  yes",
+    "start_copy":             "0  -      copy           kernel    -      no  no  -       no  yes",
     "free":                   "0  -      -              none      -      no  no  notes   no  no",
 }
 TORCHS = {
@@ -224,6 +237,8 @@ ALL_TO_ALL = fsdp.all_to_all.default
 ALL_REDUCE = fsdp.all_reduce.default
 AGREE = fsdp.agree.default
 WATCH_HEADS = fsdp.watch_heads.default
+COPY_TO = fsdp.copy_to.default
+START_COPY = fsdp.start_copy.default
 FREE = fsdp.free.default
 
 for _op, _traits in TRAITS.items():

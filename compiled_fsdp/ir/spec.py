@@ -112,6 +112,8 @@ class ParamSpec:
         out.
     forward_ahead, backward_ahead: how many units ahead of its use the all-gather may start at most;
         negative: as the plan says.
+    device: the type of the device that computes, where the shard rests in host memory instead (CPU
+        offload), pinned if `pins`; "": the shard is where computation is.
     """
 
     offset: int
@@ -145,6 +147,8 @@ class ParamSpec:
     forward_ahead: float = -1.0
     backward_ahead: float = -1.0
     retained_dtype: torch.dtype | None = None
+    device: str = ""
+    pins: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
@@ -214,5 +218,10 @@ class ParamSpec:
     def over_post_group(self) -> ParamSpec:
         """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`)."""
         return replace(
-            self, offset=0, group_size=self.post_size, group=self.post_group, gather_algorithm=""
+            self,
+            offset=0,
+            group_size=self.post_size,
+            group=self.post_group,
+            gather_algorithm="",
+            device="",  # what is kept of a full parameter is where that was
         )

@@ -106,7 +106,7 @@ class Costs:
             or is_view(node)
         ):
             return 0.0
-        if traits_of(node.target).starts:
+        if traits_of(node.target).is_collective:
             sent, group = traffic(node)
             link = self.link(group)
             return max(self.overhead, link.start) + sent * link.issue

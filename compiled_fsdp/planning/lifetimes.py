@@ -129,6 +129,11 @@ class Lifetimes:
         self.graph = graph
         self.storages: list[Storage] = []
         self.at_rest = 0
+        self._has_device = any(
+            tensor is not None and tensor.device.type != "cpu"
+            for node in graph.nodes
+            for tensor in tensors_of(node)
+        )
         self._resting = _primals(graph) if resting is None else resting
         self._places = places or {}
         self._inputs: dict[tuple[str, int], Reads] = {}
@@ -206,7 +211,7 @@ class Lifetimes:
 
     def _input(self, node: Node, tensor: Tensor | None) -> Reads:
         """The storage of a placeholder; several may be views of one."""
-        if tensor is None:
+        if tensor is None or self._is_elsewhere(tensor):
             return ()
         place = self._places.get(node)
         key = ("value", key_of(tensor)) if place is None else ("place", place[0])
@@ -224,11 +229,15 @@ class Lifetimes:
             source = None if tensor is None else source_of(node, i)
             if source is not None:
                 found.append(self._leaves[source[0]][source[1]])
+            elif tensor is None or self._is_elsewhere(tensor):
+                found.append(())
             else:
-                found.append(
-                    () if tensor is None else (self._new(unpacked(node), num_bytes_of(tensor)),)
-                )
+                found.append((self._new(unpacked(node), num_bytes_of(tensor)),))
         return found
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether it is in host memory beside a device that computes."""
+        return self._has_device and tensor.device.type == "cpu"
 
     def _begin_ahead(self) -> None:
         """The first gathers that the optimizer's step may start are under way when the graph

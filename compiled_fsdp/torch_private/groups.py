@@ -1,4 +1,4 @@
-"""Private torch: process groups and their stores. Tried on torch 2.13 and 2.15."""
+"""Private torch: process groups and their stores. Tried on torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long the group's collectives may take; `init_process_group` and `new_group` set it."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+PythonWork: Any = dist._Work  # type: ignore[attr-defined]  # to be awaited by code in Python
 
 
 def register_work(tensor: Tensor, work: Any) -> None:

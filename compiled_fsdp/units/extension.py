@@ -99,6 +99,8 @@ class Extension:
                 input is not padded.
         """
         local: Any = self.param.local
+        if self.param.spec.device:
+            local = local.to(self.param.spec.device)
         signature = inspect.signature(local.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, 5):
             raise AssertionError(

@@ -107,6 +107,23 @@ class FlatBuffer:
 
         self.data.register_post_accumulate_grad_hook(take)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients are computed."""
+        return self.mesh_info.device if self.unit.offload else self.data.device
+
+    def may_arrive_late(self, params: Sequence[ShardedParam]) -> bool:
+        """Whether gradients may still be on their way to the host while backward goes on: nothing
+        is added to them, nobody is called with them, and their memory is pinned.
+        """
+        return all(
+            p.spec.device
+            and p.spec.pins
+            and p.sharded.grad is None
+            and not p.sharded._post_accumulate_grad_hooks
+            for p in params
+        )
+
     def set_requires_grad(self, value: bool) -> None:
         """Begin or cease to be a leaf that gets a gradient."""
         self.data.requires_grad_(value)
@@ -323,7 +340,9 @@ class FlatBuffer:
     def gather_ahead(self, piece: Piece) -> None:
         """Start to gather a piece of what the buffer holds now."""
         with torch.no_grad():
-            shard = self.data.detach()[piece.start : piece.start + piece.numel].to(piece.dtype)
+            rests = self.data.detach()[piece.start : piece.start + piece.numel]
+            here = comm.from_host(launch.call, rests, self.params[0].spec)
+            shard = here.to(piece.dtype)
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
@@ -368,7 +387,7 @@ class FlatBuffer:
         self._check_sizes(locals_)
         given = [local for local in locals_ if local.device.type != "meta"]
         first = replaced[0] if is_moved else (given or locals_)[0]
-        fresh = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        fresh = self.unit.zeros(self.layout.numel, first.dtype, first.device)
         with torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 view = self.local_view(fresh, param)

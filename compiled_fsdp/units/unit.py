@@ -27,6 +27,7 @@ from .flat import FlatBuffer
 from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .offload import HOST, Offload
 from .param import Original, ShardedParam
 from .precision import reduce_dtype
 from .registered import UNITS, registered
@@ -51,6 +52,7 @@ sharded_as: Any = WeakTensorKeyDictionary()
 class Unit:
     """The parameters of one `fully_shard` call; they are gathered, freed and reduced together.
 
+    offload: where it computes, if it rests on the host.
     is_flat: whether its one parameter is FSDP1's flat parameter, of which the module's are views.
     """
 
@@ -63,8 +65,10 @@ class Unit:
         mesh_info: MeshInfo,
         mp_policy: MixedPrecisionPolicy,
         reshard: bool | int | None,
+        offload: Offload | None = None,
     ) -> None:
         self.modules = tuple(modules)
+        self.offload = offload
         self.mesh_info = mesh_info
         self.mp_policy = mp_policy
         self.settings = Settings(
@@ -157,18 +161,16 @@ class Unit:
             [o.local.shape for o in group], info.shard_size, [o.dim for o in group]
         )
         is_apart = group[0].is_apart
-        buffer = torch.zeros(
-            0 if is_apart else layout.numel, dtype=first.dtype, device=first.device
-        )
+        rests = first.device if self.offload is None or first.is_meta else HOST
+        buffer = self.zeros(0 if is_apart else layout.numel, first.dtype, rests)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
             with torch.no_grad():
                 cut = place.cut(entry.local, info.shard_rank)
                 if is_apart:
-                    view = entry.local.new_zeros(place.padded_shape).narrow(
-                        place.dim, 0, cut.shape[place.dim]
-                    )
+                    padded = entry.local.new_zeros(place.padded_shape).to(rests)
+                    view = padded.narrow(place.dim, 0, cut.shape[place.dim])
                 else:
                     view = place.view(buffer, info.shard_rank)
                 view.copy_(cut)
@@ -192,6 +194,17 @@ class Unit:
             sharded_as[original] = self, params[-1]
         data = nn.Parameter(buffer, requires_grad=first.requires_grad)
         return FlatBuffer(self, info, layout, params, data, is_apart)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer, in pinned memory where the unit rests so."""
+        if self.offload is not None and device.type == HOST.type:
+            return self.offload.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    @property
+    def rests_on(self) -> str:
+        """The type of device where its parameters are at rest."""
+        return (HOST if self.offload else self.mesh_info.device).type
 
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.
@@ -379,6 +392,8 @@ class Unit:
             backward_after=self._after("backward"),
             forward_ahead=settings.forward_ahead,
             backward_ahead=settings.backward_ahead,
+            device=self.offload.device if self.offload else "",
+            pins=bool(self.offload and self.offload.device and self.offload.pins),
         )
 
     def _traced(self, spec: ParamSpec) -> ParamSpec:

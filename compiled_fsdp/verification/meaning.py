@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby, islice, product
+from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -25,11 +26,13 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import CAT, find, is_sum, output, placeholders, sum_root, value
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.repeats import called_by
 from compiled_fsdp.ir.schema import (
     GATHER_AHEAD,
     MARK_GRADS,
     REDUCE_GRAD,
     REDUCE_LATER,
+    START_COPY,
     STEP,
     UNSHARD_SLICE,
     param_spec,
@@ -384,7 +387,7 @@ def has_effect(op: Any) -> bool:
     """Whether a call counts even if nobody reads the result."""
     traits = traits_of(op)
     is_mutable = isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
-    return traits.effect == "program" or bool(traits.starts) or is_mutable
+    return traits.effect == "program" or traits.is_collective or is_mutable
 
 
 def _walk(
@@ -395,10 +398,16 @@ def _walk(
 ) -> tuple[dict[Node, Expr], list[Expr]]:
     """The expression of every node, and those with effects."""
     exprs: dict[Node, Expr] = {}
+    results: dict[Node, list[Expr]] = {}  # of each call of a subgraph
     run.effects = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             exprs[node] = run.make(node.op, str(node.target))
+        elif (region := called_by(node)) is not None:
+            arguments = [exprs[each] for each in node.args[2:]]
+            results[node] = _called(region, arguments, run, stands_for)
+        elif node.target is getitem and node.args[0] in results:
+            exprs[node] = results[node.args[0]][node.args[1]]
         elif node.op == "call_function" and traits_of(node.target).effect != "notes":
             special = note(node, exprs) if note else None
             exprs[node] = special or _expression(node, run, exprs)
@@ -406,11 +415,27 @@ def _walk(
     return exprs, list(run.effects)
 
 
+def _called(
+    region: Graph,
+    arguments: list[Expr],
+    run: Expressions,
+    stands_for: Callable[[Expr, Node], Expr],
+) -> list[Expr]:
+    """The expressions of what a region yields for the arguments of a call."""
+    inside = dict(zip(placeholders(region), arguments, strict=True))
+    for node in region.nodes:
+        if node.op == "call_function":
+            inside[node] = stands_for(_expression(node, run, inside), node)
+    return [inside[node] for node in output(region).args[0]]  # type: ignore[union-attr, index]
+
+
 def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
     def read(argument: Any) -> Any:
         return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
 
     op, *arguments = cast("tuple[Any, ...]", comm.as_in_torch(node))
+    if op is comm.WAIT and node.all_input_nodes[0].target is START_COPY:
+        return exprs[node.all_input_nodes[0]]
     args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):
         return run.sum_of(term for a in args for term in a.terms)

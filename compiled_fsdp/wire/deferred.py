@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.schema import ADD_RETAINED, HOOK, RETAIN
+from compiled_fsdp.ir.schema import ADD_RETAINED, COPY_TO, HOOK, RETAIN, START_COPY
 
 from . import launch, ranges
 from .agreement import lost
@@ -52,9 +52,13 @@ class Deferred:
         self.what, self.group = what, group
         self._started = "collective"  # the last op that was started, for profiles
         self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Value]] = []
+        self._copies: list[Value] = []
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         """Record `op(*args, **kwargs)`."""
+        if op is COPY_TO:
+            self._copies.append(self(START_COPY, *args))
+            return self(comm.WAIT, self._copies[-1])
         result = Value()
         self._steps.append((op, args, kwargs, result))
         return result
@@ -71,17 +75,42 @@ class Deferred:
 
     def advance(self) -> None:
         """Run what can be run without waiting."""
-        self._run(stop_at_wait=True)
+        self._run(lambda is_copy: True)
+
+    def pass_copies(self) -> None:
+        """Run what can be run without waiting for another rank: copies to the device are awaited by
+        its stream.
+        """
+        self._run(lambda is_copy: not is_copy)
+
+    def come_to_copy(self) -> Any:
+        """Run what stands before the wait for the only copy, and give its result, which is not
+        there yet.
+        """
+        (copied,) = self._copies
+        self._run(lambda is_copy: is_copy)
+        return copied.tensor
 
     def finish(self) -> None:
         """Run everything, waits included."""
-        self._run(stop_at_wait=False)
+        self._run(lambda is_copy: False)
 
-    def _run(self, *, stop_at_wait: bool) -> None:
+    def drop(self) -> None:
+        """Await what was started, and start nothing more."""
+        if self._steps and self._is_copy(self._steps[0]):
+            launch.call(comm.WAIT, *_tensors(self._steps[0][1]))
+            self._steps = []
+        self.finish()
+
+    def _is_copy(self, step: Any) -> bool:
+        """Whether a wait is for a copy."""
+        return any(step[1][0] is started for started in self._copies)
+
+    def _run(self, stops: Callable[[bool], bool]) -> None:
         steps = self._steps
         self._steps = []
         for i, (op, args, kwargs, result) in enumerate(steps):
-            if stop_at_wait and op is comm.WAIT:
+            if op is comm.WAIT and stops(self._is_copy(steps[i])):
                 self._steps = steps[i:]
                 return
             if op is comm.WAIT:

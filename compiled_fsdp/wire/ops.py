@@ -14,13 +14,13 @@ from torch import Tensor
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, library
+from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
-from . import agreement, gloo, launch, left_out, ranges
+from . import agreement, copies, gloo, launch, left_out, ranges
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     TRACED.add(spec.unit)
     for settle in _settle_first:
         before_backend(settle)
-    return flat.new_empty(spec.shape, dtype=spec.dtype)
+    return flat.new_empty(spec.shape, dtype=spec.dtype, device=spec.device or flat.device)
 
 
 @_kernel("reduce_grad")
@@ -455,6 +455,27 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
 @_kernel("watch_heads")
 def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
     left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
+
+
+@_kernel("copy_to")
+def _copy_to(x: Tensor, device: str, pins: bool) -> Tensor:
+    copied: Tensor = launch.call(comm.WAIT, START_COPY(x, device, pins))
+    return copied
+
+
+@_kernel("start_copy")
+def _start_copy(x: Tensor, device: str, pins: bool) -> Tensor:
+    copied, work = copies.begin(x, device, pins)
+    register_work(copied, work)
+    return copied
+
+
+def _copy_fake(x: Tensor, device: str, pins: bool) -> Tensor:
+    return x.new_empty(x.shape, device="cpu" if device == comm.HOST else device)
+
+
+for _copy in ("copy_to", "start_copy"):
+    _fake(_copy)(_copy_fake)
 
 
 @_kernel("free")

@@ -53,7 +53,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 31 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype']""",  # noqa: E501
+            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 33 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins']""",  # noqa: E501
         )
 
     def test_rows_are_cut_as_torch_chunk_cuts(self):
@@ -78,6 +78,7 @@ class TestSpec(TestCase):
         small = SAMPLE.over_post_group()
         self.assertEqual((small.group_size, small.group, small.offset), (2, "post", 0))
         self.assertEqual((SAMPLE.rows, small.rows), (2, 3))
+        self.assertEqual(replace(SAMPLE, device="cuda").over_post_group().device, "")
 
     def test_reduction(self):
         spec = replace(

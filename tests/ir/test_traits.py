@@ -38,7 +38,7 @@ def by_name(name: str) -> tuple[torch._ops.OpOverload, Traits]:
 
 def test_every_op_has_a_row_and_every_row_an_op():
     assert [f"fsdp::{name}" for name in sorted(OURS)] == REGISTERED
-    assert len(TRAITS) == len(OURS) + len(TORCHS) == 25
+    assert len(TRAITS) == len(OURS) + len(TORCHS) == 27
 
 
 @pytest.mark.parametrize("row", [*OURS.values(), *TORCHS.values()])
@@ -48,7 +48,7 @@ def test_a_row_says_each_trait(row: str):
     spec_at, lowers_to, starts, price, awaits, *flags, effect, marks, is_on_host = words
     assert int(spec_at) >= 0
     assert lowers_to in ("-", "gather", "reduce")
-    assert starts in ("-", "gather", "reduce_scatter", "all_to_all", "all_reduce")
+    assert starts in ("-", "gather", "reduce_scatter", "all_to_all", "all_reduce", "copy")
     assert price in ("none", "kernel", "copy", *(field.name for field in fields(Link)))
     assert awaits in ("-", "graph", "unit")
     assert effect in ("-", "program", "notes")
@@ -68,10 +68,10 @@ def test_a_row_agrees_with_the_schema(name: str):
     assert (torch.Tag.cudagraph_unsafe in op.tags) == traits.is_on_host
     if op._schema.is_mutable or not op._schema.returns:
         assert traits.effect, "it returns nothing: nobody would keep it"
-    assert has_effect(op) == (traits.effect == "program" or bool(traits.starts)) or (
+    assert has_effect(op) == (traits.effect == "program" or traits.is_collective) or (
         traits.effect == "notes" and op._schema.is_mutable
     )
-    assert (traits.price in ("none", "kernel", "copy")) == (not traits.starts)
+    assert (traits.price in ("none", "kernel", "copy")) == (not traits.is_collective)
 
 
 @pytest.mark.parametrize("name", REGISTERED)
@@ -82,7 +82,7 @@ def test_an_op_has_kernels_and_a_meaning_in_words(name: str):
 
 
 def test_starts_and_aliases_are_read_from_it():
-    assert {*STARTS} == {op for op, traits in TRAITS.items() if traits.starts}
+    assert {*STARTS} == {op for op, traits in TRAITS.items() if traits.is_collective}
     hand = Hand()
     start = hand(schema.ALL_GATHER, hand.input("x", 4), [4], 2, "g")
     wait = hand(schema.c10d.wait_tensor.default, start)

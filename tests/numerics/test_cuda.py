@@ -11,7 +11,8 @@ with the device after every collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,10 +23,20 @@ from gpt import GPT, GPTConfig
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compiled_fsdp import Plan, fully_shard, set_plan
+from compiled_fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    Plan,
+    fully_shard,
+    set_plan,
+)
 from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.torch_private.dtensors import local_tensor
+from compiled_fsdp.wire import copies
 
 if TYPE_CHECKING:
     from compiled_fsdp.eager.runtime import Runtime
@@ -302,3 +313,177 @@ def mlp_losses(cycles: int, compiled: bool) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+# -- CPU offload
+
+# Of SGD: a power of two, so that a step on the host rounds as one on the device does.
+RATE = 0.25
+
+
+class Layer(nn.Module):
+    """A layer whose output is small enough for any number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def offloaded(front: str, is_offloaded: bool, pin_memory: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer() for _ in range(4)], nn.Linear(256, 16))
+    if front == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            device_id=torch.device("cuda", 0),
+            cpu_offload=CPUOffload(offload_params=is_offloaded),
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            use_orig_params=True,
+        )
+    policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory)} if is_offloaded else {}
+    for unit in (*model[:4], model):
+        fully_shard(unit, reshard_after_forward=True, **policy)
+    return model
+
+
+def offload_losses(
+    front: str, mode: str, is_offloaded: bool, pin_memory: bool = True
+) -> tuple[list[float], list[Tensor]]:
+    """Losses of four steps, the third of which adds two backwards; and the parameters."""
+    torch._dynamo.reset()
+    model = offloaded(front, is_offloaded, pin_memory)
+    call: Any = model
+    if mode != "eager":
+        backend = "compiled_fsdp_eager" if mode == "compiled" else "inductor"
+        call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for step in range(4):
+        for _ in range(2 if step == 2 else 1):
+            loss = call(torch.randn(32, 256, generator=generator).cuda()).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        rests = "cpu" if is_offloaded else "cuda"
+        for param in model.parameters():
+            if param.numel():
+                assert param.grad is not None
+                assert local_tensor(param).device.type == rests
+                assert local_tensor(param.grad).device.type == rests
+                assert local_tensor(param).is_pinned() == (is_offloaded and pin_memory)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [local_tensor(param).detach().cpu().clone() for param in model.parameters()]
+    return [loss.item() for loss in losses], found
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "inductor"])
+@pytest.mark.parametrize("front", ["fsdp2", "fsdp1"])
+def test_offload_changes_nothing(front: str, mode: str) -> None:
+    in_process(offload_and_without, front, mode)
+
+
+def offload_and_without(front: str, mode: str) -> None:
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    expected = offload_losses(front, mode, False)
+    assert all(value == value for value in expected[0]), expected[0]
+    for pin_memory in (True, False) if front == "fsdp2" else (True,):
+        found = offload_losses(front, mode, True, pin_memory)
+        if mode == "eager":
+            _check_same(found, expected)
+        else:  # memory at other addresses may have other kernels
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _check_same(
+    found: tuple[list[float], list[Tensor]], expected: tuple[list[float], list[Tensor]]
+) -> None:
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("front", ["fsdp2", "fsdp1"])
+def test_slow_copies_race_with_nothing(front: str, mode: str) -> None:
+    in_process(slow_copies, front, mode)
+
+
+def slow_copies(front: str, mode: str) -> None:
+    """Copies run far later than they were asked for, into memory full of NaN."""
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    expected = offload_losses(front, mode, True)
+    assert all(value == value for value in expected[0]), expected[0]
+    with late_copies(400_000):
+        for _ in range(10 if mode == "eager" else 3):
+            _check_same(offload_losses(front, mode, True), expected)
+
+
+@contextmanager
+def late_copies(cycles: int) -> Iterator[None]:
+    """Let a copy's stream sleep before each copy, and what is copied to be NaN until then."""
+    empty, stream_of = copies._empty, copies._stream
+
+    def slow_stream(device: torch.device, is_to_host: bool) -> Any:
+        stream = stream_of(device, is_to_host)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+        return stream
+
+    def poisoned(like: Tensor, device: torch.device, pins: bool) -> Tensor:
+        return empty(like, device, pins).fill_(torch.nan)
+
+    copies._stream = slow_stream  # type: ignore[assignment]
+    copies._empty = poisoned
+    try:
+        yield
+    finally:
+        copies._stream, copies._empty = stream_of, empty
+
+
+@pytest.mark.parametrize("is_to_host", [False, True])
+def test_a_copy_runs_beside_computation(is_to_host: bool) -> None:
+    in_process(copy_beside, is_to_host)
+
+
+def copy_beside(is_to_host: bool) -> None:
+    """Asked for while the device computes, a copy lets the host go on; awaited, it is there."""
+    numbers = torch.arange(1 << 20, dtype=torch.float32)
+    source = numbers.cuda() if is_to_host else numbers.pin_memory()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    copied = torch.ops.fsdp.start_copy(source, "host" if is_to_host else "cuda", is_to_host)
+    assert not torch.cuda.current_stream().query(), "the host has waited for the device"
+    copied = torch.ops._c10d_functional.wait_tensor(copied)
+    assert torch.cuda.current_stream().query() == is_to_host
+    assert copied.device.type == ("cpu" if is_to_host else "cuda")
+    assert copied.is_pinned() == is_to_host
+    if is_to_host:
+        assert torch.equal(copied, numbers)  # read by the host at once
+    assert torch.equal(copied.cpu(), numbers)
+
+
+def test_parameters_that_were_moved_off_the_host() -> None:
+    in_process(moved_off)
+
+
+def moved_off() -> None:
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    x = torch.ones(2, 256, device="cuda")
+    for move in (lambda m: m.to("cuda"), lambda m: m.to_empty(device="cuda")):
+        for is_first in (True, False):
+            model = offloaded("fsdp2", True, True)
+            if not is_first:
+                model(x)
+            move(model)
+            with pytest.raises(RuntimeError, match="should be materialized on CPU"):
+                model(x)

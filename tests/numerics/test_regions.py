@@ -76,7 +76,7 @@ class Case:
 MIXED = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "dropout, checkpoints": Case(dropout=0.2, checkpoints=True),
-    "bf16, read again": Case(older=True, policy=MIXED),
+    "bf16, read again": Case(depth=7, older=True, policy=MIXED),
     "kept, strided": Case(depth=6, reshard=False, plan=(("copy_out", "strided"),)),
 }
 
@@ -137,7 +137,7 @@ def count_lowered() -> None:
         regions: num_lowered(Case(depth=9), regions) - num_lowered(Case(depth=6), regions)
         for regions in ("auto", "off")
     }
-    assert added["auto"] < 0.3 * added["off"], added
+    assert added["auto"] < 0.5 * added["off"], added  # collectives, calls, their results
 
 
 def num_lowered(case: Case, regions: str) -> int:
@@ -154,14 +154,14 @@ def test_a_dump_shows_them(two: Pool, tmp_path: Path) -> None:
     (forward, backward) = sorted(tmp_path.glob("rank0/*/regions.txt"))
     for path in (forward, backward):
         text = path.read_text()
-        assert "# region_0, called " in text
-        assert "invoke_subgraph(%region_0, 'region_0', " in text
-        assert not list(path.parent.glob("*_outline.*")), "readers read the graph before"
+        assert "# fsdp_region_0, called " in text
+        assert "invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', " in text
+        assert not list(path.parent.glob("*_outline.json.gz")), "readers read the graph before"
 
 
 def dump(path: Path) -> None:
     with dumped_to(path):
-        train(Case(), "auto")
+        train(Case(depth=6), "auto")
 
 
 def test_dynamic_shapes_are_compiled_in_place(two: Pool) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from compiled_fsdp.passes.base import Context
 from compiled_fsdp.passes.lower import lower
-from compiled_fsdp.passes.outline import INVOKE, outline
+from compiled_fsdp.passes.outline import outline
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch.fx import Interpreter
 
@@ -22,7 +22,7 @@ from compiled_fsdp.ir import repeats
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_context
 from compiled_fsdp.ir.printer import show
-from compiled_fsdp.ir.repeats import LEAST_NODES, find_repeats, spans
+from compiled_fsdp.ir.repeats import INVOKE, LEAST_NODES, find_repeats, spans
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -86,20 +86,20 @@ class TestOutline(GraphTest):
 %all_gather_into_tensor_default_2: f32[16] = all_gather_into_tensor(%flat2, 2, 'shard')  # layers.2: gather
 %wait_tensor_default_2: f32[16] = wait_tensor(%all_gather_into_tensor_default_2)  # layers.2: gather
 %view_default_2: f32[4,4] = view(%wait_tensor_default_2, [4, 4])  # layers.2: gather
-%region_0 = @region_0
-%invoke_subgraph: tuple = invoke_subgraph(%region_0, 'region_0', %mm_default_1, %add_tensor, %view_default_2)
+%fsdp_region_0 = @fsdp_region_0
+%invoke_subgraph: tuple = invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', %mm_default_1, %add_tensor, %view_default_2)
 %getitem: f32[4,4] = getitem(%invoke_subgraph, 0)
 %getitem_1: f32[4,4] = getitem(%invoke_subgraph, 1)
 %all_gather_into_tensor_default_3: f32[16] = all_gather_into_tensor(%flat3, 2, 'shard')  # layers.3: gather
 %wait_tensor_default_3: f32[16] = wait_tensor(%all_gather_into_tensor_default_3)  # layers.3: gather
 %view_default_3: f32[4,4] = view(%wait_tensor_default_3, [4, 4])  # layers.3: gather
-%invoke_subgraph_1: tuple = invoke_subgraph(%region_0, 'region_0', %getitem_1, %getitem, %view_default_3)
+%invoke_subgraph_1: tuple = invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', %getitem_1, %getitem, %view_default_3)
 %getitem_2: f32[4,4] = getitem(%invoke_subgraph_1, 0)
 %getitem_3: f32[4,4] = getitem(%invoke_subgraph_1, 1)
 %all_gather_into_tensor_default_4: f32[16] = all_gather_into_tensor(%flat4, 2, 'shard')  # layers.4: gather
 %wait_tensor_default_4: f32[16] = wait_tensor(%all_gather_into_tensor_default_4)  # layers.4: gather
 %view_default_4: f32[4,4] = view(%wait_tensor_default_4, [4, 4])  # layers.4: gather
-%invoke_subgraph_2: tuple = invoke_subgraph(%region_0, 'region_0', %getitem_3, %getitem_2, %view_default_4)
+%invoke_subgraph_2: tuple = invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', %getitem_3, %getitem_2, %view_default_4)
 %getitem_4: f32[4,4] = getitem(%invoke_subgraph_2, 0)
 %getitem_5: f32[4,4] = getitem(%invoke_subgraph_2, 1)
 %all_gather_into_tensor_default_5: f32[16] = all_gather_into_tensor(%flat5, 2, 'shard')  # layers.5: gather
@@ -113,7 +113,7 @@ class TestOutline(GraphTest):
 return [%add_tensor_5]""",
         )
         self.assertExpectedInline(
-            show(gm.region_0.graph),
+            show(gm.fsdp_region_0.graph),
             """\
 %arg0_1: f32[4,4]
 %arg1_1: f32[4,4]

@@ -126,6 +126,22 @@ class TestLifetimes(GraphTest):
                 y = hand.compute(total)
             self.assertEqual(elements(hand.returns(y)), expected)
 
+    def test_what_rests_on_the_host(self):
+        """Neither the shard there nor the gradient counts, but their copies on the device do."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4, 2)}, device="cuda", post_divide=1.0)
+        flat = hand.input("flat", 4)
+        full = hand.unshard(flat, spec)
+        gm = hand.returns(hand.reduce_grad(hand.compute(full), flat, spec))
+        run_pipeline(gm, PLAN, [entry for entry in HALF if entry.name in ("lower", "copy_aside")])
+        alive = dict(zip([n.name for n in gm.graph.nodes], elements(gm), strict=True))
+        self.assertEqual(alive["flat"], 0)
+        self.assertEqual(alive["start_copy_default"], 4)  # this rank's shard
+        self.assertEqual(alive["all_gather_into_tensor_default"], 4 + 8)
+        self.assertEqual(alive["neg_default"], 8 + 8)
+        self.assertEqual(alive["start_copy_default_1"], 4)  # the reduced gradient, until copied
+        self.assertEqual(alive["output"], 0)
+
     def test_another_order(self):
         """A start moved up costs its bytes on the way; the same curve as of a graph in that
         order.

@@ -26,7 +26,14 @@ from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.ir.graph import Builder, find, output
 from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import ADD_RETAINED, FREE, MARK_GRADS, REDUCE_LATER, WATCH_HEADS
+from compiled_fsdp.ir.schema import (
+    ADD_RETAINED,
+    FREE,
+    MARK_GRADS,
+    REDUCE_LATER,
+    START_COPY,
+    WATCH_HEADS,
+)
 from compiled_fsdp.ir.spec import IN_BACKWARD
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -110,6 +117,26 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
    %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
    %neg_default: f32[8] = neg(%all_gather_into_tensor_default)
    return [%wait_tensor_default, %neg_default]""",
+        )
+
+    def test_copied_once(self):
+        """A shard that is read while it is on its way to the device."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4, 2)}, device="cuda")
+        add = Builder(hand.end, hand.end, CommTag("copy", 0, (spec,)))
+        start = add(START_COPY, hand.input("flat", 4), "cuda", False)
+        add(WAIT, start)
+        self.assertBroken(
+            hand.returns(hand.compute(start)),
+            """\
+after the pipeline: %start_copy_default is read by ['%wait_tensor_default', '%neg_default'].
+Invariant: Every copy to or from the host is awaited exactly once, and nothing else reads its result.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+-> %start_copy_default: f32[4] = start_copy(%flat, 'cuda', False)  # u: copy
+   %wait_tensor_default: f32[4] = wait_tensor(%start_copy_default)  # u: copy
+   %neg_default: f32[4] = neg(%start_copy_default)
+   return [%neg_default]""",
         )
 
     def test_never_waited(self):

@@ -163,4 +163,4 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "step_",
         "gather_ahead",
     }
-    assert tagged == users | units | {"agree", "watch_heads"}
+    assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}

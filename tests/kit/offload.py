@@ -1,0 +1,84 @@
+"""A device beside the host, played by the CPU: what is missing between them gives wrong numbers.
+
+`beside_host()` says that the CPU has memory of its own. What rests on the host is held as its
+negative: a copy negates, so that whatever reads one memory for the other, or copies twice, computes
+with the wrong sign, and SGD and Adam step what rests bit for bit as they would (each is odd).
+Copies are late: NaN until they are awaited, and only then is the source read. What reads too early,
+or writes to the source too early, computes NaN or something else.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from compiled_fsdp.fsdp2 import api
+from compiled_fsdp.ir.collectives import HOST
+from compiled_fsdp.torch_private.dtensors import local_tensor
+from compiled_fsdp.torch_private.groups import PythonWork
+from compiled_fsdp.units import offload
+from compiled_fsdp.wire import copies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Late(PythonWork):  # type: ignore[misc]
+    """A copy that happens when it is awaited."""
+
+    under_way: ClassVar[set[Late]] = set()
+
+    def __init__(self, source: Tensor, copied: Tensor, is_to_host: bool) -> None:
+        super().__init__()
+        self.source, self.copied, self.is_to_host = source, copied, is_to_host
+        Late.under_way.add(self)
+
+    def wait(self, timeout: object = None) -> bool:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            torch.neg(self.source, out=self.copied)
+        Late.under_way.discard(self)
+        return True
+
+
+class Copies:
+    """How many were begun, and the most that were under way at once."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.most_under_way = 0
+
+    def begin(self, source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
+        copied = torch.full_like(
+            source, torch.nan, memory_format=torch.contiguous_format, requires_grad=False
+        )
+        work = Late(source.detach(), copied, device == HOST)
+        self.num_begun += 1
+        self.most_under_way = max(self.most_under_way, len(Late.under_way))
+        return copied, work
+
+
+@contextmanager
+def beside_host() -> Iterator[Copies]:
+    """For units that are made inside."""
+    seen = Copies()
+    with (
+        mock.patch.object(offload, "is_apart", return_value=True),
+        mock.patch.object(copies, "begin", seen.begin),
+        mock.patch.object(torch.Tensor, "pin_memory", Tensor.clone),
+        mock.patch.object(api, "can_pin", return_value=True),
+    ):
+        yield seen
+    assert not Late.under_way, "copies that nobody awaits"
+
+
+@torch.no_grad()
+def negate(model: nn.Module) -> None:
+    """From values to what rests on the host for them, or back; gradients too."""
+    for param in model.parameters():
+        local_tensor(param).neg_()
+        if param.grad is not None:
+            local_tensor(param.grad).neg_()
