@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from compiled_fsdp.eager.tree import map_tensors
+from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
 
 from . import stock
 from .at_rest import Keeper
@@ -71,6 +72,9 @@ def settle_groups(
 ) -> None:
     """Work out what is ignored, the device and the process groups."""
     stock.init_ignored(wrapper, module, ignored_modules, ignored_states)
+    managed = [m for m in module.modules() if m not in wrapper._ignored_modules]
+    ignored = {id(parameter) for parameter in wrapper._ignored_params}
+    check_no_stock_unit("FullyShardedDataParallel", [module], managed, ignored)
     stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
     stock.annotate_modules(
         module, wrapper._ignored_modules, True

@@ -18,6 +18,7 @@ from typing_extensions import deprecated
 
 from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool, check_callable, check_factor
+from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, get_state, module_by_key, states_below
@@ -69,7 +70,7 @@ class UnshardHandle(StockUnshardHandle):
             runtime.keep()
 
 
-class FSDPModule(StockFSDPModule):
+class FSDPModule(NotInsideTheWrapper, StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own
     `FSDPModule`.
     """

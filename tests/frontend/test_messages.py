@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from compiled_fsdp import Plan, current_plan, errors, explain, fully_shard, planned, set_plan
+from compiled_fsdp import (
+    FullyShardedDataParallel,
+    Plan,
+    current_plan,
+    errors,
+    explain,
+    fully_shard,
+    planned,
+    set_plan,
+)
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.guards import in_words
 from compiled_fsdp.planning.plan import options as plan_options
@@ -104,21 +115,75 @@ class TestOrder:
         fully_shard(model.layers[0])
 
 
+def in_wrapper(module: nn.Module) -> nn.Module:
+    """Torch's FSDP1 around it."""
+    return StockFSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def in_ours(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def with_blocks(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = Net()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = wrap(layer)
+    return model
+
+
+def layers_by(name: str) -> str:
+    """What is said of blocks that one of torch's two names has sharded."""
+    return (
+        r"modules \['layers\.0', 'layers\.1', 'layers\.2'\] were sharded by "
+        rf"torch\.distributed\.fsdp\.{name}\. One model cannot have units of both\. Import {name} "
+        r"from compiled_fsdp alone, or call compiled_fsdp\.replace_stock\(\) before anything else is "
+        r"imported\. Nothing was changed"
+    )
+
+
 @pytest.mark.usefixtures("fake_world")
 class TestStockBesideOurs:
     BOTH = "One model cannot have units of both"
 
-    def test_their_blocks(self) -> None:
-        with pytest.raises(
-            RuntimeError,
-            match=r"parameter weight of FSDPLinear was sharded by torch\.distributed\.fsdp\."
-            rf"fully_shard\. {self.BOTH}",
-        ):
-            sharded(Net(), stock_fully_shard)
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "name"),
+        [
+            (fully_shard, stock_fully_shard, "fully_shard"),
+            (fully_shard, in_wrapper, "FullyShardedDataParallel"),
+            (in_ours, stock_fully_shard, "fully_shard"),
+            (in_ours, in_wrapper, "FullyShardedDataParallel"),
+        ],
+    )
+    def test_their_blocks(
+        self,
+        ours: Callable[[nn.Module], nn.Module],
+        theirs: Callable[[nn.Module], nn.Module],
+        name: str,
+    ) -> None:
+        model = with_blocks(theirs)
+        before, kind = list(model.parameters()), type(model)
+        with pytest.raises(RuntimeError, match=rf"^\w+: {layers_by(name)}"):
+            ours(model)
+        assert type(model) is kind
+        assert all(map(operator.is_, model.parameters(), before))
+
+    def test_one_of_their_blocks_alone_is_named(self) -> None:
+        model = Net()
+        stock_fully_shard(model.layers[1])
+        with pytest.raises(RuntimeError, match=r"^fully_shard: module 'layers\.1' was sharded by "):
+            fully_shard(model)
+
+    def test_their_blocks_among_the_ignored(self) -> None:
+        model = Net()
+        stock_fully_shard(model.layers[1])
+        fully_shard(model, ignored_params=set(model.layers[1].parameters()))
 
     def test_their_root_first(self) -> None:
         model = stock_fully_shard(Net())
-        with pytest.raises(RuntimeError, match=rf"parameter weight of Linear .*{self.BOTH}"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"parameter weight of Linear was sharded by a call on a module around it.*{self.BOTH}",
+        ):
             fully_shard(model.layers[0])
 
     def test_their_root_last(self) -> None:
@@ -130,6 +195,25 @@ class TestStockBesideOurs:
             RuntimeError, match=rf"fully_shard was called on a module around 'Linear'.*{self.BOTH}"
         ):
             model(torch.ones(2, 4))
+
+    def test_their_root_around_our_wrappers(self) -> None:
+        model = with_blocks(in_ours)
+        stock_fully_shard(model)
+        with pytest.raises(
+            RuntimeError, match=rf"^Linear: its parameters were sharded again, .*{self.BOTH}"
+        ):
+            model(torch.ones(2, 4))
+
+    @pytest.mark.parametrize("around", [in_wrapper, in_ours])
+    def test_a_wrapper_around_our_blocks(self, around: Callable[[nn.Module], nn.Module]) -> None:
+        model = with_blocks(fully_shard)
+        with pytest.raises(
+            RuntimeError,
+            match=r"^FullyShardedDataParallel was called on a module around 'Linear', which "
+            r"compiled_fsdp\.fully_shard had sharded\. Use one of the two",
+        ):
+            around(model)
+        fully_shard(model)(torch.ones(2, 4)).sum().backward()  # nothing was lost
 
 
 class TestErrorsOfTorch:
