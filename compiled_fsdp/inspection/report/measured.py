@@ -156,7 +156,7 @@ def measure(rank: DumpedRank, profile: Profile) -> dict[str, Any]:
     laid = match(rank.graphs, find_runs(profile.events), device)
     step = choose_step(profile)
     inside = [e for e in laid if step.span.begin <= e.run.begin < step.span.end]
-    span = device.shown(step.span) if device else step.span
+    span = device.step(step.span) if device else step.span
     graphs = {
         entry.graph.name: {**entry.times, "of": digest(rank.folder / entry.graph.name)}
         for entry in (*laid, *inside)
