@@ -243,6 +243,33 @@ class TestErrorsOfTorch:
         set_model_state_dict(model, full, options=options)
         model.load_state_dict(model.state_dict())
 
+    def test_a_full_optimizer_state(self, fake_world: None) -> None:
+        whole, model = Net(), sharded(Net())
+        theirs, ours = torch.optim.AdamW(whole.parameters()), torch.optim.AdamW(model.parameters())
+        for net, optimizer in ((whole, theirs), (model, ours)):
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        ours.load_state_dict(theirs.state_dict())
+        with pytest.raises(
+            RuntimeError,
+            match=r"^AdamW\.step: the state \['exp_avg', 'exp_avg_sq'\] of a parameter of shape "
+            r"\(4, 4\) is a full tensor, and the parameter a shard.*set_optimizer_state_dict",
+        ):
+            ours.step()
+
+    def test_fsdp1_without_an_accelerator(self, fake_world: None) -> None:
+        with (
+            mock.patch("torch.accelerator.is_available", return_value=False),
+            pytest.raises(
+                RuntimeError, match=r"(?s)^FSDP needs a non-CPU .*\nOn a CPU, pass device"
+            ),
+        ):
+            FullyShardedDataParallel(Net())
+
+    def test_fsdp1_without_a_process_group(self) -> None:
+        with pytest.raises(ValueError, match=r"(?s)not been initialized.*\nStart .* torchrun"):
+            FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+
 
 def test_lists_end_after_three_names() -> None:
     assert shortened(["a", "b", "c"]) == "['a', 'b', 'c']"
@@ -359,6 +386,46 @@ class TestRecompiles:
         )
         assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
         assert not any("handle" in text or "\n" in text for text in reasons)
+
+    @pytest.mark.parametrize(
+        ("guard", "words"),
+        [
+            (
+                "self._modules['layers']._modules['0'].handle.flat is x",
+                "the parameters of unit 'layers.0' lie in another buffer: some were frozen",
+            ),
+            (
+                "self.__dict__['_modules']['_fsdp_wrapped_module']._modules['head']"
+                "._fsdp_handles['bias'].is_frozen == False  # full",
+                "parameter 'head.bias' was frozen, or is trained again (requires_grad)",
+            ),
+            (
+                "not self._modules['layers']._modules['0']._fsdp_replaced  # and name",
+                "a parameter of module 'layers.0' was replaced by another tensor, or put back",
+            ),
+            (
+                "self._modules['drop'].training == True  # return F.dropout",
+                "module 'drop' was compiled in training mode and is called in evaluation mode",
+            ),
+            (
+                "GLOBAL_STATE changed: autocast(cpu)_enabled",
+                "it was compiled under torch.autocast and is called without",
+            ),
+        ],
+    )
+    def test_each_guard(self, guard: str, words: str) -> None:
+        assert in_words(f"1/0: {guard}").startswith(f"1/0: {words}")
+
+    def test_evaluation(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(
+            fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Dropout())), backend="compiled_fsdp_eager"
+        )
+        run(torch.ones(2, 4))
+        run.eval()
+        run(torch.ones(2, 4))
+        (reason,) = [entry["reason"].partition(": ")[2] for entry in explain(run).recompiles]
+        assert reason.startswith("module '1' was compiled in training mode")
 
     def test_those_of_others_stay(self) -> None:
         text = "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3"
