@@ -7,6 +7,7 @@
     compile   seconds to compile, cold and warm, from 4 to 48 layers
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
+    page      bytes of the report and of its dump, at 4 and 32 layers
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
@@ -27,6 +28,7 @@ import gpu
 import graphs
 import latency
 import memory
+import page
 import plan
 import wire
 from hosts import HostsError, ProcessError, parse_rate
@@ -44,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "compile": compile_.run,
     "plan": plan.run,
     "graphs": graphs.run,
+    "page": page.run,
     "gpu": gpu.run,
 }
 MISSING, FAILED = 2, 1

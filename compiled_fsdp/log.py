@@ -30,13 +30,31 @@ def is_on(level: int = logging.INFO) -> bool:
     return log.isEnabledFor(level)
 
 
+def is_wanted() -> bool:
+    """Whether summaries are seen: the logger's level, or `logging.disable`, is not above INFO."""
+    return not (log.level > logging.INFO or log.disabled or log.manager.disable >= logging.INFO)
+
+
 def summarise(text: Callable[[], str]) -> None:
-    """Log a summary, unless the logger's level, or `logging.disable`, is above INFO."""
-    is_silenced = log.level > logging.INFO or log.disabled or log.manager.disable >= logging.INFO
-    if is_silenced:
+    """Log a summary, if it is seen."""
+    if not is_wanted():
         return
     record = log.makeRecord(log.name, logging.INFO, __file__, 0, text(), (), None)
     if log.hasHandlers():
         log.handle(record)
     else:
         sys.stderr.write(f"{record.getMessage()}\n")
+
+
+def is_terminal() -> bool:
+    """Whether summaries go to a terminal, where a line can be written over."""
+    return not log.hasHandlers() and sys.stderr.isatty()
+
+
+def say_progress(text: str, is_last: bool) -> None:
+    """Log how far something is; on a terminal, over what was said before."""
+    if not is_terminal():
+        summarise(lambda: text)
+        return
+    sys.stderr.write(f"\r\x1b[K{text}" + "\n" * is_last)
+    sys.stderr.flush()

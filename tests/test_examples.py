@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NEEDS = {
     "plain_loop": [],
+    "to_a_report": [],
     "hsdp_tensor_parallel": [],
     "transformers_dcp": ["transformers"],
     "accelerate_loop": ["transformers", "accelerate"],
@@ -61,3 +62,4 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert "in a graph" in said
     assert " eager" not in said
+    assert name != "to_a_report" or (tmp_path / "report.html").stat().st_size > 50_000

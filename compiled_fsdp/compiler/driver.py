@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from compiled_fsdp import progress
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.dump.layout import JOINT
@@ -30,7 +31,7 @@ from .budget import fit_budget
 from .splitting import fit_split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.fx import Graph, GraphModule
 
@@ -49,11 +50,13 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     context, asked = Context(is_fused), current_plan()
+    progress.at("joint graph, before its passes")
     plan = fit_budget(gm, asked, is_fused=is_fused)
     if plan is not asked:
         note(context.consumed, fit_budget.__name__, "Plan.memory_budget")
     watcher = dump.Dump(gm, JOINT, plan)
-    gm = run_pipeline(gm, plan, current(Stage.JOINT), watcher.after_pass, context)
+    after_pass = _counting("joint graph", current(Stage.JOINT), context, watcher.after_pass)
+    gm = run_pipeline(gm, plan, current(Stage.JOINT), after_pass, context)
     note(context.consumed, "partition", "Plan.recompute")
     set_consumed(find(gm.graph, UNSHARD, REDUCE_GRAD), context.consumed)
     return gm
@@ -83,13 +86,33 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
             "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this "
             "backend copies, as with 'copy'"
         )
+    half = f"{phase_of(gm.graph)} graph"
+    progress.at(f"{half}, before its passes")
     asked = current_plan().executed_by(is_fused=context.is_fused)
     plan = fit_split(gm, settle_costs(gm.graph, asked))
     held = [e.provides.name for e in current(Stage.JOINT) if e.provides is not None]
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
     after_pass = _checking(plan, watcher.after_pass) if is_verifying() else watcher.after_pass
+    after_pass = _counting(half, current(Stage.HALF), context, after_pass)
     context = _recording(context, plan, get_consumed(gm.graph.nodes), watcher)
     return run_pipeline(gm, plan, current(Stage.HALF), after_pass, context)
+
+
+def _counting(
+    what: str,
+    passes: Sequence[Pass],
+    context: Context,
+    after_pass: Callable[[GraphModule, Pass], None],
+) -> Callable[[GraphModule, Pass], None]:
+    """Say how many of a graph's passes have run, after each."""
+    names = [entry.name for entry in passes if entry.runs_in(context)]
+
+    def then_count(gm: GraphModule, entry: Pass) -> None:
+        after_pass(gm, entry)
+        done = names.index(entry.name) + 1
+        progress.at(f"{what}, pass {done} of {len(names)} done ({entry.name})")
+
+    return then_count
 
 
 def _recording(context: Context, plan: Plan, before_split: Consumed, watcher: dump.Dump) -> Context:

@@ -7,7 +7,8 @@ below it and `_root_post_backward_final_callback()`. Here these reach our eager 
 Private torch used here (tried on 2.11, 2.13 and 2.15): `torch.distributed._composable.contract`'s
 keys and `RegistryItem`, `torch.distributed._composable_state._module_state_mapping`, and
 `FSDPState`, of which `_state_ctx.all_states`, `_fsdp_param_groups`, in 2.11 one
-`_fsdp_param_group`, and `_root_post_backward_final_callback` are what the schedules read.
+`_fsdp_param_group`, and `_root_post_backward_final_callback` are what the schedules read; and the
+parameters of a group with their `_module_info`.
 """
 
 from __future__ import annotations
@@ -74,14 +75,23 @@ class StockState(FSDPState):
 
 def is_sharded_by_stock(parameter: nn.Parameter) -> bool:
     """Returns whether a unit of torch's `fully_shard` holds this shard."""
+    return any(held.sharded_param is parameter for held in _held_by_stock())
+
+
+def names_held_by_stock() -> set[tuple[nn.Module, str]]:
+    """The modules, and names in them, whose parameters units of torch's `fully_shard` hold."""
+    return {(h._module_info.module, h._module_info.param_name) for h in _held_by_stock()}
+
+
+def _held_by_stock() -> list[Any]:
     states = {reference() for reference in list(_module_state_mapping.values())}
-    return any(
-        held.sharded_param is parameter
+    return [
+        held
         for state in states
         if isinstance(state, FSDPState) and not isinstance(state, StockState)
         for group in _groups(state)
         for held in group.fsdp_params
-    )
+    ]
 
 
 def _groups(state: FSDPState) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.tree import TREES, Tree
@@ -234,14 +235,15 @@ def _holds(tree: Tree, params: set[int]) -> bool:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """A parameter that was cut is not what the model trains any more.
+    """A parameter that was cut is not what the model trains any more, and its state is cut with it.
 
     Raises:
-        RuntimeError: the optimizer holds one.
+        RuntimeError: the optimizer holds one, or the state of a whole one.
     """
     if optimizer in _checked:
         return
     _checked.add(optimizer)
+    _check_state(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [sharded_as[p][1].fqn for p in params if p in sharded_as]
     if stale:
@@ -250,3 +252,30 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"({stale[0]!r} is the first) after the optimizer was built, so the step would change "
             "nothing that the model uses. Build the optimizer after fully_shard"
         )
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Whether state that was loaded is as large as the shards that it belongs to; asked again when
+    some is loaded later. Only of torch's own optimizers: others may keep what they like.
+
+    Raises:
+        RuntimeError: it is of whole parameters.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for param, state in optimizer.state.items():
+        if not isinstance(param, DTensor) or local_tensor(param).shape == param.shape:
+            continue
+        full = [name for name, value in state.items() if _is_plain(value, param.shape)]
+        if full:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: the state {shortened(full)} of a parameter of "
+                f"shape {tuple(param.shape)} is a full tensor, and the parameter a shard. Let "
+                "torch.distributed.checkpoint.state_dict cut it: set_optimizer_state_dict(model, "
+                "optimizer, state_dict, options=StateDictOptions(full_state_dict=True))"
+            )
+    optimizer.register_load_state_dict_post_hook(_checked.discard)
+
+
+def _is_plain(value: object, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape

@@ -33,6 +33,7 @@ from compiled_fsdp.torch_private.modules import cast_floating, plain_name
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
 
+from .beside_stock import check_not_taken
 from .fallback import AGREED, note_eager_unit, note_skipped, run_eagerly
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .together import meet
@@ -92,6 +93,7 @@ class State:
                 for unit in units:
                     check_not_meta(unit)
             return
+        check_not_taken(units)
         check_devices(units)
         check_same_model(units)
         self.together = meet(units)

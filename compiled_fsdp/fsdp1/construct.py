@@ -5,6 +5,7 @@ before anything is changed.
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from compiled_fsdp.eager.tree import map_tensors
+from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
 
 from . import stock
 from .at_rest import Keeper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 TYPES: dict[str, type] = {
     "sharding_strategy": ShardingStrategy,
@@ -60,14 +62,39 @@ def settle_groups(
 ) -> None:
     """Work out what is ignored, the device and the process groups."""
     stock.init_ignored(wrapper, module, ignored_modules, ignored_states)
-    stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
+    managed = [m for m in module.modules() if m not in wrapper._ignored_modules]
+    ignored = {id(parameter) for parameter in wrapper._ignored_params}
+    check_no_stock_unit("FullyShardedDataParallel", [module], managed, ignored)
+    with _hinted():
+        stock.init_device_handle(wrapper, module, wrapper._ignored_params, options["device_id"])
     stock.annotate_modules(
         module, wrapper._ignored_modules, True
     )  # Dynamo asks: both ways can be traced
     mesh = wrapper._device_mesh = options["device_mesh"]
-    stock.init_process_groups(
-        wrapper, options["process_group"], options["sharding_strategy"], policy, mesh
-    )
+    with _hinted():
+        stock.init_process_groups(
+            wrapper, options["process_group"], options["sharding_strategy"], policy, mesh
+        )
+
+
+# What is to be done about errors of stock's that people meet first, by what they say.
+HINTS = {
+    "needs a non-CPU accelerator": "On a CPU, pass device_id=torch.device('cpu')",
+    "process group has not been initialized": "Start the script with torchrun --nproc-per-node N, "
+    "and call torch.distributed.init_process_group() before FullyShardedDataParallel",
+}
+
+
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Put what is to be done under what stock says."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        hint = next((text for words, text in HINTS.items() if words in str(error)), None)
+        if hint is None:
+            raise
+        raise type(error)(f"{error}\n{hint}") from error
 
 
 def wrap_children(

@@ -126,7 +126,7 @@ def fully_shard(
     offload = _resolve_offload(info, offload_policy)
     reshard = _resolve_reshard(reshard_after_forward, info)
     managed = _managed_modules(modules)
-    check_order(managed, ignored_params or set())
+    check_order(modules, managed, ignored_params or set())
     params = _managed_params(
         managed, modules, ignored_params or set(), shard_placement_fn, info, mp_policy
     )

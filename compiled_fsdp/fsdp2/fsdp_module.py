@@ -15,6 +15,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 
 from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool
+from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import get_state, module_by_key, states_below
@@ -50,7 +51,7 @@ class UnshardHandle(StockUnshardHandle):
             runtime.keep()
 
 
-class FSDPModule(Setters, StockFSDPModule):
+class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own
     `FSDPModule`.
     """

@@ -54,7 +54,8 @@ def shard_classes(
             rebind_compiled(root)
     for module in managed:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        if not isinstance(module, FSDPModule):  # which has it as a property
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def share_params(

@@ -1,5 +1,5 @@
-"""Modules that cannot be sharded any more: an outer one was sharded first, or torch's `fully_shard`
-has been there.
+"""Modules that cannot be sharded any more: an outer one was sharded first, or torch's own FSDP has
+been there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.eager.stock_state import is_sharded_by_stock
+from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -19,17 +19,15 @@ BOTTOM_UP = (
     "Call fully_shard from the inside out: on the blocks first, then on what contains them, on the "
     "whole model last"
 )
-ONE_OF_THEM = (
-    "One model cannot have units of both. Import fully_shard from compiled_fsdp alone, or call "
-    "compiled_fsdp.replace_stock() before anything else is imported"
-)
 
 
-def check_order(managed: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+def check_order(
+    roots: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> None:
     """Say what a parameter that is a shard already comes from, unless it is tensor-parallel.
 
     Raises:
-        RuntimeError: from an outer unit, or from torch's `fully_shard`.
+        RuntimeError: from an outer unit, or from torch's FSDP.
     """
     skip = {id(parameter) for parameter in ignored}
     for module in managed:
@@ -44,8 +42,4 @@ def check_order(managed: Sequence[nn.Module], ignored: Collection[nn.Parameter])
                     f"unit {owner.unit.name!r} already, which was sharded before what is inside "
                     f"it. {BOTTOM_UP}"
                 )
-            if is_sharded_by_stock(parameter):
-                raise RuntimeError(
-                    f"fully_shard: parameter {name} of {type(module).__name__} was sharded by "
-                    f"torch.distributed.fsdp.fully_shard. {ONE_OF_THEM}"
-                )
+    check_no_stock_unit("fully_shard", roots, managed, skip)

@@ -39,10 +39,21 @@ class _Launch(TypedDict):
 
 
 # Kinds of ranges in a Chrome trace of torch: what runs on a device, what launches it, and what is
-# the profiler's own or a range drawn a second time on the device.
+# the profiler's own, a range drawn a second time on the device, a stream that waits for another, or
+# a frame of Python (`with_stack=True`), of which there are more than of all else.
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
-IGNORED = ("Trace", "overhead", "gpu_user_annotation")
+IGNORED = (
+    "Trace",
+    "overhead",
+    "gpu_user_annotation",
+    "cuda_sync",
+    "cuda_event",
+    "external_correlation",
+    "python_function",
+)
+# Copies that compute nothing: a batch on its way to the device. As CUDA and as HIP call them.
+OF_HOST = ("Memcpy HtoD", "Memcpy DtoH", "CopyHostToDevice", "CopyDeviceToHost")
 MICROSECOND = 1e-6
 WAIT = "_c10d_functional::wait_tensor"  # what every executor waits by
 NAMESPACES = ("fsdp", "_c10d_functional")
@@ -92,15 +103,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that ran on a device, and the call on a thread of the CPU that launched it."""
+    """What ran on a device, and the call on a thread of the CPU that launched it; None if that was
+    before the profile began.
+    """
 
     event: Event
-    launch: Event
+    launch: Event | None
 
     @property
     def is_communication(self) -> bool:
         """Whether it is a collective of NCCL (or RCCL, whose kernels are called alike)."""
         return self.event.name.startswith("nccl")
+
+    @property
+    def is_computation(self) -> bool:
+        """Whether the device computes meanwhile, or moves what it computes with."""
+        return not self.is_communication and not self.event.name.startswith(OF_HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +218,7 @@ def read_profile(path: Path) -> Profile:
             on_device.append((known, number))
         else:
             launches[number] = known
-    kernels = [Kernel(k, launches[number]) for k, number in on_device if number in launches]
+    kernels = [Kernel(event, launches.get(number)) for event, number in on_device]
     base = found.get("baseTimeNanoseconds", 0)
     return _profile(events, kernels, base * 1e-9 if isinstance(base, int) else 0.0)
 

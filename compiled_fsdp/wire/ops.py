@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from compiled_fsdp import progress
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
@@ -164,6 +165,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
 def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     TRACED.add(spec.unit)
+    progress.seen(spec.unit)
     for settle in _settle_first:
         before_backend(settle)
     return flat.new_empty(spec.shape, dtype=spec.dtype, device=spec.device or flat.device)

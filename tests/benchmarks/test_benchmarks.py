@@ -49,6 +49,7 @@ class TestBenchmarks(unittest.TestCase):
                 "memory",
                 "plan",
                 "graphs",
+                "page",
                 "--quick",
             ]
             command += [
@@ -75,6 +76,12 @@ class TestBenchmarks(unittest.TestCase):
                 if "| ours |" in line
             )
             self.assertIn("| ours | 1 | 1 | 5 | 9 | 0 | runs |", row)
+            (row,) = (
+                line
+                for line in (Path(folder) / "page.md").read_text().splitlines()
+                if line.startswith("| 1 |")
+            )
+            self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")
             plan = (Path(folder) / "plan.md").read_text()
             self.assertIn("| bucket_all_gather |", plan)
 

@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-from compiled_fsdp import Plan, current_plan, errors, explain, fully_shard, planned, set_plan
+from compiled_fsdp import (
+    FullyShardedDataParallel,
+    Plan,
+    current_plan,
+    errors,
+    explain,
+    fully_shard,
+    planned,
+    set_plan,
+)
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.guards import in_words
 from compiled_fsdp.planning.plan import options as plan_options
@@ -104,21 +115,75 @@ class TestOrder:
         fully_shard(model.layers[0])
 
 
+def in_wrapper(module: nn.Module) -> nn.Module:
+    """Torch's FSDP1 around it."""
+    return StockFSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def in_ours(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def with_blocks(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = Net()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = wrap(layer)
+    return model
+
+
+def layers_by(name: str) -> str:
+    """What is said of blocks that one of torch's two names has sharded."""
+    return (
+        r"modules \['layers\.0', 'layers\.1', 'layers\.2'\] were sharded by "
+        rf"torch\.distributed\.fsdp\.{name}\. One model cannot have units of both\. Import {name} "
+        r"from compiled_fsdp alone, or call compiled_fsdp\.replace_stock\(\) before anything else is "
+        r"imported\. Nothing was changed"
+    )
+
+
 @pytest.mark.usefixtures("fake_world")
 class TestStockBesideOurs:
     BOTH = "One model cannot have units of both"
 
-    def test_their_blocks(self) -> None:
-        with pytest.raises(
-            RuntimeError,
-            match=r"parameter weight of FSDPLinear was sharded by torch\.distributed\.fsdp\."
-            rf"fully_shard\. {self.BOTH}",
-        ):
-            sharded(Net(), stock_fully_shard)
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "name"),
+        [
+            (fully_shard, stock_fully_shard, "fully_shard"),
+            (fully_shard, in_wrapper, "FullyShardedDataParallel"),
+            (in_ours, stock_fully_shard, "fully_shard"),
+            (in_ours, in_wrapper, "FullyShardedDataParallel"),
+        ],
+    )
+    def test_their_blocks(
+        self,
+        ours: Callable[[nn.Module], nn.Module],
+        theirs: Callable[[nn.Module], nn.Module],
+        name: str,
+    ) -> None:
+        model = with_blocks(theirs)
+        before, kind = list(model.parameters()), type(model)
+        with pytest.raises(RuntimeError, match=rf"^\w+: {layers_by(name)}"):
+            ours(model)
+        assert type(model) is kind
+        assert all(map(operator.is_, model.parameters(), before))
+
+    def test_one_of_their_blocks_alone_is_named(self) -> None:
+        model = Net()
+        stock_fully_shard(model.layers[1])
+        with pytest.raises(RuntimeError, match=r"^fully_shard: module 'layers\.1' was sharded by "):
+            fully_shard(model)
+
+    def test_their_blocks_among_the_ignored(self) -> None:
+        model = Net()
+        stock_fully_shard(model.layers[1])
+        fully_shard(model, ignored_params=set(model.layers[1].parameters()))
 
     def test_their_root_first(self) -> None:
         model = stock_fully_shard(Net())
-        with pytest.raises(RuntimeError, match=rf"parameter weight of Linear .*{self.BOTH}"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"parameter weight of Linear was sharded by a call on a module around it.*{self.BOTH}",
+        ):
             fully_shard(model.layers[0])
 
     def test_their_root_last(self) -> None:
@@ -130,6 +195,25 @@ class TestStockBesideOurs:
             RuntimeError, match=rf"fully_shard was called on a module around 'Linear'.*{self.BOTH}"
         ):
             model(torch.ones(2, 4))
+
+    def test_their_root_around_our_wrappers(self) -> None:
+        model = with_blocks(in_ours)
+        stock_fully_shard(model)
+        with pytest.raises(
+            RuntimeError, match=rf"^Linear: its parameters were sharded again, .*{self.BOTH}"
+        ):
+            model(torch.ones(2, 4))
+
+    @pytest.mark.parametrize("around", [in_wrapper, in_ours])
+    def test_a_wrapper_around_our_blocks(self, around: Callable[[nn.Module], nn.Module]) -> None:
+        model = with_blocks(fully_shard)
+        with pytest.raises(
+            RuntimeError,
+            match=r"^FullyShardedDataParallel was called on a module around 'Linear', which "
+            r"compiled_fsdp\.fully_shard had sharded\. Use one of the two",
+        ):
+            around(model)
+        fully_shard(model)(torch.ones(2, 4)).sum().backward()  # nothing was lost
 
 
 class TestErrorsOfTorch:
@@ -158,6 +242,33 @@ class TestErrorsOfTorch:
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, full, options=options)
         model.load_state_dict(model.state_dict())
+
+    def test_a_full_optimizer_state(self, fake_world: None) -> None:
+        whole, model = Net(), sharded(Net())
+        theirs, ours = torch.optim.AdamW(whole.parameters()), torch.optim.AdamW(model.parameters())
+        for net, optimizer in ((whole, theirs), (model, ours)):
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        ours.load_state_dict(theirs.state_dict())
+        with pytest.raises(
+            RuntimeError,
+            match=r"^AdamW\.step: the state \['exp_avg', 'exp_avg_sq'\] of a parameter of shape "
+            r"\(4, 4\) is a full tensor, and the parameter a shard.*set_optimizer_state_dict",
+        ):
+            ours.step()
+
+    def test_fsdp1_without_an_accelerator(self, fake_world: None) -> None:
+        with (
+            mock.patch("torch.accelerator.is_available", return_value=False),
+            pytest.raises(
+                RuntimeError, match=r"(?s)^FSDP needs a non-CPU .*\nOn a CPU, pass device"
+            ),
+        ):
+            FullyShardedDataParallel(Net())
+
+    def test_fsdp1_without_a_process_group(self) -> None:
+        with pytest.raises(ValueError, match=r"(?s)not been initialized.*\nStart .* torchrun"):
+            FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
 
 
 def test_lists_end_after_three_names() -> None:
@@ -276,6 +387,46 @@ class TestRecompiles:
         )
         assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
         assert not any("handle" in text or "\n" in text for text in reasons)
+
+    @pytest.mark.parametrize(
+        ("guard", "words"),
+        [
+            (
+                "self._modules['layers']._modules['0'].handle.flat is x",
+                "the parameters of unit 'layers.0' lie in another buffer: some were frozen",
+            ),
+            (
+                "self.__dict__['_modules']['_fsdp_wrapped_module']._modules['head']"
+                "._fsdp_handles['bias'].is_frozen == False  # full",
+                "parameter 'head.bias' was frozen, or is trained again (requires_grad)",
+            ),
+            (
+                "not self._modules['layers']._modules['0']._fsdp_replaced  # and name",
+                "a parameter of module 'layers.0' was replaced by another tensor, or put back",
+            ),
+            (
+                "self._modules['drop'].training == True  # return F.dropout",
+                "module 'drop' was compiled in training mode and is called in evaluation mode",
+            ),
+            (
+                "GLOBAL_STATE changed: autocast(cpu)_enabled",
+                "it was compiled under torch.autocast and is called without",
+            ),
+        ],
+    )
+    def test_each_guard(self, guard: str, words: str) -> None:
+        assert in_words(f"1/0: {guard}").startswith(f"1/0: {words}")
+
+    def test_evaluation(self, fake_world: None) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(
+            fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Dropout())), backend="compiled_fsdp_eager"
+        )
+        run(torch.ones(2, 4))
+        run.eval()
+        run(torch.ones(2, 4))
+        (reason,) = [entry["reason"].partition(": ")[2] for entry in explain(run).recompiles]
+        assert reason.startswith("module '1' was compiled in training mode")
 
     def test_those_of_others_stay(self) -> None:
         text = "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3"

@@ -165,3 +165,93 @@ def test_it_is_drawn(dump: Path, tmp_path: Path) -> None:
     write_trace(dump, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "sm90_xmma_gemm_f32f32" in {event["name"] for event in events}
+
+
+def as_torch_records_it(trace: Trace) -> None:
+    """What traces that torch recorded beside NCCL have and those above have not: times since the
+    machine began, the collective's range three deep, launches by the driver, arrows from launches
+    to kernels, frames of Python, waits of streams, and rows without a duration.
+    """
+    for event in list(trace.events):
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        if event["name"].startswith("_c10d_functional::") and event["name"] != WAIT:
+            for name in ("c10d::_allgather_base_", "record_param_comms"):
+                trace.add("cpu_op", name, begin + 0.1, end - 0.1, 1)
+            trace.add("user_annotation", "nccl:_all_gather_base", begin + 0.2, end - 0.2, 1)
+            trace.add("gpu_user_annotation", "nccl:_all_gather_base", begin + 900, end + 940, NCCL)
+        if event["cat"] == "cuda_runtime":
+            event.update(cat="cuda_driver", name="cuLaunchKernelEx")
+            arrow = {"id": event["args"]["correlation"], "cat": "ac2g", "name": "ac2g", "pid": 0}
+            trace.events += [
+                {"ph": "s", "ts": begin, "tid": 1, **arrow},
+                {"ph": "f", "ts": begin + 1, "tid": COMPUTE, "bp": "e", **arrow},
+            ]
+    last = max(e["ts"] + e.get("dur", 0) for e in trace.events)
+    trace.add("python_function", "train.py(12): <module>", -5e6, last + 5e6, 1)
+    trace.add("cuda_sync", "Stream Wait Event", 0, last, COMPUTE, correlation=-1)
+    trace.add("Trace", "PyTorch Profiler (0)", 0, last, 7)
+    trace.events.append({"ph": "i", "s": "g", "name": "Record Window End", "ts": last, "pid": ""})
+    trace.events.append(
+        {"ph": "M", "name": "process_name", "ts": 0, "pid": 0, "tid": 0, "args": {"name": "python"}}
+    )
+    for event in trace.events:
+        event["ts"] += 9_013_475_541_204.125
+
+
+def test_it_is_read_as_torch_records_it(dump: Path, tmp_path: Path) -> None:
+    plain = measured(dump, recorded(dump).write(tmp_path / "p.json"))
+    trace = recorded(dump)
+    as_torch_records_it(trace)
+    found = measured(dump, trace.write(tmp_path / "q.json"))
+    for name, graph in plain["graphs"].items():
+        again = found["graphs"][name]
+        assert len(again["times"]) == len(graph["times"])
+        for one, other in zip(graph["times"], again["times"], strict=True):
+            assert other == pytest.approx(one, abs=2e-8)
+        assert again["total"] == pytest.approx(graph["total"], abs=2e-8)
+    for key in ("total", "waiting", "starting"):
+        assert found["step"][key] == pytest.approx(plain["step"][key], abs=2e-8)
+
+
+def test_kernels_of_before_the_profile_count(dump: Path, tmp_path: Path) -> None:
+    """The CPU is ahead of the device, so the first kernels of a profile have no launch in it: while
+    one of these computes, no collective is exposed.
+    """
+    trace = recorded(dump)
+    trace.add("kernel", "sm90_xmma_gemm_f32f32", 990, 1100, COMPUTE, correlation=-7)
+    found = measured(dump, trace.write(tmp_path / "p.json"))
+    forward = found["graphs"][min(found["graphs"])]
+    assert [micro(t["exposed"]) for t in forward["times"]][:2] == [0, 0]
+
+
+def test_a_copy_from_the_host_hides_no_collective(dump: Path, tmp_path: Path) -> None:
+    trace = recorded(dump)
+    trace.now += 1
+    trace.op("aten::copy_", "Memcpy HtoD (Pinned -> Device)", COMPUTE, (990, 1100))
+    found = measured(dump, trace.write(tmp_path / "p.json"))
+    forward = found["graphs"][min(found["graphs"])]
+    assert [micro(t["exposed"]) for t in forward["times"]][:2] == [40, 10]
+
+
+def test_steps_that_overlap_on_the_device(dump: Path, tmp_path: Path) -> None:
+    """A kernel of the step before that is done late, beside the first ones of this step: the step
+    begins when that is done, or both together would take longer than they did.
+    """
+    trace = recorded(dump)
+    end = max(e["ts"] + e["dur"] for e in trace.events)
+    first = trace.now
+    trace.add("user_annotation", "ProfilerStep#1", -50, first, 1)
+    shift = first + 60
+    for event in [dict(e) for e in trace.events if not e["name"].startswith("ProfilerStep")]:
+        args = dict(event["args"])
+        if "correlation" in args:
+            args["correlation"] += 1000
+        on_device = event["cat"] == "kernel"
+        trace.events.append(
+            {**event, "ts": event["ts"] + (end - 1100 if on_device else shift)} | {"args": args}
+        )
+    trace.add("user_annotation", "ProfilerStep#2", first, first + shift, 1)
+    step = measured(dump, trace.write(tmp_path / "p.json"))["step"]
+    device = [e for e in trace.events if e["cat"] == "kernel"]
+    last = max(e["ts"] + e["dur"] for e in device)
+    assert micro(step["total"]) == round(last - end, 3)

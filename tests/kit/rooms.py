@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {"errors", "log", "options", "torch_private", "version"}
+LEAVES = {"errors", "log", "options", "progress", "torch_private", "version"}
 # What users import.
 PUBLIC = {
     "__init__",

@@ -28,9 +28,11 @@ class Device:
 
     def __init__(self, kernels: list[Kernel]) -> None:
         self.kernels = kernels
-        self._launched = sorted(kernels, key=lambda kernel: kernel.launch.begin)
-        self._times = [kernel.launch.begin for kernel in self._launched]
-        computing = [kernel.event for kernel in kernels if not kernel.is_communication]
+        known = [(k.launch, k) for k in kernels if k.launch is not None]
+        self._launched = sorted(known, key=lambda entry: entry[0].begin)
+        self._times = [launch.begin for launch, _ in self._launched]
+        self._done = list(accumulate((kernel.event.end for _, kernel in self._launched), max))
+        computing = [kernel.event for kernel in kernels if kernel.is_computation]
         self._begins = [event.begin for event in computing]
         self._reached = list(accumulate((event.end for event in computing), max))
 
@@ -40,7 +42,7 @@ class Device:
     def launched(self, begin: float, end: float, thread: object = None) -> list[Kernel]:
         """Kernels that were launched in this time, by this thread if one is named."""
         found = self._launched[bisect_left(self._times, begin) : bisect_right(self._times, end)]
-        return [k for k in found if thread is None or k.launch.thread == thread]
+        return [k for launch, k in found if thread is None or launch.thread == thread]
 
     def communication_in(self, start: Event) -> list[Kernel]:
         """The kernels of NCCL that a start launched; on one rank, what it launched in their place."""
@@ -52,6 +54,14 @@ class Device:
         found = [kernel.event for kernel in self.launched(event.begin, event.end)]
         begin = min((e.begin for e in found), default=event.begin)
         return Event(event.name, begin, max((e.end for e in found), default=begin), None)
+
+    def step(self, span: Event) -> Event:
+        """A step as the device runs it: of those that overlap there, as when one's last kernels run
+        while the next one's begin, each begins where the one before ended.
+        """
+        found, before = self.shown(span), bisect_left(self._times, span.begin)
+        begin = max(found.begin, self._done[before - 1]) if before else found.begin
+        return Event(span.name, min(begin, found.end), found.end, None)
 
     def exposed(self, kernel: Kernel) -> float:
         """Seconds up to the end of a collective in which nothing was computed."""
@@ -88,7 +98,7 @@ class Device:
         compute: list[Interval] = [
             (k.event.begin - first, k.event.end - first, k.event.name, "")
             for k in ran
-            if not k.is_communication
+            if k.is_computation
         ]
         return first, {
             "total": last - first,

@@ -37,6 +37,8 @@ class Drawing {
   label(words, at, y, mayCut = true) {
     const room = Math.floor((at.width - 8) / 6.9);
     if (!words || (words.length > room && (room < 4 || !mayCut))) return null;
-    return svg("text", { x: at.x + 4, y }, words.length <= room ? words : `${words.slice(0, room - 1)}…`);
+    // Names of units differ at their ends; of several, the first says more than the last.
+    const cut = words.includes(", ") ? `${words.slice(0, room - 1)}…` : `…${words.slice(1 - room)}`;
+    return svg("text", { x: at.x + 4, y }, words.length <= room ? words : cut);
   }
 }

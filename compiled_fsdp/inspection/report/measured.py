@@ -156,7 +156,7 @@ def measure(rank: DumpedRank, profile: Profile, source: str) -> Measured:
     laid = match(rank.finished, find_runs(profile.events), device)
     step = choose_step(profile)
     inside = [e for e in laid if step.span.begin <= e.run.begin < step.span.end]
-    span = device.shown(step.span) if device else step.span
+    span = device.step(step.span) if device else step.span
     graphs = {entry.graph.name: entry.times for entry in (*laid, *inside)}
     found = _exposed(device, span, inside) if device else _waits(profile, span, inside)
     waits = sorted(found, key=lambda wait: wait.begin)

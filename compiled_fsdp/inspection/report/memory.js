@@ -133,8 +133,10 @@ class Memory {
     const x = this.x(this.places[n]), y = this.y(this.at(this.points[n]));
     const line = svg("line", { class: style, x1: x, x2: x, y1: y, y2: M.height - M.bottom });
     if (style !== "peak") return svg("g", {}, line);
-    const words = `peak ${bytes(this.at(this.points[n]))} at %${this.nodeOf(n)}`;
-    const width = words.length * 6.4 + 10, left = x + width + 12 > this.width - M.right;
+    const brief = `peak ${bytes(this.at(this.points[n]))}`, whole = `${brief} at %${this.nodeOf(n)}`;
+    const widthOf = (text) => text.length * 6.4 + 10, room = Math.max(x - M.left, this.width - M.right - x) - 12;
+    const words = widthOf(whole) > room ? brief : whole; // the list below names the node too
+    const width = widthOf(words), left = x + width + 12 > this.width - M.right;
     return svg("g", { class: "peak-mark" }, line, svg("circle", { class: "peak-dot", cx: x, cy: y, r: 4 }),
       svg("rect", { class: "label-page", x: left ? x - width - 8 : x + 8, y: y - 16, width, height: 17, rx: 3 }),
       svg("text", { class: "is-bold", x: left ? x - 13 : x + 13, y: y - 3, "text-anchor": left ? "end" : "start" }, words));
