@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 PROGRAM = """
 import json, sys
 from collections import Counter
-import torch, torch.distributed as dist
+import torch, torch._inductor.config, torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import compiled_fsdp
 
+inductor = torch._inductor.config  # little C++ to compile: the folder is new, also for headers
+inductor.cpp_cache_precompile_headers, inductor.cpp.simdlen = False, 1
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
 for module in (model[0], model[2], model):

@@ -173,7 +173,7 @@ def check(found: list[tuple[list[int], list[str]]], steps: int = 32) -> None:
 
 
 def test_after_both_ways(two: Pool) -> None:
-    """Two ranks that have not: `test_fsdp1`, `test_by_default`."""
+    """Ranks that have not: `test_replicas`, and two of them `test_fsdp1`."""
     check(two.run(train, Case(tags=True, before=True)))
 
 
@@ -188,10 +188,6 @@ def test_replicas(four: Pool) -> None:
 
 def test_fsdp1(two: Pool) -> None:
     check(two.run(train, Case(tags=True, api="FSDP")))
-
-
-def test_by_default(two: Pool) -> None:
-    check(two.run(train, Case(tags=True)))
 
 
 # -- a rank that never reaches the limit is told

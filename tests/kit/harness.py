@@ -72,7 +72,7 @@ class Options:
     """
 
     model: str
-    steps: int = 10
+    steps: int = 5
     reshard: bool | int | None = None
     policies: tuple[MixedPrecisionPolicy, ...] = (MixedPrecisionPolicy(),)
     mesh: str = "1d"

@@ -364,14 +364,17 @@ def trials(count: int, seed: int = 0) -> list[Mutant]:
     found: list[Mutant] = []
     everything = [(s, s.execute(s.compiled().graph)) for s in subjects()]
     numbers = iter(range(seed, sys.maxsize))
+    hopeless: set[tuple[str, str]] = set()  # a graph is copied for each try
     while len(found) < count:
         for mutation in MUTATIONS:
             number = next(numbers)
             for subject, good in random.Random(number).sample(everything, len(everything)):
-                mutant = trial(subject, good, mutation, number)
+                pair = mutation.__name__, subject.name
+                mutant = None if pair in hopeless else trial(subject, good, mutation, number)
                 if mutant is not None:
                     found.append(mutant)
                     break
+                hopeless.add(pair)
     return found[:count]
 
 

@@ -322,6 +322,27 @@ def net(width: int = 6, depth: int = 2, seed: int = 7) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width + 1, 3))
 
 
+class Own(nn.Module):
+    """A parameter registered before the children, so that `named_parameters` and a group's order
+    differ.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(3.0) + 1)
+        self.register_buffer("shift", torch.ones(3))
+        self.inner = net()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.scale + self.shift
+
+
+def net_of_units(api: Api, **options: Any) -> tuple[Any, Any]:
+    """`net()` as three units, and what to call: the model, or it compiled."""
+    model = api.units(net(), "0", "2", **options)
+    return model, api.compile(model)
+
+
 def batch(width: int = 6, step: int = 0, *, requires_grad: bool = False) -> Tensor:
     """Different on every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())

@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 from contextlib import contextmanager
+from difflib import unified_diff
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,6 +250,12 @@ def trace(
 def body(text: str) -> str:
     """A dump without its first line."""
     return text.split("\n", 1)[1].rstrip()
+
+
+def changes(before: str, after: str) -> str:
+    """What differs between two dumps, each place with one line before and after it."""
+    lines = unified_diff(body(before).splitlines(), body(after).splitlines(), n=1, lineterm="")
+    return "\n".join(list(lines)[2:])
 
 
 def ops(graph: Graph) -> list[str]:

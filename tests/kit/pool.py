@@ -168,6 +168,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         import compiled_fsdp
 
         torch.set_num_threads(1)
+        use_scalar_kernels()
+        _measure_little()
         _share_device()
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
@@ -190,6 +192,23 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             answer = _answer(module, path, name, payload)
             forget()
             pipe.send(answer)
+
+
+def use_scalar_kernels() -> None:
+    """Have Inductor write loops without vectors: half the C++ to compile. What we hand to Inductor,
+    and the order that it keeps, are the same.
+    """
+    import torch._inductor.config as inductor_config
+
+    inductor_config.cpp.simdlen = 1
+
+
+def _measure_little() -> None:
+    """Costs in one round and of small tensors: on a machine that runs tests, repeats scatter."""
+    from compiled_fsdp.planning import calibrate
+
+    calibrate.ROUNDS = 1
+    calibrate.MATMUL["cpu"], calibrate.OPERANDS["cpu"], calibrate.STREAM["cpu"] = 128, 4, 1 << 18
 
 
 def begin() -> None:

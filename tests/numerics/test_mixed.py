@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,8 @@ import compiled_fsdp
 from compiled_fsdp import MixedPrecisionPolicy, fully_shard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kit.pool import Pool
     from torch import Tensor
 
@@ -138,6 +141,13 @@ def step(call: Any, number: int, rank: int) -> Tensor:
     return loss.detach()
 
 
+def seen_in(run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, int]]:
+    """What `run` returns, and what it communicates."""
+    found: list[Tensor] = []
+    seen = communications(lambda: found.append(run()))
+    return found[0], seen
+
+
 def check(
     name: str, order: str, options: dict[str, Any], atol: float, backend: str = BACKEND
 ) -> None:
@@ -151,14 +161,13 @@ def check(
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
     dtype = next(reference.parameters()).dtype
     for number in range(3):
-        losses: list[Tensor] = []
-        seen = communications(
-            lambda number=number, losses=losses: losses.append(step(call, number, dist.get_rank()))
-        )
-        if number:  # before the first, ranks compare their models
+        if number == 0:  # ranks compare their models, and compile
+            loss = step(call, 0, dist.get_rank())
+        else:
+            loss, seen = seen_in(partial(step, call, number, dist.get_rank()))
             assert seen == {"gather": 7, "reduce": 4, "all_reduce": 0}, (number, seen)
         expected = step(lambda x: reference(x.to(dtype)), number, dist.get_rank())
-        assert torch.allclose(losses[0], expected, atol=atol)
+        assert torch.allclose(loss, expected, atol=atol)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             dist.all_reduce(q.grad)
             q.grad /= dist.get_world_size()

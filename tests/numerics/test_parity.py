@@ -1,4 +1,4 @@
-"""fp32, two ranks: bit for bit the same as stock FSDP2 and as the unsharded model, over ten AdamW
+"""fp32, two ranks: bit for bit the same as stock FSDP2 and as the unsharded model, over five AdamW
 steps.
 
 With two ranks a mean has one order of summation and halving is exact, so nothing may differ.

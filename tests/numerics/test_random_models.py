@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     pass
 
 NUM_MODELS, CHUNK = (
-    int(os.environ.get("RANDOM_MODELS", "18")),
-    6,
+    int(os.environ.get("RANDOM_MODELS", "12")),
+    4,
 )  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
 # fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes

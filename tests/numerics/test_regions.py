@@ -49,6 +49,7 @@ class Model(nn.Module):
     def __init__(self, depth: int, dropout: float, checkpoints: bool, older: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.1)  # logits of the size of the loss
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(depth))
         self.checkpoints, self.older = checkpoints, older
 

@@ -22,6 +22,7 @@ from kit.oracle import (
     is_sharded,
     mesh_of,
     net,
+    net_of_units,
     params,
     raised,
     rows,
@@ -72,8 +73,7 @@ def test_repeated_backward(two: Pool) -> None:
 
 
 def repeated_backward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     train_step(call)
     first = [p.grad for p in model.parameters()]
     seen = [plain(first)]
@@ -97,8 +97,7 @@ def test_gradient_sync_with_inductor(two: Pool) -> None:
 
 
 def gradient_sync(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     model.set_requires_gradient_sync(False)
     unsynced = [
         communications(lambda step=step: train_step(call, step))["reduce"] for step in (0, 1)
@@ -119,8 +118,7 @@ def test_all_reduce_flag(four: Pool) -> None:
 
 
 def all_reduce_flag(api: Api) -> Any:
-    model = api.units(net(), "0", "2", mesh=mesh_of(2, 2, names=("replicate", "shard")))
-    call = api.compile(model)
+    model, call = net_of_units(api, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     model.set_requires_all_reduce(False)
     partial = [reductions(lambda: train_step(call)), grads(model)]
     model.set_requires_all_reduce(True)
@@ -161,8 +159,7 @@ def test_reshard_after_backward_registration(two: Pool) -> None:
 
 
 def reshard_after_backward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     model.set_reshard_after_backward(False)
     losses = [train_step(call, step) for step in (0, 1)]
     model.set_reshard_after_backward(True)
@@ -185,8 +182,7 @@ def test_is_last_backward(two: Pool) -> None:
 
 
 def is_last_backward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     seen = []
     for step in range(5):
         last = step in (2, 4)
@@ -210,8 +206,7 @@ def test_recurse(two: Pool) -> None:
 
 
 def recurse_in_values(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     model.set_requires_gradient_sync(False, recurse=False)
     train_step(call)
     without_root = plain(grads(model))
@@ -273,8 +268,7 @@ def test_whole_unit_frozen(two: Pool) -> None:
 
 
 def whole_unit_frozen(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     seen = []
     for step, wanted in enumerate((True, False, True)):
         model[2].requires_grad_(wanted)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from kit.compare import plain
 from kit.oracle import (
     Api,
+    Own,
     ShardPlacementResult,
     batch,
     close,
@@ -54,19 +55,8 @@ class Chain(nn.ModuleList):
         return x
 
 
-class Odd(nn.Module):
-    """A parameter and a buffer of its own before its children, and methods that FSDPModule has
-    too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(3.0) + 1)
-        self.register_buffer("shift", torch.ones(3))
-        self.inner = net()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x) * self.scale + self.shift
+class Odd(Own):
+    """With methods that FSDPModule has too."""
 
     def unshard(self) -> str:
         return "its own"

@@ -12,6 +12,7 @@ from kit.compare import plain
 from kit.harness import SLOW
 from kit.oracle import (
     Api,
+    Own,
     ShardPlacementResult,
     batch,
     close,
@@ -36,21 +37,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 if TYPE_CHECKING:
     from kit.pool import Pool
-
-
-class Own(nn.Module):
-    """A parameter registered before the children, so that `named_parameters` and a group's order
-    differ.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(3.0) + 1)
-        self.register_buffer("shift", torch.ones(3))
-        self.inner = net()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x) * self.scale + self.shift
 
 
 def even(seed: int = 5) -> nn.Sequential:

@@ -22,6 +22,7 @@ from kit.oracle import (
     input_step,
     is_sharded,
     net,
+    net_of_units,
     params,
     raised,
     rows,
@@ -226,8 +227,7 @@ def test_backward(two: Pool) -> None:
 
 
 def backward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     seen = [[train_step(call), is_sharded(model), plain(grads(model))]]
     for step in (1, 2):
         counts = communications(lambda step=step: input_step(call, step))
@@ -426,8 +426,7 @@ def test_reshard_counts_with_inductor(two: Pool) -> None:
 
 
 def reshard_counts(api: Api, value: Any) -> Any:
-    model = api.units(net(), "0", "2", reshard_after_forward=value)
-    call = api.compile(model)
+    model, call = net_of_units(api, reshard_after_forward=value)
     input_step(call)
     counts = communications(lambda: input_step(call, 1))
     return counts, is_sharded(model), grads(model)
@@ -456,8 +455,7 @@ def test_int_reshard_with_inductor(four: Pool) -> None:
 
 
 def int_reshard(api: Api) -> Any:
-    model = api.units(net(), "0", "2", reshard_after_forward=2)
-    call = api.compile(model)
+    model, call = net_of_units(api, reshard_after_forward=2)
     inputs = [input_step(call, step) for step in (0, 1)]
     return inputs, is_sharded(model), grads(model), params(model)
 
@@ -514,8 +512,7 @@ def test_no_grad_then_training(two: Pool) -> None:
 
 
 def no_grad_then_training(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     with torch.no_grad():
         out = call(batch())
     return out, train_step(call, 1), grads(model), is_sharded(model)

@@ -31,6 +31,7 @@ from kit.oracle import (
     message,
     needs_meshes_of_their_own,
     net,
+    net_of_units,
     ours_eager,
     params,
     raised,
@@ -207,8 +208,7 @@ def test_set_reshard_after_forward(two: Pool) -> None:
 
 
 def reshard_after_forward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     errors = [
         raised(lambda value=value: model.set_reshard_after_forward(value))
         for value in (0, 1, 2, None, "x")
@@ -340,8 +340,7 @@ def test_all_reduce_hook_with_inductor(two: Pool) -> None:
 
 
 def all_reduce_hook(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     calls: list[Any] = []
 
     def hook(reduced: Tensor) -> None:
@@ -402,8 +401,7 @@ def test_divide_factor(two: Pool) -> None:
 
 
 def divide_factor(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     model[0].set_gradient_divide_factor(2.0)
     for m in (model, model[2]):
         m.set_force_sum_reduction_for_comms(True)
@@ -435,8 +433,7 @@ def unshard_in_backward(api: Api) -> Any:
 
 
 def unshard_in_backward_gathers(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     train_step(call)
     assert communications(lambda: train_step(call))["gather"] == (4 if api.is_compiled else 5)
     model[0].set_unshard_in_backward(False)
@@ -466,8 +463,7 @@ def test_separate_reduce_scatter_group(two: Pool) -> None:
 
 
 def separate_reduce_scatter_group(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     gathers, reduces = LoggedGather(), LoggedReduce()
     model.set_custom_all_gather(gathers)
     model.set_custom_reduce_scatter(reduces)
@@ -538,8 +534,7 @@ def test_reset_after_exception(two: Pool) -> None:
 
 
 def exception_in_backward(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     out = call(batch())
     out.register_hook(boom)
     found = raised(out.sum().backward)
@@ -577,8 +572,7 @@ def test_reset_drops_unreduced_gradients(two: Pool) -> None:
 
 
 def gradients_after_reset(api: Api, is_reset: bool) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     if is_reset:
         model.set_requires_gradient_sync(False)
         train_step(call)
@@ -695,8 +689,7 @@ def test_no_grad_and_eval(two: Pool) -> None:
 
 
 def no_grad_and_eval(api: Api) -> Any:
-    model = api.units(net(), "0", "2", reshard_after_forward=True)
-    call = api.compile(model)
+    model, call = net_of_units(api, reshard_after_forward=True)
     call(batch())
     with torch.no_grad():
         seen = [
@@ -715,8 +708,7 @@ def test_inference_mode(two: Pool) -> None:
 
 
 def inference_mode(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     loss = train_step(call)
     with torch.inference_mode():
         out = call(batch(step=1))
@@ -755,8 +747,7 @@ def compiled_close(observe: Any) -> None:
 
 
 def several_forwards(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     outs = [call(batch(step=step)) for step in range(3)]
     sum(out.square().mean() for out in outs).backward()
     return plain(grads(model)), is_sharded(model), train_step(call, 3), grads(model)
@@ -768,8 +759,7 @@ def test_several_backwards(two: Pool) -> None:
 
 
 def several_backwards(api: Api) -> Any:
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     loss = call(batch()).square().mean()
     seen = []
     for is_kept in (True, True, False):

@@ -20,6 +20,7 @@ from kit.oracle import (
     is_sharded,
     mesh_of,
     net,
+    net_of_units,
     params,
     raised,
     rows,
@@ -278,8 +279,7 @@ def accumulation_dtype(api: Api, reduce: Any) -> Any:
     policy = api.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce and getattr(torch, reduce)
     )
-    model = api.units(net(), "0", "2", mp_policy=policy)
-    call = api.compile(model)
+    model, call = net_of_units(api, mp_policy=policy)
     model.set_requires_gradient_sync(False)
     for step in range(3):
         train_step(call, step)

@@ -22,6 +22,7 @@ from kit.oracle import (
     mesh_of,
     message,
     net,
+    net_of_units,
     ours_alike,
     params,
     raised,
@@ -89,8 +90,7 @@ def test_reduce_dtype_by_default(two: Pool) -> None:
 
 def reduce_dtype_by_default(api: Api, reduce_dtype: torch.dtype | None) -> Any:
     policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    model = api.units(net(), "0", "2", mp_policy=policy)
-    call = api.compile(model)
+    model, call = net_of_units(api, mp_policy=policy)
     train_step(call)
     once = plain(grads(model))
     model.zero_grad()
@@ -315,8 +315,7 @@ def test_several_backwards_are_added(two: Pool) -> None:
 
 def backwards_are_added(api: Api) -> None:
     found = several_backwards(api)[0]
-    model = api.units(net(), "0", "2")
-    call = api.compile(model)
+    model, call = net_of_units(api)
     model.set_requires_gradient_sync(False)
     train_step(call, 0)
     model.set_requires_gradient_sync(True)
