@@ -54,8 +54,8 @@ class Property(Enum):
     COPIES_CALLED = "copies out of buckets are calls"
     OVER_GLOO = "gloo gathers by sends and receives"
     NAMED = "our collectives say what they carry"
-    VERIFIED = "the invariants hold"
     OUTLINED = "computation that repeats is compiled once"
+    VERIFIED = "the invariants hold"
 
 
 class Executor(Enum):

@@ -23,6 +23,7 @@ def test_options_are_those_that_specs_come_from() -> None:
         replace(SAMPLE, gather_algorithm="custom:1", reduce_algorithm="custom:2", hook="3"),
         replace(SAMPLE, sync="retain"),
         replace(SAMPLE, sync="scatter"),
+        replace(SAMPLE, device="cuda"),
     ]
     found = {o for spec in specs for o in (*gather_options(spec), *reduce_options(spec))}
     assert found == {*OPTIONS}

@@ -113,7 +113,7 @@ def compare(case: Case) -> None:
     expected, without = train(case, "off")
     found, explanation = train(case, "auto")
     is_exact = case.policy.param_dtype is None
-    rtol, atol = ROUNDING if is_exact else (2e-2, 1e-3)  # bf16 keeps 8 bits
+    rtol, atol = ROUNDING if is_exact else (0.03, 3e-3)  # as in test_inductor: bf16 keeps 8 bits
     for value, other in zip(found, expected, strict=True):
         torch.testing.assert_close(value, other, rtol=rtol, atol=atol)
     assert not any(graph.regions for graph in without.graphs)
