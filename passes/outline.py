@@ -35,14 +35,13 @@ from torch.fx import Graph, GraphModule
 
 from compiled_fsdp.ir.graph import erase_all, move_before
 from compiled_fsdp.ir.meta import keep_strides, take_over
-from compiled_fsdp.ir.repeats import INVOKE, REGION, find_repeats, may_alias
+from compiled_fsdp.ir.repeats import INVOKE, REGION, Span, find_repeats, may_alias
 
 from .base import context_of
 
 if TYPE_CHECKING:
     from torch.fx import Node
 
-    from compiled_fsdp.ir.repeats import Span
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -57,11 +56,12 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
         move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
     for number, group in enumerate(repeats.groups):
         name = f"{REGION}{number}"
-        setattr(gm, name, _subgraph(gm, group[0]))
+        # spans made anew: they may read results of calls by now
+        setattr(gm, name, _subgraph(gm, Span(group[0].nodes)))
         with gm.graph.inserting_before(group[0].nodes[0]):
             region = gm.graph.get_attr(name)
         for span in group:
-            _call(region, name, span)
+            _call(region, name, Span(span.nodes))
     return gm
 
 

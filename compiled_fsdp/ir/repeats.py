@@ -58,7 +58,7 @@ _REDUCTIONS = {
 @dataclass(eq=False)
 class Span:
     """Nodes that compute, in the order in which they do, with nothing between them that has to
-    stay.
+    stay. What it reads and yields is that of the graph when it was first asked for.
 
     num_moved: how many of the first stand before the collective that the others follow.
     """
@@ -79,7 +79,7 @@ class Span:
                 return tag.unit.split("#")[0]
         return ""
 
-    @property
+    @cached_property
     def inputs(self) -> list[Node]:
         """What it reads of others, in order of first reading."""
         found: dict[Node, None] = {}
@@ -87,7 +87,7 @@ class Span:
             found.update((n, None) for n in _read(node) if n not in self.inside)
         return list(found)
 
-    @property
+    @cached_property
     def outputs(self) -> list[Node]:
         """What others read of it, or view: values with storage of their own, in order."""
         found = {self.base(n): None for n in self.nodes if self.is_read_outside(n)}

@@ -204,7 +204,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(2, 1, 1, 0), Plan(None, None, None, 0, costs=MACHINE)], ids=["distances", "costs"]
+    "plan",
+    [
+        Plan(2, 1, 1, 0, regions="off"),
+        Plan(None, None, None, 0, costs=MACHINE, regions="off"),
+    ],
+    ids=["distances", "costs"],
 )
 def test_the_planned_order_is_in_the_generated_code(two: Pool, plan: Plan) -> None:
     two.run(planned_order, plan, timeout=SLOW)

@@ -7,6 +7,7 @@ region, so results are equal within what fusing changes: the last bits.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -14,17 +15,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.graphs import captured
 from kit.harness import ROUNDING, SLOW
 from kit.pool import Pool
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import dumped_to, explain, fully_shard, planned
+from compiled_fsdp.compiler import inductor
+from compiled_fsdp.ir.collectives import GATHERS, WAIT
+from compiled_fsdp.ir.graph import find, starts
+from compiled_fsdp.ir.repeats import INVOKE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.fx import Graph
 
     from compiled_fsdp.inspection.explanation import Explanation
 
@@ -131,14 +140,11 @@ def test_depth_adds_calls_alone(two: Pool) -> None:
 
 
 def count_lowered() -> None:
-    """What Inductor lowers for three more layers: next to nothing but collectives and calls; with
-    regions off, all that they compute.
+    """What Inductor lowers for three more layers: next to nothing but collectives and calls, less
+    than half of what a layer is without regions.
     """
-    added = {
-        regions: num_lowered(Case(depth=9), regions) - num_lowered(Case(depth=6), regions)
-        for regions in ("auto", "off")
-    }
-    assert added["auto"] < 0.5 * added["off"], added  # collectives, calls, their results
+    added = num_lowered(Case(depth=9), "auto") - num_lowered(Case(depth=6), "auto")
+    assert added / 3 < 0.5 * num_lowered(Case(depth=6), "off") / 6
 
 
 def num_lowered(case: Case, regions: str) -> int:
@@ -150,8 +156,18 @@ def num_lowered(case: Case, regions: str) -> int:
     return calls.call_count
 
 
-def test_a_dump_shows_them(two: Pool, tmp_path: Path) -> None:
-    two.run(dump, tmp_path, timeout=SLOW)
+# What the generated code does in the order of the graph, by what it calls.
+CALLS = {
+    r"fsdp\.all_gather\.default\(": "G",
+    r"fsdp\.all_to_all\.default\(": "R",
+    r"wait_tensor\.default\(": "w",
+    r"fsdp_region_\d+\(fsdp_region_\d+_args\)": "c",
+}
+
+
+def test_calls_are_where_the_plan_has_them(two: Pool, tmp_path: Path) -> None:
+    """In the generated code among collectives and waits; and a dump shows them."""
+    two.run(in_order, tmp_path, timeout=SLOW)
     (forward, backward) = sorted(tmp_path.glob("rank0/*/regions.txt"))
     for path in (forward, backward):
         text = path.read_text()
@@ -160,9 +176,24 @@ def test_a_dump_shows_them(two: Pool, tmp_path: Path) -> None:
         assert not list(path.parent.glob("*_outline.json.gz")), "readers read the graph before"
 
 
-def dump(path: Path) -> None:
-    with dumped_to(path):
-        train(Case(depth=6), "auto")
+def in_order(path: Path) -> None:
+    with captured(inductor) as graphs, dumped_to(path):
+        _, codes = run_and_get_code(lambda: train(Case(depth=6), "auto"))
+    pattern = re.compile("|".join(f"({p})" for p in CALLS))
+    found = [
+        "".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code))
+        for code in codes
+    ]
+    assert found == list(map(order_of, graphs))
+    assert all(re.search("wc[GR]", order) for order in found), found
+
+
+def order_of(graph: Graph) -> str:
+    """A letter of `CALLS` for each node that has one."""
+    letters = [(n, "G" if n.target in GATHERS else "R") for n in starts(graph)]
+    letters += [(n, "w") for n in find(graph, WAIT)]
+    letters += [(n, "c") for n in find(graph, INVOKE)]
+    return "".join(letter for _, letter in sorted(letters))
 
 
 def test_dynamic_shapes_are_compiled_in_place(two: Pool) -> None:
@@ -176,7 +207,7 @@ def dynamic() -> None:
     for module in (*model.layers, model):
         fully_shard(module)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for length in (6, 9):
-        tokens = torch.randint(20, (2, length))
+    tokens = torch.randint(20, (2, 9))
+    with torch.no_grad():
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-6)
     assert not any(graph.regions for graph in explain(model).graphs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,6 +179,7 @@ class Program:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.hand = Hand()
+        self.hand.mode = nullcontext()  # real values are made faster than fake ones
         self.token = self.hand.input("token", 1)
         self.last = self.hand.input("x", WIDTH, WIDTH)
         self.old = [self.last]
@@ -238,11 +240,11 @@ class Program:
         ]
 
 
-@pytest.mark.parametrize("start", range(0, 300, 100))
+@pytest.mark.parametrize("start", range(0, 150, 50))
 def test_random_graphs_compute_the_same(start: int) -> None:
     """Bit for bit, with views and older values handed on; a good part of them calls something."""
     num_calls = 0
-    for seed in range(start, start + 100):
+    for seed in range(start, start + 50):
         gm = Program(seed).gm
         generator = torch.Generator().manual_seed(seed)
         inputs = [
@@ -255,4 +257,4 @@ def test_random_graphs_compute_the_same(start: int) -> None:
         num_calls += len(find(gm.graph, INVOKE))
         for value, other in zip(Interpreter(gm).run(*inputs), expected, strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=0, msg=f"seed {seed}")
-    assert num_calls > 100
+    assert num_calls > 50
