@@ -334,6 +334,11 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 BY_DEFAULT = tuple(VARIANTS)
+VARIANTS["ours_regions_off"] = Variant(
+    partial(build_ours_planned, regions="off"),
+    "local_compile",
+    "ours, each layer compiled by itself",
+)
 VARIANTS |= {
     name: Variant(
         partial(build_ours_planned, memory_budget=budget),

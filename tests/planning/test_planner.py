@@ -289,6 +289,7 @@ CHANGES = {
     "copy_out": "strided",
     "reduction_bytes": 3,
     "recompute": False,
+    "regions": "off",
     "memory_budget": 0.5,
     "kept": (("u", "w"),),
     "dropped": (("u", "w"),),
