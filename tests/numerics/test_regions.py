@@ -8,7 +8,7 @@ region, so results are equal within what fusing changes: the last bits.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -91,7 +91,7 @@ CASES = {
 }
 
 
-def train(case: Case, regions: str) -> tuple[list[Tensor], Explanation]:
+def train(case: Case, regions: str, compiles: bool = True) -> tuple[list[Tensor], Explanation]:
     """Losses and last gradients of this rank, and what became of the model."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -99,13 +99,13 @@ def train(case: Case, regions: str) -> tuple[list[Tensor], Explanation]:
     for module in (*model.layers, model):
         fully_shard(module, mp_policy=case.policy, reshard_after_forward=case.reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    call = torch.compile(model, fullgraph=True, dynamic=False) if compiles else model
     found = []
     with planned(regions=regions, **{"bucket_bytes": 0, **dict(case.plan)}):
         for step in range(STEPS):
             optimizer.zero_grad()
             torch.manual_seed(step)
-            loss = compiled(torch.randint(20, (2, 8)))
+            loss = call(torch.randint(20, (2, 8)))
             loss.backward()
             optimizer.step()
             found.append(loss.detach())
@@ -121,15 +121,22 @@ def test_the_same_numbers(two: Pool, name: str) -> None:
 def compare(case: Case) -> None:
     expected, without = train(case, "off")
     found, explanation = train(case, "auto")
-    is_exact = case.policy.param_dtype is None
-    rtol, atol = ROUNDING if is_exact else (0.03, 3e-3)  # as in test_inductor: bf16 keeps 8 bits
-    for value, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, other, rtol=rtol, atol=atol)
+    if case.policy == Policy():
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=ROUNDING[0], atol=ROUNDING[1])
+    else:  # bf16 keeps 8 bits, and what is fused keeps more: neither may be further from fp32
+        exact, _ = train(replace(case, policy=Policy()), "off", compiles=False)
+        assert distance(found, exact) <= 2 * distance(expected, exact)
     assert not any(graph.regions for graph in without.graphs)
     for graph in explanation.graphs:
         assert sum(region["calls"] for region in graph.regions) >= 3, (graph.regions, graph.alone)
         assert all(part["why"] for part in graph.alone)
     assert "compiled once, calls: " in str(explanation)
+
+
+def distance(values: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(values, others, strict=True)
+    return max((value - other).abs().max().item() for value, other in pairs)
 
 
 # -- how much is compiled
