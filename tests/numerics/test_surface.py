@@ -678,9 +678,10 @@ def of_a_state_dict() -> None:
 
 
 def test_parameters_on_another_device() -> None:
-    param = SimpleNamespace(fqn="0.weight", sharded=torch.ones(2))
+    param = SimpleNamespace(fqn="0.weight", local=torch.ones(2))
+    info = SimpleNamespace(device=torch.device("cuda"))
     unit: Any = SimpleNamespace(
-        name="0", params=[param], mesh_info=SimpleNamespace(device=torch.device("cuda"))
+        name="0", params=[param], mesh_info=info, rests_on="cuda", offload=None
     )
     with pytest.raises(RuntimeError) as caught:
         check_devices([unit])
@@ -688,7 +689,7 @@ def test_parameters_on_another_device() -> None:
         "0: parameters 0.weight are not on cuda, where their mesh is, so they cannot be "
         "gathered. Move the whole sharded model with .to('cuda')"
     )
-    unit.mesh_info.device = torch.device("cpu")
+    unit.mesh_info.device, unit.rests_on = torch.device("cpu"), "cpu"
     check_devices([unit])
 
 

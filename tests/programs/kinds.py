@@ -105,7 +105,7 @@ class Run:
             apply(module, mesh=mesh_of("1d"), **options)
             self.sharded = dict(getattr(module, "_orig_mod", module).named_parameters())
             return module
-        for name in vars(compiled_fsdp.FSDPModule):
+        for name in dir(compiled_fsdp.FSDPModule):
             if name.startswith(("set_", "unshard", "reshard")):
                 module.__dict__[name] = _nothing
         return module
