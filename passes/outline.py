@@ -53,7 +53,8 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     if not repeats.groups:
         return gm
     for span in repeats.spans:
-        move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
+        if span.num_moved < len(span.nodes):
+            move_before(span.nodes[: span.num_moved], span.nodes[span.num_moved])
     for number, group in enumerate(repeats.groups):
         name = f"{REGION}{number}"
         # spans made anew: they may read results of calls by now

@@ -24,8 +24,6 @@ from .meta import get_tag
 from .schema import COPY_COLUMNS, FREE, TRAITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.fx import Graph
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -189,10 +187,12 @@ def find_repeats(graph: Graph) -> Repeats:
 
 
 def spans(graph: Graph) -> list[Span]:
-    """All spans, in graph order; what is cheap and read in the next one alone is part of that, so
-    that it is computed where it is read: the last addition of a layer with the norm of the next.
+    """Returns all spans, in graph order.
+
+    A cheap value that only the next span reads is part of that one, so that both are one kernel: the
+    last addition of a layer and the norm of the next.
     """
-    found = [Span(nodes) for nodes in _between(graph) if nodes]
+    found, writes = _between(graph)
     stands = {node: i for i, span in enumerate(found) for node in span.nodes}
     belongs = dict(stands)
     end = output(graph)
@@ -200,7 +200,8 @@ def spans(graph: Graph) -> list[Span]:
         moved = []
         for node in reversed(found[i].nodes):
             users = [user for user in node.users if user is not end]
-            if users and _is_movable(node) and all(belongs.get(u) == i + 1 for u in users):
+            is_read_there = users and all(belongs.get(user) == i + 1 for user in users)
+            if is_read_there and _is_movable(node) and not _touches(node, writes[i]):
                 belongs[node] = i + 1
                 moved.append(node)
         if moved:
@@ -220,19 +221,29 @@ def may_alias(node: Node) -> bool:
     return node.target in _CASTS and _dtype(_first(node)) == _dtype(node)
 
 
-def _between(graph: Graph) -> Iterator[list[Node]]:
-    nodes: list[Node] = []
-    inside: set[Node] = set()
+def _between(graph: Graph) -> tuple[list[Span], list[set[Node]]]:
+    """Returns the spans as they stand, and for each the values that are written to behind it, up to
+    the next.
+    """
+    found: list[Span] = []
+    writes: list[set[Node]] = []
+    inside: set[Node] = set()  # the last span, until something ends it
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target in (FREE, _seed()):
             continue
         if _has_to_stay(node):
-            if node.target in TRAITS or not is_view(node):
-                yield nodes
-                nodes, inside = [], set()
+            if is_view(node) and node.target not in TRAITS:
+                continue
+            inside = set()
+            if writes:
+                writes[-1].update(map(_root, _written(node)))
         elif not is_view(node) or _first(node) in inside:
-            nodes.append(node)
+            if not inside:
+                found.append(Span([]))
+                writes.append(set())
+            found[-1].nodes.append(node)
             inside.add(node)
+    return found, writes
 
 
 def _seed() -> object:
@@ -257,19 +268,44 @@ def _has_to_stay(node: Node) -> bool:
 
 def _is_movable(node: Node) -> bool:
     """Whether a node may be computed behind the collective that follows: it is fused with what
-    reads it, and reads no parameter, which may be freed there.
+    reads it, and reads no parameter, which would live on, and no input of the graph.
     """
     if node.target is operator.getitem:
         return _is_movable(_first(node))
     op: Any = node.target
     is_cheap = is_view(node) or torch.Tag.pointwise in op.tags or op in _REDUCTIONS | _CASTS
-    reads = node.all_input_nodes
+    roots = [_root(read) for read in node.all_input_nodes]
     return (
         is_cheap
         and get_tag(node) is None
         and not is_matmul(node)
-        and all(n.op == "call_function" and get_tag(n) is None for n in reads)
+        and all(root.op == "call_function" and get_tag(root) is None for root in roots)
     )
+
+
+def _touches(node: Node, written: set[Node]) -> bool:
+    """Whether a node reads what is written to."""
+    return bool(written) and any(_root(read) in written for read in node.all_input_nodes)
+
+
+def _written(node: Node) -> list[Node]:
+    """Returns the arguments that an op writes to; none of what is no op of torch's library."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+    found: list[Node] = []
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(given.get(argument.name), found.append)
+    return found
+
+
+def _root(node: Node) -> Node:
+    """Returns the value in whose storage a view lies; any other node is its own."""
+    while may_alias(node) and _first(node) is not node:
+        node = _first(node)
+    return node
 
 
 def _is_static(node: Node) -> bool:

@@ -169,6 +169,11 @@ def test_what_writes_ends_a_span() -> None:
     ]
 
 
+def is_dense(node: Node) -> bool:
+    """Whether no two elements lie in one place, as those of an expanded value do."""
+    return 0 not in node.meta["val"].stride()
+
+
 class Program:
     """A random graph: blocks of one to three kinds, with writes to a token between and inside them.
 
@@ -203,13 +208,15 @@ class Program:
             if choose.random() < 0.1:
                 self.read_later.append(made)
             if choose.random() < 0.1:
-                self.write()
+                self.write(choose.choice(pool[2:] or [self.token]))
         older = self.random.choice(self.old) if choose.random() < 0.3 else pool[0]
         self.last = hand.add(pool[-1], older)
         self.write()
 
-    def write(self) -> None:
-        self.hand(aten.add_.Tensor, self.token, 1)
+    def write(self, to: Node | None = None) -> None:
+        """End a span: by a write to the token, or to a value that is read before and after."""
+        target = self.token if to is None or not is_dense(to) else to
+        self.hand(aten.add_.Tensor, target, 1)
 
     def ways(self) -> list[Any]:
         hand, halves = self.hand, WIDTH // 2
