@@ -72,7 +72,8 @@ class Context:
     is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
     is_ours: whether the graph has anything of ours.
     is_trial: whether the graph is measured and thrown away.
-    calls_subgraphs: whether what runs the graph can call a subgraph that it compiles once.
+    inline: why what runs the graph compiles every layer for its place, and calls no subgraphs; "" if
+        it may call them.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.
     consumed: the options that the passes have consumed so far, and for which units.
@@ -82,7 +83,7 @@ class Context:
     is_fused: bool = False
     is_ours: bool = True
     is_trial: bool = False
-    calls_subgraphs: bool = False
+    inline: str = "runs node by node"
     is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
     record: Callable[[GraphModule], str] = lambda gm: ""
     consumed: Consumed = field(default_factory=dict)

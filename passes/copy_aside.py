@@ -66,7 +66,7 @@ def copy_aside(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _copies(gm: GraphModule) -> list[tuple[Node, CommTag]]:
-    """Those of communications of ours, in order."""
+    """Returns the copies of communications of ours, in order."""
     tagged = [(node, get_tag(node)) for node in find(gm.graph, COPY_TO)]
     return [(node, tag) for node, tag in tagged if tag is not None]
 

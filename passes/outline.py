@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 def outline(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    if plan.regions == "off" or not context_of(gm).calls_subgraphs:
+    if plan.regions == "off" or context_of(gm).inline:
         return gm
     repeats = find_repeats(gm.graph)
     if not repeats.groups:

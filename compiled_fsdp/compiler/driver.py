@@ -24,7 +24,7 @@ from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.plan import Plan, current_plan
-from compiled_fsdp.torch_private.subgraphs import calls_subgraphs
+from compiled_fsdp.torch_private.subgraphs import why_inline
 from compiled_fsdp.wire.gloo import is_gloo
 
 from .budget import fit_budget
@@ -69,9 +69,9 @@ def run_half(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     is_fused: whether a compiler that fuses kernels comes next.
     """
     is_ours = bool(find(gm.graph, *TO_LOWER))
-    context = Context(
-        is_fused, is_ours=is_ours, calls_subgraphs=is_fused and calls_subgraphs(), is_gloo=is_gloo
-    )
+    context = Context(is_fused, is_ours=is_ours, is_gloo=is_gloo)
+    if is_fused:
+        context = replace(context, inline=why_inline())
     if is_ours:
         gm = _run_ours(gm, context)
     else:
@@ -123,7 +123,7 @@ def _recording(context: Context, plan: Plan, before_split: Consumed, watcher: du
     def record(gm: GraphModule) -> str:
         consumed = {**before_split, **context.consumed}
         made = GraphRecord.of(
-            gm.graph, plan, current_plan(), consumed, is_fused=context.is_fused
+            gm.graph, plan, current_plan(), consumed, context.inline, is_fused=context.is_fused
         ).text()
         watcher.write_record(made)
         return made

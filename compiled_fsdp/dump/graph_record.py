@@ -21,7 +21,6 @@ from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
 from compiled_fsdp.planning.planner import predict
-from compiled_fsdp.torch_private.subgraphs import calls_subgraphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,6 +81,7 @@ class GraphRecord:
     predicted: seconds in total, exposed, and on the wire; None where nothing is known of costs.
     regions: computation that is compiled once and called: the first "unit", "calls", "nodes".
     alone: computation of that size that is compiled for its place: "unit", "nodes", "why".
+    inline: why there are no regions; "" if there are.
     """
 
     kind: str
@@ -99,13 +99,21 @@ class GraphRecord:
     retained: list[str] = field(default_factory=list)
     regions: list[dict[str, Any]] = field(default_factory=list)
     alone: list[dict[str, Any]] = field(default_factory=list)
+    inline: str = ""
 
     @classmethod
     def of(
-        cls, graph: Graph, plan: Plan, asked: Plan, consumed: Consumed, *, is_fused: bool
+        cls,
+        graph: Graph,
+        plan: Plan,
+        asked: Plan,
+        consumed: Consumed,
+        inline: str,
+        *,
+        is_fused: bool,
     ) -> GraphRecord:
         """From a finished graph, the plan that its passes got and as the user set it, and what they
-        have consumed.
+        have consumed; `inline` as in `passes.base.Context`.
         """
         regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
         memory = profile(graph, is_fused)
@@ -123,9 +131,12 @@ class GraphRecord:
                 "wire": on_wire,
             }
         repeats = Repeats([], [], [])
-        if is_fused and plan.regions == "auto" and calls_subgraphs():
-            repeats = find_repeats(graph)
+        if is_fused:
             note(consumed, "outline", "Plan.regions")  # which runs when this is written
+            inline = inline if plan.regions == "auto" else f"Plan(regions={plan.regions!r})"
+        if not inline:
+            repeats = find_repeats(graph)
+            inline = repeats.why_none
         return cls(
             kind="backward" if is_backward(graph) else "forward",
             is_fused=is_fused,
@@ -148,6 +159,7 @@ class GraphRecord:
                 {"unit": s.unit, "nodes": len(s.nodes), "why": repeats.why_alone(s)}
                 for s in repeats.alone
             ],
+            inline=inline,
         )
 
     def text(self) -> str:

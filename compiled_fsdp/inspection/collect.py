@@ -215,6 +215,7 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         retained=[keys.get(key, key) for key in record.retained],
         regions=record.regions,
         alone=record.alone,
+        inline=record.inline,
     )
 
 

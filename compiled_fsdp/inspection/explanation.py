@@ -16,6 +16,7 @@ GRAPH, EAGER, BOTH, UNLOWERED = (
     "in a graph, not lowered",
 )
 NEVER, NOT_YET, EMPTY = "never gathered", "not run yet", "without parameters"
+MOST_ALONE = 5  # lines about computation that is compiled for its place
 ORDER = (GRAPH, BOTH, UNLOWERED, EAGER, NEVER, NOT_YET, EMPTY)
 RESHARD = {
     "gather": "dropped after forward, gathered again in backward",
@@ -80,6 +81,7 @@ class GraphInfo:
     retained: units whose gradients it keeps, unreduced, for a later backward.
     regions: computation that was compiled once and is called: the first "unit", "calls", "nodes".
     alone: computation that was compiled for its place: "unit", "nodes", and "why".
+    inline: why nothing was compiled once; "" if something was.
     """
 
     kind: str
@@ -95,6 +97,7 @@ class GraphInfo:
     retained: list[str]
     regions: list[dict[str, Any]]
     alone: list[dict[str, Any]]
+    inline: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +319,18 @@ def _graphs(graphs: list[GraphInfo]) -> str:
 
 
 def _regions(graph: GraphInfo) -> list[str]:
-    """What repeats in a graph, and what seems to and does not."""
+    """Returns the lines about computation that is compiled once, and about what seems to repeat."""
     if not graph.regions:
-        return []
+        why = f"    every layer compiled for its place: {graph.inline}"
+        return [why] if graph.is_fused and graph.inline else []
     calls = ", ".join(f"{r['calls']} of {r['nodes']} nodes" for r in graph.regions)
     lines = [f"    {_count(len(graph.regions), 'region')} compiled once, calls: {calls}"]
-    return lines + [
+    lines += [
         f"    compiled for its place: {a['unit'] or 'no unit'}, {a['nodes']} nodes: {a['why']}"
-        for a in graph.alone
+        for a in graph.alone[:MOST_ALONE]
     ]
+    more = len(graph.alone) - MOST_ALONE
+    return lines + ([f"    and {more} more (`as_dict` has them)"] if more > 0 else [])
 
 
 def _options(options: list[OptionInfo]) -> str:

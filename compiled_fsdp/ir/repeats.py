@@ -66,7 +66,7 @@ class Span:
 
     @cached_property
     def inside(self) -> set[Node]:
-        """The nodes, to look up."""
+        """The nodes as a set."""
         return set(self.nodes)
 
     @property
@@ -79,7 +79,7 @@ class Span:
 
     @cached_property
     def inputs(self) -> list[Node]:
-        """What it reads of others, in order of first reading."""
+        """The nodes outside that it reads, in order of first reading."""
         found: dict[Node, None] = {}
         for node in self.nodes:
             found.update((n, None) for n in _read(node) if n not in self.inside)
@@ -87,7 +87,7 @@ class Span:
 
     @cached_property
     def outputs(self) -> list[Node]:
-        """What others read of it, or view: values with storage of their own, in order."""
+        """The nodes with storage of their own that others read, or view, in order."""
         found = {self.base(n): None for n in self.nodes if self.is_read_outside(n)}
         return [node for node in self.nodes if node in found]
 
@@ -96,7 +96,7 @@ class Span:
         return any(user not in self.inside for user in node.users)
 
     def base(self, node: Node) -> Node:
-        """What a view in it is a view of, as far as that is in it."""
+        """Returns the node in it that a view is a view of."""
         while may_alias(node) and _first(node) in self.inside:
             node = _first(node)
         return node
@@ -125,7 +125,7 @@ class Span:
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """What it computes, without names: equal for equal spans."""
+        """Its computation without names: equal for equal spans."""
         number = {node: i for i, node in enumerate(self.nodes)}
         inputs = {node: -1 - i for i, node in enumerate(self.inputs)}
         lines = tuple(
@@ -140,14 +140,29 @@ class Span:
 class Repeats:
     """All spans of a graph; of those that are worth a call, groups of equal ones, and those without
     enough equals.
+
+    is_dynamic: whether a value has a size that is not known.
     """
 
     spans: list[Span]
     groups: list[list[Span]]
     alone: list[Span]
+    is_dynamic: bool = False
+
+    @property
+    def why_none(self) -> str:
+        """Why there are no groups; "" if there are."""
+        if self.groups:
+            return ""
+        return "dynamic shapes" if self.is_dynamic else f"nothing occurs {LEAST_TIMES} times"
 
     def why_alone(self, span: Span) -> str:
-        """How a span differs from the group that it has most nodes in common with."""
+        """Returns how often a span occurs, if more than once, or how it differs from the group that
+        it has most nodes in common with.
+        """
+        times = sum(other.form == span.form for other in self.alone)
+        if times > 1:
+            return f"it occurs {times} times, and is called from {LEAST_TIMES} on"
         best, at = max(
             ((g[0], _first_difference(span, g[0])) for g in self.groups),
             key=lambda found: found[1],
@@ -175,7 +190,7 @@ def called_by(call: Node) -> Graph | None:
 
 
 def find_repeats(graph: Graph) -> Repeats:
-    """What repeats in a graph in its final order."""
+    """Returns the repeats of a graph in its final order."""
     groups: dict[Any, list[Span]] = defaultdict(list)
     found = spans(graph)
     for span in found:
@@ -183,7 +198,8 @@ def find_repeats(graph: Graph) -> Repeats:
             groups[span.form].append(span)
     often = [group for group in groups.values() if len(group) >= LEAST_TIMES]
     alone = [span for group in groups.values() if len(group) < LEAST_TIMES for span in group]
-    return Repeats(found, often, alone)
+    is_dynamic = any(map(_is_dynamic, graph.nodes))
+    return Repeats(found, often, alone, is_dynamic)
 
 
 def spans(graph: Graph) -> list[Span]:
@@ -309,16 +325,23 @@ def _root(node: Node) -> Node:
 
 
 def _is_static(node: Node) -> bool:
+    """Whether a node yields tensors of known sizes alone."""
+    return all(isinstance(v, torch.Tensor) for v in _given(node)) and not _is_dynamic(node)
+
+
+def _is_dynamic(node: Node) -> bool:
+    """Whether a node yields a size that is not known, or a tensor of such sizes."""
+    sizes: list[Any] = []
+    for value in _given(node):
+        is_tensor = isinstance(value, torch.Tensor)
+        sizes += (*value.shape, *value.stride(), value.storage_offset()) if is_tensor else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _given(node: Node) -> list[Any]:
     values = node.meta.get("val")
-    for value in values if isinstance(values, list | tuple) else (values,):
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            return False
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            return False
-    return True
+    found = values if isinstance(values, list | tuple) else (values,)
+    return [value for value in found if value is not None]
 
 
 def _first(node: Node) -> Node:
@@ -327,7 +350,7 @@ def _first(node: Node) -> Node:
 
 
 def _read(node: Node) -> list[Node]:
-    """What a node reads, in the order of its arguments."""
+    """Returns the nodes that a node reads, in the order of its arguments."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found

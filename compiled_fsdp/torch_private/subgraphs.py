@@ -9,20 +9,22 @@ from torch._inductor import config, graph, ir
 from torch._inductor.virtualized import V
 
 
-def calls_subgraphs() -> bool:
-    """Whether Inductor makes functions of subgraphs: not of its C++ wrapper, nor, as nobody has
-    tried it with ours, for CUDA graphs.
+def why_inline() -> str:
+    """Returns why Inductor is to compile every layer for its place: its C++ wrapper has no functions
+    for subgraphs, and with CUDA graphs nobody has tried them; "" where it may call subgraphs.
     """
-    return not config.cpp_wrapper and not config.triton.cudagraphs
+    if config.cpp_wrapper:
+        return "Inductor's C++ wrapper calls no subgraphs"
+    return "not tried with CUDA graphs" if config.triton.cudagraphs else ""
 
 
 def keep_memory_apart() -> None:
     """Let a subgraph's memory be its own, once for all.
 
     Before 2.15 a subgraph of a backward takes its inputs for the outer graph's of the same number,
-    and may write into those that the outer one was given for good ("donated"). And a result that
-    lies in an input, or in another result, is a buffer of its own to the outer graph: then none of
-    them may be used again.
+    and may write into those that the outer one was given for good ("donated"). And to the outer
+    graph each result is a buffer of its own, also one that lies in an argument or in another
+    result: memory of such calls is never used again.
     """
     made: Any = graph.SubgraphLowering.__init__
     if hasattr(made, "__wrapped__"):
@@ -38,12 +40,10 @@ def keep_memory_apart() -> None:
     @functools.wraps(create)
     def then_keep(subgraph: Any, *operands: Any) -> Any:
         results = create(subgraph, *operands)
-        names = [each.get_name() for each in subgraph.graph.graph_outputs]
-        if len({*names, *subgraph.graph.graph_inputs}) < len(names) + len(
-            subgraph.graph.graph_inputs
-        ):
-            tensors = [each for each in (*operands, *results) if isinstance(each, ir.TensorBox)]
-            V.graph.never_reuse_buffers.update(each.get_name() for each in tensors)
+        inside = subgraph.graph
+        names = [*inside.graph_inputs, *(each.get_name() for each in inside.graph_outputs)]
+        if len({*names}) < len(names):
+            V.graph.never_reuse_buffers.update(each.get_name() for each in (*operands, *results))
         return results
 
     changed: Any = graph.SubgraphLowering

@@ -8,7 +8,7 @@ import torch
 
 from compiled_fsdp.wire import copies
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Offload:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer on the host."""
-        made = torch.zeros(numel, dtype=dtype, device=HOST)
+        made = torch.zeros(numel, dtype=dtype, device=CPU)
         return copies.pinned(made) if self.pins else made
 
 
 def is_apart(device: torch.device) -> bool:
     """Whether a device has memory of its own; tests say that the CPU has."""
-    return device.type != HOST.type
+    return device.type != CPU.type
 
 
 def can_pin() -> bool:

@@ -27,7 +27,7 @@ from .flat import FlatBuffer
 from .handles import APART, Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
-from .offload import HOST, Offload
+from .offload import CPU, Offload
 from .param import Original, ShardedParam
 from .precision import reduce_dtype
 from .registered import UNITS, registered
@@ -161,7 +161,7 @@ class Unit:
             [o.local.shape for o in group], info.shard_size, [o.dim for o in group]
         )
         is_apart = group[0].is_apart
-        rests = first.device if self.offload is None or first.is_meta else HOST
+        rests = first.device if self.offload is None or first.is_meta else CPU
         buffer = self.zeros(0 if is_apart else layout.numel, first.dtype, rests)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
@@ -197,14 +197,14 @@ class Unit:
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer, in pinned memory where the unit rests so."""
-        if self.offload is not None and device.type == HOST.type:
+        if self.offload is not None and device.type == CPU.type:
             return self.offload.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @property
     def rests_on(self) -> str:
         """The type of device where its parameters are at rest."""
-        return (HOST if self.offload else self.mesh_info.device).type
+        return (CPU if self.offload else self.mesh_info.device).type
 
     def adopt(self, paths: dict[nn.Module, str], *, is_nested: bool) -> None:
         """Take names from the outermost sharded module, whose descendants are at `paths`.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
-OUTLINES = Context(is_fused=True, calls_subgraphs=True)
+OUTLINES = Context(is_fused=True, inline="")
 WIDTH = 4
 
 
