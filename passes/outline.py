@@ -3,17 +3,21 @@ calls of one subgraph.
 
 Before:
 
-    %w1 = wait(%gather1)
-    %y1 = relu(mm(%x, view(%w1, [8, 8])))
-    %w2 = wait(%gather2)
-    %y2 = relu(mm(%y1, view(%w2, [8, 8])))
+    %w0 = view(wait(all_gather(%flat0)), shape)
+    %y0 = mm(compute(%x), %w0)
+    %w1 = view(wait(all_gather(%flat1)), shape)
+    %y1 = mm(compute(%y0), %w1)
+    %w2 = view(wait(all_gather(%flat2)), shape)
+    %y2 = mm(compute(%y1), %w2)
 
 After:
 
-    %w1 = wait(%gather1)
-    %y1 = invoke_subgraph(@fsdp_region_0, "fsdp_region_0", %x, %w1)[0]
-    %w2 = wait(%gather2)
-    %y2 = invoke_subgraph(@fsdp_region_0, "fsdp_region_0", %y1, %w2)[0]
+    %w0 = view(wait(all_gather(%flat0)), shape)
+    %y0 = getitem(invoke_subgraph(%fsdp_region_0, "fsdp_region_0", %x, %w0), 0)
+    %w1 = view(wait(all_gather(%flat1)), shape)
+    %y1 = getitem(invoke_subgraph(%fsdp_region_0, "fsdp_region_0", %y0, %w1), 0)
+    %w2 = view(wait(all_gather(%flat2)), shape)
+    %y2 = getitem(invoke_subgraph(%fsdp_region_0, "fsdp_region_0", %y1, %w2), 0)
 
 Collectives, waits, marks, steps and whatever else has an effect stay where they are, in the outer
 graph; what stands between two of them is a candidate (`ir/repeats.py`), and equal candidates (the

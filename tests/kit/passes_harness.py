@@ -160,10 +160,10 @@ def flow(graph: Graph) -> list[str]:
     lines: list[str] = []
     names: dict[Node, str] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr"):
             names[node] = node.name
         if node.op == "call_function":
-            op = getattr(node.target, "_opname", "getitem")
+            op = getattr(node.target, "_opname", None) or node.target.__name__
             if op == "reshape":
                 names[node] = names[node.args[0]]
                 continue

@@ -23,9 +23,12 @@ from compiled_fsdp.ir import repeats
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_context
 from compiled_fsdp.ir.printer import show
-from compiled_fsdp.ir.repeats import INVOKE, LEAST_NODES, find_repeats, spans
+from compiled_fsdp.ir.repeats import INVOKE, LEAST_NODES, LEAST_TIMES, find_repeats, spans
+from compiled_fsdp.passes import outline as module
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
@@ -57,7 +60,25 @@ def layers(*nodes: int) -> GraphModule:
     return lower(hand.returns(x), PLAN)
 
 
+def plain_layers() -> GraphModule:
+    """Three layers that negate, and multiply with a parameter."""
+    hand = Hand()
+    y = hand.input("x", WIDTH, WIDTH)
+    flats = [hand.input(f"flat{i}", WIDTH * WIDTH // 2) for i in range(3)]
+    for i, flat in enumerate(flats):
+        (w,) = unit(f"layers.{i}", {"w": (WIDTH, WIDTH)})
+        full = hand.unshard(flat, w)
+        y = hand(aten.mm.default, hand.compute(y), full)
+    return lower(hand.returns(y), PLAN)
+
+
 class TestOutline(GraphTest):
+    def test_docstring(self):
+        gm = plain_layers()
+        self.assertDocumented(module, "Before", gm)
+        with mock.patch.object(repeats, "LEAST_NODES", 2):
+            self.assertDocumented(module, "After", outlined(gm))
+
     def test_graph(self):
         """The layers in the middle are calls of one subgraph; the sum at the end of a layer is made
         where the next one reads it. The first and the last compute something else.
@@ -152,21 +173,79 @@ layers.7: %neg_default_56 (aten.neg.default) where layers.2 has %add_tensor_1 (a
 
 
 def test_what_writes_ends_a_span() -> None:
-    """And so do random numbers of torch's generator."""
+    """And so do random numbers of torch's generator, and what Inductor makes a write of."""
     hand = Hand()
     x, token = hand.input("x", 4), hand.input("token", 1)
     a = hand.compute(x)
     hand(aten.add_.Tensor, token, 1)
     b = hand.compute(a)
     c = hand(aten.bernoulli.p, b, 0.5)
-    parts = hand(aten.split.Tensor, hand.compute(c), 2)
+    d = hand(aten.slice_scatter.default, c, hand.compute(c), 0, 0, 4)
+    parts = hand(aten.split.Tensor, hand.compute(d), 2)
     gm = hand.returns(hand(operator.getitem, parts, 1))
     found = [[node.name for node in span.nodes] for span in spans(gm.graph)]
-    assert found == [
-        ["neg_default"],
-        ["neg_default_1"],
-        ["neg_default_2", "split_tensor", "getitem"],
-    ]
+    last = ["neg_default_3", "split_tensor", "getitem"]
+    assert found == [["neg_default"], ["neg_default_1"], ["neg_default_2"], last]
+
+
+def test_nothing_moves_past_a_write_to_what_it_reads() -> None:
+    """A value that only the next span reads is computed there, unless what it reads is another by
+    then.
+    """
+    for ending, is_moved in (("token", True), ("value", False), ("view", False)):
+        hand = Hand()
+        x, token = hand.input("x", 4), hand.input("token", 1)
+        value = hand.compute(x)
+        view = hand(aten.view.default, value, [2, 2])
+        last = hand(aten.sin.default, value)
+        hand(aten.add_.Tensor, {"token": token, "value": value, "view": view}[ending], 1)
+        gm = hand.returns(hand.compute(last))
+        moved = [node.name for span in spans(gm.graph) for node in span.nodes[: span.num_moved]]
+        assert moved == (["sin_default"] if is_moved else []), ending
+
+
+@pytest.mark.parametrize("is_param", [False, True])
+def test_what_reads_a_parameter_stays(is_param: bool) -> None:
+    """Through a view too: the gathered buffer would live on."""
+    hand = Hand()
+    x, flat, token = hand.input("x", 4, 4), hand.input("flat", 8), hand.input("token", 1)
+    (w,) = unit("u", {"w": (4, 4)})
+    y = hand.compute(x)
+    read = hand.unshard(flat, w) if is_param else hand.compute(y)
+    last = hand.add(y, hand(aten.permute.default, read, [1, 0]))
+    hand(aten.add_.Tensor, token, 1)
+    gm = lower(hand.returns(hand.compute(last)), PLAN)
+    moved = [node for span in spans(gm.graph) for node in span.nodes[: span.num_moved]]
+    assert bool(moved) != is_param
+
+
+DIFFERENCES: dict[str, Callable[[Hand], Any]] = {
+    "shape": lambda hand: hand(aten.slice.Tensor, hand.input("y", 8, 4), 0, 0, 3),
+    "dtype": lambda hand: hand.input("y", 4, 4, dtype=torch.float64),
+    "strides": lambda hand: hand(aten.permute.default, hand.input("y", 4, 4), [1, 0]),
+    "alignment": lambda hand: hand(aten.slice.Tensor, hand.input("y", 5, 4), 0, 1, 5),
+}
+
+
+@pytest.mark.parametrize("name", ["none", *DIFFERENCES])
+def test_spans_that_differ_are_apart(name: str) -> None:
+    """One of three reads a value of another shape, dtype, stride, or place in its storage."""
+    hand = Hand()
+    token = hand.input("token", 1)
+    sources = [hand.input(f"x{i}", 4, 4) for i in range(LEAST_TIMES - 1)]
+    sources.append(DIFFERENCES[name](hand) if name in DIFFERENCES else hand.input("y", 4, 4))
+    results = []
+    for source in sources:
+        value = source
+        for _ in range(LEAST_NODES):
+            value = hand.compute(value)
+        hand(aten.add_.Tensor, token, 1)
+        results.append(value)
+    found = find_repeats(hand.returns(*results).graph)
+    assert len(found.groups) == (name == "none")
+    if name != "none":
+        assert found.why_none == f"nothing occurs {LEAST_TIMES} times"
+        assert found.why_alone(found.alone[0]).startswith(f"it occurs {LEAST_TIMES - 1} times")
 
 
 def is_dense(node: Node) -> bool:
