@@ -22,7 +22,7 @@ KEPT = 20  # steps that the median is of
 
 
 class Clock:
-    """Of one model.
+    """The optimizer steps of one model, and when they ended.
 
     count: optimizer steps so far.
     seconds: of the last steps; the time of the first is not known.

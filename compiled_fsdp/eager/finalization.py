@@ -68,7 +68,7 @@ class Finalization:
 
     @property
     def tree(self) -> Tree:
-        """Whose backwards end here."""
+        """The units whose backwards end here."""
         tree = self._tree()
         assert tree is not None
         return tree
@@ -89,7 +89,7 @@ class Finalization:
         return self.handle is not None and self.handle.root is root
 
     def before_forward(self) -> None:
-        """What a forward must not find.
+        """Refuse a forward that comes too early.
 
         Raises:
             RuntimeError: gradients on their way, or a setting on a module that is inside another by

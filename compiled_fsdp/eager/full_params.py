@@ -382,8 +382,8 @@ def _check_unwritten(checksums: Sequence[tuple[FlatBuffer, Tensor]], why: str) -
 
 
 def _version(param: ShardedParam) -> tuple[int, int]:
-    """Of a full parameter: changes when a user writes to it, or puts other memory in its place
-    (`.data = x`).
+    """The version of a full parameter: it changes when a user writes to it, or puts other memory in
+    its place (`.data = x`).
     """
     assert param.unsharded is not None
     return param.unsharded._version, param.gathered.untyped_storage()._cdata

@@ -363,7 +363,7 @@ class Runtime(FullParams):
     def _program(
         self, flat: FlatBuffer, ready: list[tuple[ShardedParam, Tensor]]
     ) -> tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]:
-        """What becomes of these gradients."""
+        """The reduction of these gradients, not started yet."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)
         self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))

@@ -51,7 +51,7 @@ TREES: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 class Tree:
-    """What the units below one outermost module share.
+    """The units below one outermost module, and what they share.
 
     members: the units' runtimes.
     order: post-forwards of this iteration, with repeats.
@@ -172,7 +172,7 @@ class Tree:
                 runtime.drop_pending(is_end_of_backward=True)
 
     def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
-        """What the end of a backward reduces, in stock's order: that in which backward came to the
+        """The units that the end of a backward reduces, in stock's order: that in which backward came to the
         units; but for FSDP1, whose flat gradients are complete in the reverse order in which
         forward made their views, so that the root's is the last.
         """

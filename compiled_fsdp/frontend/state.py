@@ -30,6 +30,7 @@ from compiled_fsdp.torch_private.dynamo import (
     untraced,
 )
 from compiled_fsdp.torch_private.modules import cast_floating, plain_name
+from compiled_fsdp.units.assigned import adopt_assigned
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
 
@@ -67,19 +68,19 @@ class State:
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
-        unit.on_shared = self._lend
+        unit.on_shared = self._share
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
         self.runtime.tree.delivers = True
 
-    def _lend(self, module: nn.Module) -> None:
+    def _share(self, module: nn.Module) -> None:
         """A module of another unit holds one of this one's parameters from now on (tied after
         sharding).
         """
         borrower: State = module.__dict__["_fsdp_owner"]
         borrower.runtime.borrow(self.runtime)
-        self.unit.lend_to(borrower.unit)
+        self.unit.share_with(borrower.unit)
 
     def _check(self, *, is_in_graph: bool) -> None:
         for runtime in (
@@ -252,7 +253,7 @@ class State:
 def _follow_user(runtime: Runtime) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
     if runtime.unit.was_assigned:
-        runtime.unit.adopt_assigned()
+        adopt_assigned(runtime.unit)
     if runtime.unit.offload is not None:  # moved since the first forward
         check_devices([runtime.unit])
     runtime.follow_requires_grad()

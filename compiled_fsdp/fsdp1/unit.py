@@ -102,7 +102,7 @@ class FlatUnit(Unit):
         data = nn.Parameter(flat.data, requires_grad=flat.requires_grad)
         return FlatShardBuffer(self, info, layout, [shard], data)
 
-    def _spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
+    def make_spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         """As any unit's, with FSDP1's dtypes and divisions: before and after the sum, near the
         square root of the ranks.
 
@@ -114,7 +114,7 @@ class FlatUnit(Unit):
         hook = state._comm_hook
         reduce_dtype = compute if is_full else keeper._reduce_dtype
         self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-        spec = super()._spec(flat, param)
+        spec = super().make_spec(flat, param)
         spec = replace(
             spec,
             reduce_op="sum",
@@ -177,9 +177,6 @@ class FlatUnit(Unit):
         settings.is_accumulating |= not value
         settings.reshard_after_backward = value or self.wrapper.sharding_strategy in RESHARDED
         self.publish()
-
-    def adopt_replaced(self) -> None:
-        """Stock's handle writes back what users put in the place of an original."""
 
     def take_over(self) -> None:
         """Follow what the user did to the flat parameter: moved, cast, frozen."""

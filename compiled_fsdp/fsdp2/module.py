@@ -15,6 +15,7 @@ from compiled_fsdp.frontend.state import State, get_state, set_state
 from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
 from compiled_fsdp.torch_private.dynamo import rebind_compiled, uncompiled, untraced
 from compiled_fsdp.torch_private.modules import register_first
+from compiled_fsdp.units.assigned import adopt_replaced
 from compiled_fsdp.units.registered import Registered
 from compiled_fsdp.wire import copies
 
@@ -159,6 +160,6 @@ def _adopt_loaded(state: State) -> Callable[..., None]:
     """A hook after `load_state_dict`: with `assign=True` it replaced the parameters."""
 
     def hook(*_: object) -> None:
-        state.unit.adopt_replaced()
+        adopt_replaced(state.unit)
 
     return hook

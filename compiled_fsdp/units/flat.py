@@ -72,7 +72,7 @@ class FlatBuffer:
     is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered
         ahead is for the next forward.
     left_out: a run of a backward graph, and the offsets of parameters to which it does not lead;
-        see `left_out.py`.
+        see `wire/unused_outputs.py`.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
     """

@@ -8,30 +8,28 @@ views become the parameters' `.grad`.
 from __future__ import annotations
 
 import itertools
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.options import Options, remember
 from compiled_fsdp.torch_private.dtensors import make_dtensor
-from compiled_fsdp.wire.ablation import fake_group, is_ablated
+from compiled_fsdp.wire.ablation import is_ablated
 
+from .assigned import adopt_assigned
 from .extension import has_extension
 from .flat import FlatBuffer
 from .handles import APART, Handle
 from .layout import flat_layout
-from .mesh import MeshInfo, averages, reduction, resolve_reshard, twin_group
+from .mesh import MeshInfo, resolve_reshard, twin_group
 from .offload import CPU, Offload
 from .param import Original, ShardedParam
-from .precision import reduce_dtype
 from .registered import UNITS, registered
 from .settings import Settings
+from .specs import after, make_spec, traced
 from .tensor_parallel import full_of, key_of
 
 if TYPE_CHECKING:
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from compiled_fsdp.ir.spec import ParamSpec
 
     from .gathers import Gather
 
@@ -113,7 +113,7 @@ class Unit:
         self._handles: dict[object, tuple[ParamSpec, Handle]] = {}
         self.is_outermost = True
         # Units whose forwards read parameters of this one too, by their numbers.
-        self.lent_to: list[str] = []
+        self.shared_with: list[str] = []
         # All ranks run it eagerly, since one cannot go on to compile it.
         self.runs_eagerly = False
         self.is_resident = self.was_read = self.has_gradients = False
@@ -222,76 +222,6 @@ class Unit:
             self.reshard = is_nested
         self.publish()
 
-    def adopt_replaced(self) -> None:
-        """Take over parameters that were assigned to the modules, as `load_state_dict(assign=True)`
-        does.
-
-        Raises:
-            TypeError: a new parameter is not a DTensor with the mesh, placements and shape of the
-                old one.
-        """
-        assigned = self._assigned()
-        for param, new in assigned:
-            if not _fits(param, new):
-                old: Any = param.sharded
-                raise TypeError(
-                    f"load_state_dict: parameter {param.fqn} was assigned a "
-                    f"{type(new.data).__name__} of shape {tuple(new.shape)}; its unit needs a "
-                    f"DTensor placed as {old.placements}, shape {tuple(old.shape)}. Use "
-                    "distribute_tensor, or "
-                    "torch.distributed.checkpoint.state_dict.set_model_state_dict"
-                )
-        self._adopt(assigned)
-
-    def adopt_assigned(self) -> None:
-        """Take over what users assigned since the last call and fits; what does not fit is read as
-        it is.
-
-        Raises:
-            RuntimeError: one of several names of a tied parameter was assigned a sharded parameter
-                of its own.
-        """
-        assigned = self._assigned()
-        fitting = [(param, new) for param, new in assigned if _fits(param, new)]
-        for param, new in fitting:
-            kept = [
-                name for module, name in param.owners if module._parameters.get(name) is not new
-            ]
-            if kept:
-                raise RuntimeError(
-                    f"{self.name}: {param.fqn} is tied, and only some of the modules that hold it "
-                    f"were assigned another sharded parameter ({kept} were not). Untie weights "
-                    "before fully_shard, or assign to all of them"
-                )
-        plain = [
-            p.fqn
-            for p, new in assigned
-            if isinstance(new, nn.Parameter) and not isinstance(new, DTensor)
-        ]
-        if plain:
-            warn_once(
-                f"compiled_fsdp: in the place of {', '.join(plain)} of unit {self.name!r} stands a "
-                "plain nn.Parameter: it is read as it is, neither gathered nor reduced over the "
-                "ranks, and what was sharded is not trained meanwhile. To change its values, copy "
-                "into the sharded parameter, or load a state dict"
-            )
-        self._adopt(fitting)
-
-    def _assigned(self) -> list[tuple[ShardedParam, Any]]:
-        self.was_assigned = False
-        return [(param, new) for param in self.params if (new := param.assigned()) is not None]
-
-    def _adopt(self, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:
-        for param, new in assigned:
-            _say_it_stays_tied(param, new)
-            param.sharded = new
-            param.register(new)
-            param.put_back()
-        if assigned:
-            for flat in self.flats:
-                flat.refresh()
-            self.publish()
-
     def add_owner(self, param: ShardedParam, module: nn.Module, name: str) -> None:
         """Let a module hold one of the unit's parameters too: `name` is tied to it from now on."""
         param.owners.append((module, name))
@@ -311,16 +241,16 @@ class Unit:
         unit.add_owner(new, module, name)
         unit.on_shared(module)
 
-    def lend_to(self, borrower: Unit) -> None:
+    def share_with(self, borrower: Unit) -> None:
         """Parameters of this unit are gathered while the borrower's forward runs, too."""
         number = f"#{borrower.number}"
-        if borrower is not self and number not in self.lent_to:
-            self.lent_to.append(number)
+        if borrower is not self and number not in self.shared_with:
+            self.shared_with.append(number)
             self.publish()
 
     def take_over(self) -> None:
         """Follow what the user did to the sharded parameters: replaced, moved, cast."""
-        self.adopt_assigned()
+        adopt_assigned(self)
         for flat in self.flats:
             flat.refresh(is_moved=True)
         self.publish()
@@ -342,74 +272,9 @@ class Unit:
             self.settings.is_scheduled = self.settings.is_accumulating = True
             self.publish()
 
-    def _spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
+    def make_spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         """The op arguments of one parameter under the current settings."""
-        info, policy, settings = flat.mesh_info, self.mp_policy, self.settings
-        original = param.sharded.dtype
-        compute = param.compute or policy.param_dtype
-        dtype = compute if compute is not None and original.is_floating_point else original
-        wire = reduce_dtype(policy, original, dtype)
-        how = reduction(info, wire, settings.divide_factor, is_sum=settings.force_sum)
-        is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
-        if (
-            is_mean and settings.reduce_scatter
-        ):  # users' communications are asked for what stock asks them for
-            how = replace(how, op="avg", post_divide=1.0)
-        gather_group, reduce_group = self._groups(info)
-        if settings.fake_reduce and how.replicate_size > 1:
-            how = replace(how, replicate_group=fake_group(how.replicate_group))
-        post = self.post_meshes.get(info)
-        kind = "slice" if post else "gather" if self.reshard else "keep"
-        return ParamSpec(
-            offset=param.layout.offset,
-            shape=param.layout.shape,
-            dim=param.layout.dim,
-            dtype=dtype,
-            group_size=info.shard_size,
-            group=gather_group,
-            gather_algorithm=settings.all_gather,
-            reduce_group=reduce_group,
-            reshard=kind,
-            post_size=post.size(1) if post else 1,
-            post_group=post.get_group(1).group_name if post else "",
-            reduce_dtype=how.dtype,
-            reduce_op=how.op,
-            reduce_algorithm=settings.reduce_scatter or how.algorithm,
-            pre_divide=how.pre_divide,
-            post_divide=how.post_divide,
-            replicate_size=how.replicate_size,
-            replicate_group=how.replicate_group,
-            sync="reduce"
-            if settings.sync == "scatter" and info.replicate_size == 1
-            else settings.sync,
-            is_accumulating=settings.is_accumulating,
-            hook=settings.all_reduce_hook and (MEAN if is_mean else "") + settings.all_reduce_hook,
-            overlap=settings.overlap,
-            unit=self.key,
-            fqn=param.fqn,
-            reduces_in_flight=settings.max_reductions_in_flight,
-            forward_after=self._after("forward"),
-            backward_after=self._after("backward"),
-            forward_ahead=settings.forward_ahead,
-            backward_ahead=settings.backward_ahead,
-            device=self.offload.device if self.offload else "",
-            pins=bool(self.offload and self.offload.device and self.offload.pins),
-        )
-
-    def _traced(self, spec: ParamSpec) -> ParamSpec:
-        """Returns the spec for a graph, which is made in forward, where nobody knows yet which
-        backward of a schedule is the last.
-        """
-        is_kept = self.settings.is_scheduled and self.settings.sync == "reduce"
-        return replace(spec, sync="retain", is_accumulating=True) if is_kept else spec
-
-    def _groups(self, info: MeshInfo) -> tuple[str, str]:
-        """The names of the groups that gather and that reduce over the shard axis."""
-        own = info.shard_group.group_name
-        gathers = fake_group(own) if self.settings.fake_all_gather else own
-        return gathers, fake_group(own) if self.settings.fake_reduce else self.reduce_groups.get(
-            info, own
-        )
+        return make_spec(self, flat, param)
 
     @property
     def mode(self) -> object:
@@ -423,9 +288,9 @@ class Unit:
         Handles are kept: coming back to settings that were used before finds the code that was
         compiled for them.
         """
-        lists = self._after("forward"), self._after("backward")
+        lists = after(self, "forward"), after(self, "backward")
         groups = tuple(self.reduce_groups.values())
-        lent_to = tuple(self.lent_to)
+        shared_with = tuple(self.shared_with)
         state = (
             astuple(self.settings),
             self.reshard,
@@ -434,14 +299,14 @@ class Unit:
             lists,
             self.is_resident,
             self.mode,
-            lent_to,
+            shared_with,
         )
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
                 if has_extension(param.local, param.fqn):
                     self._check_extension(flat, param)
-                    param.spec, param.handle = self._spec(flat, param), APART
+                    param.spec, param.handle = self.make_spec(flat, param), APART
                     param.show_handle(APART)
                     continue
                 key = (
@@ -453,16 +318,16 @@ class Unit:
                     is_frozen,
                 )
                 if key not in self._handles:
-                    spec = self._spec(flat, param)
+                    spec = self.make_spec(flat, param)
                     self._handles[key] = (
                         spec,
                         Handle(
                             flat.data,
-                            self._traced(spec).as_constants(),
+                            traced(self, spec).as_constants(),
                             is_frozen,
                             key_of(param.full),
                             self.is_resident,
-                            units=(f"#{self.number}", *self.lent_to),
+                            units=(f"#{self.number}", *self.shared_with),
                         ),
                     )
                 param.spec, param.handle = self._handles[key]
@@ -480,11 +345,6 @@ class Unit:
                 "all-gather extension, which is not supported with an int reshard_after_forward. "
                 "Pass True or False"
             )
-
-    def _after(self, direction: str) -> tuple[str, ...]:
-        return tuple(
-            "" if unit.is_outermost else unit.key for unit in self.prefetched_by[direction]
-        )
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""
@@ -529,31 +389,6 @@ originals: dict[type, type] = {}  # generated class -> what it was made of
 def original_class(module: nn.Module) -> type:
     """The class that the module had before it was sharded."""
     return originals.get(type(module), type(module))
-
-
-def _say_it_stays_tied(param: ShardedParam, new: Any) -> None:
-    """`load_state_dict(assign=True)` gives each name a parameter of its own, one after the
-    other.
-    """
-    if any(module._parameters.get(name) is not new for module, name in param.owners):
-        warn_once(
-            f"compiled_fsdp: parameter {param.fqn} is tied, and load_state_dict(assign=True) gave "
-            "each of its names a parameter of its own, which ends the tie of a plain module. "
-            "Sharded weights stay tied, with the values given to one name. Untie weights before "
-            "fully_shard, or load without assign=True"
-        )
-
-
-def _fits(param: ShardedParam, new: Any) -> bool:
-    """Whether a parameter can take the place of a sharded one."""
-    old: Any = param.sharded
-    if not isinstance(new, nn.Parameter) or not isinstance(new, DTensor):
-        return False
-    return (new._spec.mesh, new.placements, new.shape) == (
-        old.device_mesh,
-        old.placements,
-        old.shape,
-    )
 
 
 def _nothing() -> None:

@@ -21,7 +21,7 @@ from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
-from . import agreement, copies, gloo, launch, left_out, ranges
+from . import agreement, copies, gloo, launch, ranges, unused_outputs
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Piece:
         return sum(self.sizes)
 
 
-class Owner(left_out.Buffer, Protocol):
+class Owner(unused_outputs.Buffer, Protocol):
     """A flat buffer's unit, as the ops reach it at run time; offsets name its parameters."""
 
     def is_reached(self) -> bool:
@@ -155,7 +155,7 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
         "not overwrite Inductor's joint_custom_post_pass and post_grad_custom_post_pass",
         about="a graph without our passes",
     )
-    left_out.announce()
+    unused_outputs.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
         return _unaliased(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
@@ -174,7 +174,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
 @_kernel("reduce_grad")
 def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
-    left_out.announce_zeros(grad, spec.fqn)
+    unused_outputs.announce_zeros(grad, spec.fqn)
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
         result = comm.reduce_grad(
@@ -456,7 +456,7 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
 
 @_kernel("watch_heads")
 def _watch_heads(token: Tensor, flats: Sequence[Tensor], num_outputs: int, text: str) -> None:
-    left_out.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
+    unused_outputs.watch([owner_of(flat, "watch_heads") for flat in flats], num_outputs, text)
 
 
 @_kernel("copy_to")

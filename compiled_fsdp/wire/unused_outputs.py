@@ -1,5 +1,5 @@
-"""Before a graph's backward runs: which of its outputs have got a gradient, and which parameters
-are left out therefore.
+"""Finds the outputs of a graph that the loss does not use, before its backward runs: parameters to
+which only they lead get no gradient.
 
 `heads.py` says why. Outputs count as used if they are on any rank: one reduction serves all, so all
 must do the same with it.
@@ -36,12 +36,12 @@ class Buffer(Protocol):
         """Those over which its gradients are reduced."""
 
     def leave_out(self, run: tuple[int, int], offsets: set[int]) -> None:
-        """Parameters to which this run of a backward graph does not lead."""
+        """Give no gradient to parameters to which this run of a backward graph does not lead."""
 
 
 def watch(buffers: Sequence[Buffer], num_outputs: int, text: str) -> None:
-    """From inside a graph's forward: look at the gradients of its outputs before its backward
-    runs.
+    """Look at the gradients of a graph's outputs before its backward runs; called by an op of its
+    forward.
     """
     node = running_compiled_function()
     if node is None:  # nothing is recorded
@@ -62,8 +62,8 @@ def watch(buffers: Sequence[Buffer], num_outputs: int, text: str) -> None:
 
 
 def announce() -> None:
-    """From inside the forward of a graph that our passes have not seen: say so if an output is left
-    out.
+    """Say so if the loss does not use an output; called by an op in the forward of a graph that our
+    passes have not seen.
     """
     node = running_compiled_function()
     if node is None or getattr(node, "_fsdp_announces", False):
@@ -79,8 +79,8 @@ def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> Non
 
 
 def announce_zeros(grad: Tensor, fqn: str) -> None:
-    """The same from inside its backward, where its forward has no op of ours: full parameters are
-    its inputs (`resident.py`).
+    """Say the same, called by an op in the backward of a graph whose forward has no op of ours: full
+    parameters are its inputs (`resident.py`).
     """
     node = running_node()
     if node is not None and not getattr(node, "_fsdp_announces", False) and not grad.any():
