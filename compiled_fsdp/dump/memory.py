@@ -1,4 +1,4 @@
-"""The memory of a finished graph: `memory.json` of a dump, from which the report is made."""
+"""The memory of a finished graph: `memory.json.gz` of a dump, from which the report is made."""
 
 from __future__ import annotations
 

@@ -97,7 +97,11 @@ def write_records(graph: Graph, path: Path, is_fused: bool) -> None:
         "executor": "fused" if is_fused else "plain",
     }
     _write_json(path / layout.TIMELINE, timeline(graph, head))
-    _write_json(path / layout.MEMORY, memory(graph, path, head))
+    _write_packed(path / layout.MEMORY, f"{json.dumps(memory(graph, path, head))}\n")
+
+
+def _write_packed(path: Path, text: str) -> None:
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _write_json(path: Path, values: object) -> None:
@@ -247,7 +251,7 @@ class Dump:
         self._write(stem + layout.TEXT, f"{made_by}\n{show(gm.graph)}\n")
         if self.path is not None:
             text = values.replace('"pass":""', f'"pass":"{name}"', 1)
-            (self.path / (stem + layout.GRAPH)).write_bytes(gzip.compress(text.encode(), mtime=0))
+            _write_packed(self.path / (stem + layout.GRAPH), text)
         return True
 
     def _write(self, name: str, text: str) -> None:

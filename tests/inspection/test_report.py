@@ -31,6 +31,7 @@ from usage import UsageError
 from compiled_fsdp import Costs, Link, fully_shard, planned
 from compiled_fsdp.command.cli import main
 from compiled_fsdp.dump import writer
+from compiled_fsdp.inspection.check import read
 from compiled_fsdp.inspection.profiles import WAIT
 from compiled_fsdp.inspection.report.measured import AGREE, CARRIED
 from compiled_fsdp.inspection.report.page import unpacked
@@ -56,7 +57,7 @@ def graphs_of(dump: Path, rank: int = 0) -> list[Path]:
 
 
 def load(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(read(path, "testing"))
 
 
 class Page(HTMLParser):
@@ -103,7 +104,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]
 
 
 class TestRecords:
-    """`timeline.json` and `memory.json` beside the functions that they come from."""
+    """`timeline.json` and `memory.json.gz` beside the functions that they come from."""
 
     @pytest.mark.parametrize(
         ("half", "executor"), [(h, e) for h in (0, 1) for e in ("plain", "fused")]
@@ -158,7 +159,7 @@ class TestRecords:
         self, traced: tuple[Path, list[Graph]], executor: str
     ) -> None:
         folder, graphs = traced
-        forward, backward = (load(folder / half / "memory.json") for half in HALVES)
+        forward, backward = (load(folder / half / "memory.json.gz") for half in HALVES)
         step = profile_step(*graphs, is_fused=executor == "fused")
         assert backward["after"] == HALVES[0]
         for found, expected in ((forward, step.forward), (backward, step.backward)):
@@ -173,14 +174,14 @@ class TestRecords:
             assert alive == sorted(a.num_bytes for a in expected.alive)
 
     def test_what_is_saved_says_where_it_comes_from(self, traced: tuple[Path, list[Graph]]) -> None:
-        owners = {s[1] for s in load(traced[0] / HALVES[1] / "memory.json")["plain"]["storages"]}
+        owners = {s[1] for s in load(traced[0] / HALVES[1] / "memory.json.gz")["plain"]["storages"]}
         assert any(re.fullmatch(r"addmm.* in [01]", owner) for owner in owners), owners
 
     def test_a_backward_without_its_forward(self, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch, fake_ranks(2):
             patch.setattr("compiled_fsdp.dump.memory._is_half", lambda *_: False)
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), tmp_path)
-        (backward,) = tmp_path.glob("rank0/*_backward/memory.json")
+        (backward,) = tmp_path.glob("rank0/*_backward/memory.json.gz")
         assert load(backward)["after"] is None
         assert load(backward.with_name("timeline.json"))["costs"]["is_assumed"]
         write_report(tmp_path, tmp_path / "page.html")
@@ -283,7 +284,7 @@ class TestTrace:
             assert wire[0]["args"]["parameters"][0] == "first.0.weight"
         assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
         bytes_alive = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == 0]
-        peaks = [load(path / "memory.json")["plain"]["peak"] for path in graphs_of(dump)]
+        peaks = [load(path / "memory.json.gz")["plain"]["peak"] for path in graphs_of(dump)]
         assert max(bytes_alive) == max(peaks)
 
     def test_backward_follows_forward(self, dump: Path, tmp_path: Path) -> None:
@@ -460,7 +461,7 @@ SPOILED = {
     "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
     "of another version": (
         lambda t: t.replace('"format": 3', '"format": 9'),
-        "memory.json",
+        "memory.json.gz",
         r"format is 9, should be 3",
     ),
     "not a number": (
@@ -475,7 +476,7 @@ SPOILED = {
     ),
     "unequal lists": (
         lambda t: t.replace('"nodes": ["', '"nodes": ["more", "', 1),
-        "memory.json",
+        "memory.json.gz",
         r"during and nodes have",
     ),
     "missing": (
@@ -495,7 +496,7 @@ SPOILED = {
     ),
     "infinite": (
         lambda t: t.replace('"peak": ', '"peak": 1e999, "was": '),
-        "memory.json",
+        "memory.json.gz",
         r"plain.peak is 'inf', should be an integer",
     ),
 }
@@ -506,7 +507,7 @@ class TestGarbled:
     def test_files_are_named(self, spoilt: Path, tmp_path: Path, case: str) -> None:
         spoil, name, says = SPOILED[case]
         path = graphs_of(spoilt)[0] / name
-        before = path.read_text()
+        before = read(path, "testing")
         path.write_text(spoil(before))
         assert path.read_text() != before
         with pytest.raises(

@@ -7,6 +7,7 @@ without them in test_report.py.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -308,11 +309,11 @@ def test_several_graphs(browser: Any, dump: Path, tmp_path: Path) -> None:
     for number, source in enumerate((*first, *first, first[0])):
         name = f"{number:03d}_{source.name.split('_')[1]}"
         shutil.copytree(source, tmp_path / "dump" / "rank0" / name)
-        memory = tmp_path / "dump" / "rank0" / name / "memory.json"
+        memory = tmp_path / "dump" / "rank0" / name / "memory.json.gz"
         memory.write_text(
-            memory.read_text().replace(
-                f'"after": "{first[0].name}"', f'"after": "{number - 1:03d}_forward"'
-            )
+            gzip.decompress(memory.read_bytes())
+            .decode()
+            .replace(f'"after": "{first[0].name}"', f'"after": "{number - 1:03d}_forward"')
         )
     write_report(tmp_path / "dump", tmp_path / "page.html")
     seen = Seen(browser, tmp_path / "page.html")
