@@ -36,6 +36,7 @@ class Property(Enum):
     CHOSEN = "how each unit is gathered and reduced is chosen"
     DECIDED = "what backward gets from forward is decided"
     HEADS_NOTED = "which outputs lead to which parameters is noted"
+    GROUPS_NAMED = "groups are called what they are called on every rank"
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"
     REDUCES_BUCKETED = "one reduction a unit"
@@ -74,6 +75,7 @@ class Context:
     is_trial: whether the graph is measured and thrown away.
     inline: why what runs the graph compiles every layer for its place, and calls no subgraphs; "" if
         it may call them.
+    common_name: what all ranks call a group, which has a name of its own on each.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.
     consumed: the options that the passes have consumed so far, and for which units.
@@ -84,6 +86,7 @@ class Context:
     is_ours: bool = True
     is_trial: bool = False
     inline: str = "runs node by node"
+    common_name: Callable[[str], str] = lambda group: group
     is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
     record: Callable[[GraphModule], str] = lambda gm: ""
     consumed: Consumed = field(default_factory=dict)

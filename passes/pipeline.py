@@ -35,6 +35,7 @@ from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .name_collectives import name_collectives
+from .name_groups import name_groups
 from .note_heads import note_heads
 from .outline import outline
 from .prefetch_all_gather import prefetch_all_gather
@@ -78,6 +79,7 @@ PIPELINE = check_order(
             consumes=("reshard_after_forward", "set_unshard_in_backward"),
         ),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
+        Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here
         Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED, consumes=OPTIONS),
         Pass(bucket_all_gather, Stage.HALF, (P.LOWERED,), P.GATHERS_BUCKETED, consumes=BUCKETS),

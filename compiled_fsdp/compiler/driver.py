@@ -24,6 +24,7 @@ from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.plan import Plan, current_plan
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.torch_private.subgraphs import why_inline
 from compiled_fsdp.wire.gloo import is_gloo
 
@@ -49,7 +50,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
         return gm
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
-    context, asked = Context(is_fused), current_plan()
+    context, asked = Context(is_fused, common_name=common_name), current_plan()
     progress.at("joint graph, before its passes")
     plan = fit_budget(gm, asked, is_fused=is_fused)
     if plan is not asked:

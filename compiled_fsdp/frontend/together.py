@@ -254,11 +254,15 @@ def as_spans(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
 
 
 def _axes(unit: Unit) -> list[dist.ProcessGroup]:
-    """The groups of a unit's mesh, those of tensor parallelism included."""
+    """The groups of a unit's mesh, those of tensor parallelism included.
+
+    Where the two are equal, those of the unit's: torch may give a DTensor an equal mesh of earlier
+    days, whose groups are destroyed.
+    """
     meshes = {p.sharded.device_mesh for p in unit.params if isinstance(p.sharded, DTensor)}
     widest = max(meshes, key=lambda mesh: mesh.size(), default=None)
     return (
         unit.mesh_info.axes
-        if widest is None
+        if widest is None or widest == unit.mesh_info.mesh
         else [widest.get_group(axis) for axis in range(widest.ndim)]
     )

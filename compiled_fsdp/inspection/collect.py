@@ -14,6 +14,7 @@ from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.dynamo import recompiles
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
@@ -166,8 +167,8 @@ def _mesh(info: Any) -> str:
 
 
 def _groups(info: Any) -> list[str]:
-    shard = [info.shard_group.group_name]
-    return [*shard, info.replicate_group.group_name] if info.replicate_size > 1 else shard
+    groups = [info.shard_group, *([info.replicate_group] if info.replicate_size > 1 else [])]
+    return [common_name(group.group_name) for group in groups]
 
 
 def _shared(unit: Unit, by_graph: list[list[Any]], keys: dict[str, str]) -> list[Shared]:

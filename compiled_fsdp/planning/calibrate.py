@@ -17,6 +17,7 @@ import torch.distributed as dist
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire import launch
 
 from .costs import Costs, Link
@@ -130,7 +131,7 @@ def groups_of(infos: Sequence[Mesh]) -> dict[str, dist.ProcessGroup]:
     for info in infos:
         for group in (info.shard_group, info.replicate_group if info.replicate_size > 1 else None):
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-                found[group.group_name] = group
+                found[common_name(group.group_name)] = group
     return found
 
 
@@ -143,7 +144,9 @@ def calibrate_plan(infos: Sequence[Mesh]) -> None:
         return
     known = {name for name, _ in plan.costs.links} if plan.costs else set()
     new = [
-        info for info in infos if info.shard_size > 1 and info.shard_group.group_name not in known
+        info
+        for info in infos
+        if info.shard_size > 1 and common_name(info.shard_group.group_name) not in known
     ]
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:

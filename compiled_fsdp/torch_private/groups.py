@@ -2,22 +2,96 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, _register_work
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    _register_process_group,
+    _register_work,
+    _unregister_process_group,
+)
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+# torch's name of a group -> what all ranks' graphs call it; see `name_axes`.
+_common: dict[str, str] = {}
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a graph names."""
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
+
+
+def common_name(name: str) -> str:
+    """What all ranks' graphs call the group of this name: the axis of a mesh that it belongs to, if
+    `name_axes` has seen it; its own name if not.
+    """
+    common = _common.get(name, name)
+    return common if _registered(common) is _registered(name) else name
+
+
+def name_axes(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh, and of the one that it was cut from, names that are the same on
+    all ranks.
+
+    torch numbers groups as they are made, so that ranks 0 and 2 of a (replicate, shard) mesh shard
+    over groups "1" and "2"; in their graphs both are "shard_2of4_9f86d081" from now on, and what
+    one rank has compiled serves the other. The group of all ranks keeps its name, and so does that
+    of a mesh that leaves ranks out: nobody knows here how the others are divided.
+    """
+    world = dist.get_world_size()
+    for each in dict.fromkeys((mesh, mesh._get_root_mesh())):
+        new = [
+            axis
+            for axis in range(each.ndim)
+            if 1 < each.size(axis) < world and _is_unnamed(each, axis)
+        ]
+        ranks = each._layout.remap_to_tensor(each._rank_map) if new else None  # [copies, *shape]
+        if ranks is None or ranks.numel() != world:
+            continue
+        for axis in new:
+            size = each.size(axis)
+            rows = ranks.movedim(axis + 1, -1).reshape(-1, size).tolist()
+            digest = hashlib.sha256(repr(sorted(rows)).encode()).hexdigest()[:8]
+            name = each.mesh_dim_names[axis] if each.mesh_dim_names else f"axis{axis}"
+            name_group(each.get_group(axis), f"{name}_{size}of{world}_{digest}")
+
+
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Let graphs call a group by this name; by one with a number, where another group has it."""
+    for number in itertools.count(1):
+        unique = name if number == 1 else f"{name}_{number}"
+        known = _registered(unique)
+        if known is None:
+            _register_process_group(unique, group)  # type: ignore[arg-type]
+        if known is None or known is group:
+            _common[group.group_name] = unique
+            return
+
+
+def _is_unnamed(mesh: DeviceMesh, axis: int) -> bool:
+    try:
+        name = mesh.get_group(axis).group_name
+    except RuntimeError:  # of a process group that was destroyed: torch reuses equal meshes
+        return False
+    return common_name(name) == name
+
+
+def _registered(name: str) -> dist.ProcessGroup | None:
+    try:
+        return group_named(name)
+    except RuntimeError:  # unknown, or the group that had the name is gone
+        _unregister_process_group(name)  # type: ignore[arg-type]
+        return None
 
 
 def default_group() -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compiled_fsdp.ir.spec import Reduction
 from compiled_fsdp.torch_private.dtensors import concatenate, flatten
-from compiled_fsdp.torch_private.groups import new_group
+from compiled_fsdp.torch_private.groups import common_name, name_axes, name_group, new_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -112,7 +112,9 @@ class MeshInfo:
         """The [-1, size] mesh that int `reshard_after_forward` keeps slices on; collective: makes
         process groups.
         """
-        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
+        mesh = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
+        name_axes(mesh)
+        return mesh
 
 
 _twins: dict[str, dist.ProcessGroup] = {}
@@ -124,8 +126,10 @@ def twin_group(group: dist.ProcessGroup) -> str:
     """
     if group.group_name not in _twins:
         ranks = dist.get_process_group_ranks(group)
-        _twins[group.group_name] = new_group(ranks, dist.get_backend(group))
-    return _twins[group.group_name].group_name
+        twin = _twins[group.group_name] = new_group(ranks, dist.get_backend(group))
+        if (common := common_name(group.group_name)) != group.group_name:
+            name_group(twin, f"{common}_twin")
+    return common_name(_twins[group.group_name].group_name)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshInfo:
@@ -156,6 +160,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             f"fully_shard: the 2D mesh {mesh} has no mesh_dim_names; HSDP needs them. Pass "
             "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
         )
+    name_axes(mesh)
     return MeshInfo(mesh)
 
 
@@ -191,9 +196,10 @@ def _resolve_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshInfo:
         for names in (replicate, shard)
         if names
     ]
-    return MeshInfo(
-        concatenate(parts) if len(parts) > 1 else parts[0], SpmdMesh(mesh, shard, replicate)
-    )
+    own = concatenate(parts) if len(parts) > 1 else parts[0]
+    for each in (mesh, own):
+        name_axes(each)
+    return MeshInfo(own, SpmdMesh(mesh, shard, replicate))
 
 
 def resolve_placement(
@@ -213,6 +219,7 @@ def resolve_placement(
         )
     if hasattr(result, "mesh_info") and hasattr(result, "placement"):
         placement, info = result.placement, MeshInfo(result.mesh_info.mesh)
+        name_axes(info.mesh)
     if placement is None:
         return 0, info
     if not isinstance(placement, Shard):
@@ -311,5 +318,5 @@ def reduction(
         pre_divide=pre,
         post_divide=post,
         replicate_size=info.replicate_size,
-        replicate_group=replicate.group_name if replicate else "",
+        replicate_group=common_name(replicate.group_name) if replicate else "",
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.spec import MEAN, ParamSpec
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire.ablation import fake_group
 
 from .mesh import averages, reduction
@@ -46,7 +47,7 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         reduce_group=reduce_group,
         reshard=kind,
         post_size=post.size(1) if post else 1,
-        post_group=post.get_group(1).group_name if post else "",
+        post_group=common_name(post.get_group(1).group_name) if post else "",
         reduce_dtype=how.dtype,
         reduce_op=how.op,
         reduce_algorithm=settings.reduce_scatter or how.algorithm,
@@ -80,7 +81,7 @@ def traced(unit: Unit, spec: ParamSpec) -> ParamSpec:
 
 def _groups(unit: Unit, info: MeshInfo) -> tuple[str, str]:
     """The names of the groups that gather and that reduce over the shard axis."""
-    own = info.shard_group.group_name
+    own = common_name(info.shard_group.group_name)
     gathers = fake_group(own) if unit.settings.fake_all_gather else own
     reduces = fake_group(own) if unit.settings.fake_reduce else unit.reduce_groups.get(info, own)
     return gathers, reduces

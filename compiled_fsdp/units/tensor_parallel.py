@@ -30,6 +30,7 @@ from compiled_fsdp.torch_private.dtensors import (
     with_spec,
 )
 from compiled_fsdp.torch_private.dynamo import traced_as_it_is
+from compiled_fsdp.torch_private.groups import name_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,6 +86,7 @@ def full_of(original: Tensor, info: MeshInfo) -> Full | None:
     """How this parameter is read once it is gathered; None if it is a plain tensor."""
     if not isinstance(original, DTensor):
         return None
+    name_axes(original.device_mesh)
     spmd = info.spmd
     return Full(spec_of(original), spmd.axes((*spmd.shard, *spmd.replicate)) if spmd else ())
 

@@ -73,7 +73,7 @@ def lost(what: str, name: str, error: RuntimeError, peer: int | None = None) -> 
     waited for.
     """
     process_group = group_named(name)
-    found = failure(name)
+    found = failure(process_group.group_name)
     if found:
         return DivergenceError(found)
     ranks = dist.get_process_group_ranks(process_group)
@@ -356,6 +356,7 @@ def break_connections(process_group: dist.ProcessGroup) -> None:
 def _group(name: str) -> _Group | None:
     """The record of a group; None if there is nobody to agree with."""
     process_group = group_named(name)
+    name = process_group.group_name  # graphs may have another for it
     known = _groups.get(name)
     if known is not None and known.process_group is process_group:
         return known

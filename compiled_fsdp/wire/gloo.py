@@ -135,7 +135,7 @@ def _exchange(
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]
-    tags = _tags.setdefault(name, itertools.count())
+    tags = _tags.setdefault(group.group_name, itertools.count())
     works: list[tuple[int, Any]] = []
     for outgoing, incoming in zip(sent, received, strict=True):
         tag = FIRST_TAG + next(tags) % TAGS

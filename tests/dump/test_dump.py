@@ -167,6 +167,7 @@ rank0/000_joint/02_join_grads.txt
 rank0/000_joint/03_choose_collectives.txt
 rank0/000_joint/04_reshard.txt
 rank0/000_joint/05_note_heads.txt
+rank0/000_joint/06_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -194,7 +195,7 @@ rank0/001_forward/14_agree.txt
 rank0/001_forward/15_use_gloo.txt
 rank0/001_forward/16_name_collectives.txt
 rank0/001_forward/17_verify.txt
-rank0/001_forward/memory.json
+rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
 rank0/001_forward/timeline.json
@@ -223,7 +224,7 @@ rank0/002_backward/14_agree.txt
 rank0/002_backward/15_use_gloo.txt
 rank0/002_backward/16_name_collectives.txt
 rank0/002_backward/17_verify.txt
-rank0/002_backward/memory.json
+rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
 rank0/002_backward/timeline.json
@@ -237,7 +238,7 @@ rank0/settings.json""",
             first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
             self.assertEqual(
                 first,
-                "# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, LOWERED; "
+                "# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED; "
                 "0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0",
             )
             self.assertExpectedInline(

@@ -41,6 +41,7 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.ir.collectives import ALL_GATHER, ALL_TO_ALL, STARTS
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import ALL_GATHER as GLOO_GATHER
+from compiled_fsdp.torch_private.groups import common_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,7 +227,7 @@ def what_stands_in(graphs: list[Any]) -> None:
     beside DTensor's own.
     """
     mesh = mesh_of(2, 2, names=("dp", "tp"))
-    dp, tp = mesh["dp"].get_group().group_name, mesh["tp"].get_group().group_name
+    dp, tp = (common_name(mesh[axis].get_group().group_name) for axis in ("dp", "tp"))
     assert len(graphs) == 3, "forward, backward, and the forward of an evaluation"
     training = graphs[:2]
     counts = [

@@ -626,7 +626,7 @@ class TestOwnPasses(GraphTest):
         def look(gm, plan):
             seen.append(ops(gm.graph))
 
-        with planned(bucket_bytes=0), pipeline(look, after="note_heads"):
+        with planned(bucket_bytes=0), pipeline(look, after="name_groups"):
             with pipeline(look, before="lower"), pipeline(look, after="lower"):
                 self.step()
             self.assertEqual([entry.name for entry in current(Stage.JOINT)][-1], "look")
