@@ -5,8 +5,9 @@ each said once.
       settings.json, explain.json, measured.json    `RankSettings`, `explain`'s, `Measured`
       003_backward/
         02_bucket_all_gather.txt, .diff, .json.gz   after each pass: `passes_of`
-        timeline.json, memory.json.gz, record.json  of the finished graph: `Timeline`, `Memory`
-        timeline.txt, memory.txt                    the same for people
+        timeline.json.gz, memory.json.gz            of the finished graph: `Timeline`, `Memory`
+        record.json                                 what `explain` and profiles know of it
+        timeline.txt, memory.txt                    both for people
         regions.txt                                 what is compiled once, and the graph that calls it
 
 `writer.py` writes them, `inspection/dump_folder.py` reads them and checks their fields by these
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FORMAT = 3  # of all JSON here; the graphs' own is `graph_json.FORMAT`
 
 SETTINGS, EXPLANATION, MEASURED = "settings.json", "explain.json", "measured.json"
-TIMELINE, MEMORY, RECORD = "timeline.json", "memory.json.gz", "record.json"
+TIMELINE, MEMORY, RECORD = "timeline.json.gz", "memory.json.gz", "record.json"
 TIMELINE_TEXT, MEMORY_TEXT = "timeline.txt", "memory.txt"
 REGIONS_TEXT = "regions.txt"
 TEXT, DIFF, GRAPH = ".txt", ".diff", ".json.gz"

@@ -1,4 +1,4 @@
-"""The timeline of a finished graph: `timeline.json` of a dump, from which the report is made.
+"""The timeline of a finished graph: `timeline.json.gz` of a dump, from which the report is made.
 
 Names are those of the graph, as they are: whoever shows them escapes them.
 """

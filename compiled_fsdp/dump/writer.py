@@ -96,8 +96,11 @@ def write_records(graph: Graph, path: Path, is_fused: bool) -> None:
         "kind": "backward" if is_backward(graph) else "forward",
         "executor": "fused" if is_fused else "plain",
     }
-    _write_json(path / layout.TIMELINE, timeline(graph, head))
-    _write_packed(path / layout.MEMORY, f"{json.dumps(memory(graph, path, head))}\n")
+    for name, record in (
+        (layout.TIMELINE, timeline(graph, head)),
+        (layout.MEMORY, memory(graph, path, head)),
+    ):
+        _write_packed(path / name, f"{json.dumps(record)}\n")
 
 
 def _write_packed(path: Path, text: str) -> None:

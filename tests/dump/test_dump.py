@@ -198,7 +198,7 @@ rank0/001_forward/17_verify.txt
 rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
-rank0/001_forward/timeline.json
+rank0/001_forward/timeline.json.gz
 rank0/002_backward/00_capture.json.gz
 rank0/002_backward/00_capture.txt
 rank0/002_backward/01_lower.diff
@@ -227,7 +227,7 @@ rank0/002_backward/17_verify.txt
 rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
-rank0/002_backward/timeline.json
+rank0/002_backward/timeline.json.gz
 rank0/settings.json""",
             )
             backward = Path(name) / "rank0" / "002_backward"

@@ -23,7 +23,7 @@ NAMES = {
 
 
 def test_no_other_file_names_a_file_of_a_dump() -> None:
-    assert {"timeline.json", "settings.json", ".json.gz"} <= NAMES
+    assert {"timeline.json.gz", "settings.json", ".json.gz"} <= NAMES
     found = [
         f"{path}:{node.lineno}: {node.value!r}"
         for path in files()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from compiled_fsdp import Costs, Link, dumped_to, explain, fully_shard, planned
+from compiled_fsdp.inspection.check import load
 from compiled_fsdp.inspection.explanation import Step, _far_off
 from compiled_fsdp.planning import calibrate
 from compiled_fsdp.wire import runs
@@ -33,8 +33,8 @@ def test_starting_a_collective_is_no_computation(
     run = torch.compile(fully_shard(model), backend="compiled_fsdp_eager")
     with dumped_to(tmp_path), planned(costs=SLOW):
         run(torch.ones(4, 8)).sum().backward()
-    for path in tmp_path.glob("rank0/*/timeline.json"):
-        found = json.loads(path.read_text())
+    for path in tmp_path.glob("rank0/*/timeline.json.gz"):
+        found = load(path, "testing")
         for executor in ("plain", "fused"):
             line = found[executor]
             assert {round(t["issuing"], 6) for t in line["times"]} == {16e-3}

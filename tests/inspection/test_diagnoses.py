@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from compiled_fsdp import dumped_to, explain, fully_shard
+from compiled_fsdp.inspection.check import load
 from compiled_fsdp.inspection.explanation import Explanation
 from compiled_fsdp.wire import runs
 
@@ -76,8 +77,8 @@ class TestCollectives:
             train(run)
         found = explain(run)
         dumped = [
-            [c["kind"] for c in json.loads(path.read_text())["collectives"]]
-            for path in sorted(tmp_path.glob("rank0/*_backward/timeline.json"))
+            [c["kind"] for c in load(path, "testing")["collectives"]]
+            for path in sorted(tmp_path.glob("rank0/*_backward/timeline.json.gz"))
         ]
         backwards = [graph for graph in found.graphs if graph.kind == "backward"]
         assert [len(graph.reductions) for graph in backwards] == [0, 4]

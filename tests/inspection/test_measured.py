@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerAction, profile
 
 from compiled_fsdp import dumped_to, explain, fully_shard
+from compiled_fsdp.inspection.check import load
 from compiled_fsdp.inspection.report.headline import headline
 from compiled_fsdp.report import add_profile, write_report
 from compiled_fsdp.wire import runs
@@ -60,7 +61,7 @@ class Job:
         return json.loads(add_profile(self.dump, found).read_text())
 
     def halves(self) -> list[str]:
-        return sorted(path.parent.name for path in self.dump.glob("rank0/*/timeline.json"))
+        return sorted(path.parent.name for path in self.dump.glob("rank0/*/timeline.json.gz"))
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ class TestTheStep:
             job.step()
         measured = job.measured(found)
         for name in job.halves():
-            timeline = json.loads((job.dump / "rank0" / name / "timeline.json").read_text())
+            timeline = load(job.dump / "rank0" / name / "timeline.json.gz", "testing")
             heavy = [row[2:] for row in timeline["plain"]["compute"] if "mm" in row[2]]
             rows = measured["graphs"][name]["compute"]
             assert [row[2:] for row in rows if "mm" in row[2]] == heavy

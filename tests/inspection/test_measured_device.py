@@ -13,6 +13,7 @@ from kit.reported import data_of
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
+from compiled_fsdp.inspection.check import load
 from compiled_fsdp.inspection.profiles import WAIT
 from compiled_fsdp.inspection.report.measured import AGREE
 from compiled_fsdp.report import add_profile, write_report, write_trace
@@ -77,7 +78,7 @@ class Trace:
 
 
 def collectives(graph: Path) -> list[str]:
-    return [c["kind"] for c in json.loads((graph / "timeline.json").read_text())["collectives"]]
+    return [c["kind"] for c in load(graph / "timeline.json.gz", "testing")["collectives"]]
 
 
 def recorded(dump: Path) -> Trace:
@@ -85,7 +86,7 @@ def recorded(dump: Path) -> Trace:
     it is there: all are exposed, save for what the matmul before hides.
     """
     trace, wire = Trace(), 1000.0
-    for graph in sorted(p.parent for p in dump.glob("rank0/*/timeline.json")):
+    for graph in sorted(p.parent for p in dump.glob("rank0/*/timeline.json.gz")):
         trace.mark(graph)
         around = ("autograd::engine::evaluate_function: CompiledFunctionBackward", trace.now - 6)
         for kind in collectives(graph):
@@ -133,7 +134,7 @@ def test_collectives_are_kernels(dump: Path, tmp_path: Path) -> None:
 
 def test_the_step_is_that_of_the_device(dump: Path, tmp_path: Path) -> None:
     """From its first kernel to the last that the optimizer launched, long after the CPU was done."""
-    count = sum(len(collectives(p.parent)) for p in dump.glob("rank0/*/timeline.json"))
+    count = sum(len(collectives(p.parent)) for p in dump.glob("rank0/*/timeline.json.gz"))
     step = measured(dump, recorded(dump).write(tmp_path / "p.json"))["step"]
     assert micro(step["total"]) == 40 * count + 30 + 20
     assert micro(step["waiting"]) == 40 + 10 * (count - 1)

@@ -53,7 +53,7 @@ def spoilt(dump: Path, tmp_path: Path) -> Path:
 
 
 def graphs_of(dump: Path, rank: int = 0) -> list[Path]:
-    return sorted(path.parent for path in (dump / f"rank{rank}").glob("*/timeline.json"))
+    return sorted(path.parent for path in (dump / f"rank{rank}").glob("*/timeline.json.gz"))
 
 
 def load(path: Path) -> Any:
@@ -104,7 +104,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Graph]]
 
 
 class TestRecords:
-    """`timeline.json` and `memory.json.gz` beside the functions that they come from."""
+    """`timeline.json.gz` and `memory.json.gz` beside the functions that they come from."""
 
     @pytest.mark.parametrize(
         ("half", "executor"), [(h, e) for h in (0, 1) for e in ("plain", "fused")]
@@ -113,7 +113,7 @@ class TestRecords:
         self, traced: tuple[Path, list[Graph]], half: int, executor: str
     ) -> None:
         folder, graphs = traced
-        found = load(folder / HALVES[half] / "timeline.json")
+        found = load(folder / HALVES[half] / "timeline.json.gz")
         line = predict(graphs[half], COSTS.fused(executor == "fused"))
         run = found[executor]
         assert (found["kind"], found["executor"], found["costs"]["is_assumed"]) == (
@@ -135,7 +135,7 @@ class TestRecords:
         """Each unit of a 64 x 64 weight and a bias: 4,160 elements of 4 bytes, half of them from
         the other rank.
         """
-        found = load(traced[0] / HALVES[0] / "timeline.json")
+        found = load(traced[0] / HALVES[0] / "timeline.json.gz")
         first = found["collectives"][0]
         assert [c["units"] for c in found["collectives"]] == [["0"], ["1"], ["2"]]
         assert first["parameters"][0] == {
@@ -183,7 +183,7 @@ class TestRecords:
             trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), tmp_path)
         (backward,) = tmp_path.glob("rank0/*_backward/memory.json.gz")
         assert load(backward)["after"] is None
-        assert load(backward.with_name("timeline.json"))["costs"]["is_assumed"]
+        assert load(backward.with_name("timeline.json.gz"))["costs"]["is_assumed"]
         write_report(tmp_path, tmp_path / "page.html")
 
 
@@ -223,9 +223,9 @@ class TestPage:
 
     def test_control_characters_are_shown(self, spoilt: Path, tmp_path: Path) -> None:
         (spoilt / "rank0" / "measured.json").unlink()
-        path = graphs_of(spoilt)[0] / "timeline.json"
+        path = graphs_of(spoilt)[0] / "timeline.json.gz"
         path.write_text(
-            path.read_text().replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]')
+            read(path, "testing").replace('"units": ["first"]', '"units": ["\\u202efirst\\u001b"]')
         )
         write_report(spoilt, tmp_path / "page.html")
         collective = Page((tmp_path / "page.html").read_text()).data["ranks"][0]["graphs"][0][
@@ -253,7 +253,7 @@ class TestPage:
         for rank in (0, 1):
             measured = load(dump / f"rank{rank}" / "measured.json")["graphs"]
             for path in graphs_of(dump, rank):
-                run, line = measured[path.name], load(path / "timeline.json")
+                run, line = measured[path.name], load(path / "timeline.json.gz")
                 assert len(run["times"]) == len(line["collectives"])
                 issued = [t["issued"] for t in run["times"]]
                 assert issued == sorted(issued)
@@ -457,8 +457,8 @@ class TestProfile:
 
 
 SPOILED = {
-    "cut off": (lambda t: t[:100], "timeline.json", r"is no JSON: .*cut off or garbled"),
-    "no object": (lambda t: "[]", "timeline.json", r"the top is '\[\]', should be an object"),
+    "cut off": (lambda t: t[:100], "timeline.json.gz", r"is no JSON: .*cut off or garbled"),
+    "no object": (lambda t: "[]", "timeline.json.gz", r"the top is '\[\]', should be an object"),
     "of another version": (
         lambda t: t.replace('"format": 3', '"format": 9'),
         "memory.json.gz",
@@ -466,12 +466,12 @@ SPOILED = {
     ),
     "not a number": (
         lambda t: t.replace('"sent": ', '"sent": NaN, "was": ', 1),
-        "timeline.json",
+        "timeline.json.gz",
         r"NaN is no number",
     ),
     "text for bytes": (
         lambda t: t.replace('"sent": ', '"sent": "x", "was": ', 1),
-        "timeline.json",
+        "timeline.json.gz",
         r"collectives\[0\].sent is 'x'",
     ),
     "unequal lists": (
@@ -481,17 +481,17 @@ SPOILED = {
     ),
     "missing": (
         lambda t: t.replace('"waits"', '"was"'),
-        "timeline.json",
+        "timeline.json.gz",
         r"the top has no 'waits'",
     ),
     "another executor": (
         lambda t: t.replace('"plain", "costs"', '"slow", "costs"'),
-        "timeline.json",
+        "timeline.json.gz",
         r"executor is 'slow'",
     ),
     "out of range": (
         lambda t: t.replace('"waits": [0', '"waits": [77'),
-        "timeline.json",
+        "timeline.json.gz",
         r"waits names collectives out of 0 to 2",
     ),
     "infinite": (
@@ -535,8 +535,8 @@ class TestGarbled:
             write_report(spoilt, tmp_path / "page.html")
 
     def test_a_graph_that_was_dumped_again(self, spoilt: Path, tmp_path: Path) -> None:
-        path = graphs_of(spoilt)[0] / "timeline.json"
-        path.write_text(path.read_text().replace('"overhead": ', '"overhead": 1'))
+        path = graphs_of(spoilt)[0] / "timeline.json.gz"
+        path.write_text(read(path, "testing").replace('"overhead": ', '"overhead": 1'))
         with pytest.raises(
             DumpError,
             match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again",

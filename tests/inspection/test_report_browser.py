@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kit.reported import EVIL
 
+from compiled_fsdp.inspection.check import load
 from compiled_fsdp.inspection.report.page import unpacked
 from compiled_fsdp.report import write_report
 
@@ -382,8 +383,8 @@ def widened(dump: Path, folder: Path, times: int = 6) -> Path:
     shutil.copytree(dump, found)
     for path in found.glob("rank*/measured.json"):
         path.unlink()
-    for path in found.glob("rank*/*/timeline.json"):
-        values = json.loads(path.read_text())
+    for path in found.glob("rank*/*/timeline.json.gz"):
+        values = load(path, "testing")
         values["collectives"] *= times
         for number, collective in enumerate(values["collectives"]):
             collective["units"] = [f"model.layers.{number}"]
