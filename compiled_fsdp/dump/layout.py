@@ -31,6 +31,7 @@ TIMELINE_TEXT, MEMORY_TEXT = "timeline.txt", "memory.txt"
 REGIONS_TEXT = "regions.txt"
 TEXT, DIFF, GRAPH = ".txt", ".diff", ".json.gz"
 AS_AFTER = "# as after "  # in the place of a graph that a pass has not changed: its files' name
+BUT_FOR = ", but for:\n"  # of a large graph, what a pass has changed since then, as a diff
 JOINT = "joint"  # the kind of a graph that is not split yet
 
 EXECUTORS = {"plain": False, "fused": True}  # and whether it fuses kernels

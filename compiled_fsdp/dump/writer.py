@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
     from .layout import Head, Measured, RankSettings
 
+LARGE = 1 << 16  # characters of a graph, of which only changes are written while they are few
+FEW = 0.25  # of its characters
+
 _folder: Path | None = None
 _written: Path | None = None
 _number = 0
@@ -156,7 +159,7 @@ class Dump:
         self.held = list(held)
         self.step = 0
         self.before: list[str] = []
-        self.written = "", ""  # the last graph that was, and the name of its files
+        self.written = "", "", ""  # the last graph that was, as JSON and text, its files' name
         self.is_on = root is not None or is_traced() or log.is_on()
         if not self.is_on:
             return
@@ -246,12 +249,15 @@ class Dump:
         """Returns whether the pass has changed the graph, which is written then."""
         made_by = provenance(gm.graph, name, self.held)
         values = graph_json.to_text(gm.graph, "", self.plan)
-        known, where = self.written
+        known, before, where = self.written
         if values == known or any(map(called_by, gm.graph.nodes)):
             self._write(stem + layout.TEXT, f"{made_by}\n{layout.AS_AFTER}{where}\n")
             return False
-        self.written = values, stem
-        self._write(stem + layout.TEXT, f"{made_by}\n{show(gm.graph)}\n")
+        shown = show(gm.graph)
+        self.written = values, shown, stem
+        changes = _changes(before, shown)
+        text = f"{layout.AS_AFTER}{where}{layout.BUT_FOR}{changes}" if changes else shown
+        self._write(stem + layout.TEXT, f"{made_by}\n{text}\n")
         if self.path is not None:
             text = values.replace('"pass":""', f'"pass":"{name}"', 1)
             _write_packed(self.path / (stem + layout.GRAPH), text)
@@ -261,6 +267,15 @@ class Dump:
         if self.path is not None:
             (self.path / name).write_text(text)
         trace_artifact(f"compiled_fsdp_{self.name}_{name}", "string", lambda: text)
+
+
+def _changes(before: str, now: str) -> str:
+    """Returns what is new in the text of a large graph, as a diff; "" if that is most of it."""
+    if not before or len(now) < LARGE:
+        return ""
+    _, _, *lines = difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0)
+    changes = "\n".join(lines)
+    return changes if len(changes) < FEW * len(now) else ""
 
 
 def trace_schedule(graph: Graph, *, is_fused: bool) -> None:

@@ -25,7 +25,7 @@ from compiled_fsdp.dump.layout import (
     Run,
     Timeline,
 )
-from compiled_fsdp.ir.printer import printable
+from compiled_fsdp.ir.printer import printable, show
 from compiled_fsdp.wire import ranges
 
 from . import check
@@ -82,8 +82,13 @@ class Dumped:
 
     @property
     def text(self) -> str:
-        """The text as it was printed, with what made it in the first line."""
-        return f"{self.provenance}\n{self.source._printed[1]}"
+        """The text as it was printed, with what made it in the first line; of a large graph, of
+        which the file has the changes alone, the whole.
+        """
+        printed = self.source._printed[1]
+        if printed.startswith(layout.AS_AFTER):
+            printed = f"{show(self.gm.graph)}\n"
+        return f"{self.provenance}\n{printed}"
 
     @property
     def diff(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -16,6 +17,7 @@ from torch import nn
 from compiled_fsdp import dumped_to, fully_shard
 from compiled_fsdp.compiler.inductor import Chain, HalfPass, JointPass
 from compiled_fsdp.dump.writer import folder
+from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.ir.printer import around, collectives, provenance, show
 from compiled_fsdp.ir.schema import FREE
 
@@ -284,6 +286,37 @@ return [None, %add]
 +%wait_tensor_default_2: f32[10] = wait_tensor(%reduce_scatter_tensor_default_2)  # Linear: reduce
 """,
             )
+
+    def test_a_large_graph_is_written_once(self):
+        """Then what has changed, and readers get the whole; unless most of it has changed."""
+        texts = []
+        for large in (0, 1 << 16):
+            with (
+                fake_ranks(2),
+                tempfile.TemporaryDirectory() as name,
+                mock.patch("compiled_fsdp.dump.writer.LARGE", large),
+                mock.patch("compiled_fsdp.units.unit._unit_numbers", itertools.count()),
+            ):
+                trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
+                graphs = [graph for rank in read_folder(Path(name)) for graph in rank.graphs]
+                texts.append([dumped.text for graph in graphs for dumped in graph.passes])
+                backward = Path(name) / "rank0" / graphs[-1].name
+                files = [
+                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "14_agree")
+                ]
+            is_whole = ["%primals_2: f32[10]\n" in text for text in files]
+            self.assertEqual(is_whole, [True, large > 0])
+            if not large:
+                self.assertExpectedInline(
+                    files[1].partition("\n")[2],
+                    """\
+# as after 03_bucket_reduce_scatter, but for:
+@@ -3,0 +4,2 @@
++%new_empty_default: u8[1] = new_empty(%primals_1, [1], dtype=u8)
++agree(%new_empty_default, 'a backward graph of 1 collectives'..., ['0'], '{"kind":"backward","is_fused":false,"num'...)
+""",
+                )
+        self.assertEqual(*texts)
 
     def test_where(self):
         """The innermost `dumped_to`, else the environment variable, else nowhere."""
