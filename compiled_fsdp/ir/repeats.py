@@ -34,15 +34,14 @@ LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
 
-# What Inductor turns into writes after the passes.
+# What Inductor turns into writes after the passes, where it stands in the outer graph. Scatters into
+# views of one piece (`select_scatter`: the gradient of a part) may stand in a span: its subgraph is
+# lowered as it is, and there they are pointwise.
 _BECOME_WRITES = {
     aten.copy.default,
     aten.index_put.default,
     aten._unsafe_index_put.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
     aten.as_strided_scatter.default,
-    aten.diagonal_scatter.default,
 }
 _CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 _REDUCTIONS = {

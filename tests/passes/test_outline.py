@@ -173,18 +173,21 @@ layers.7: %neg_default_56 (aten.neg.default) where layers.2 has %add_tensor_1 (a
 
 
 def test_what_writes_ends_a_span() -> None:
-    """And so do random numbers of torch's generator, and what Inductor makes a write of."""
+    """And so do random numbers of torch's generator, and what Inductor makes a write of; not
+    scatters, which are pointwise.
+    """
     hand = Hand()
     x, token = hand.input("x", 4), hand.input("token", 1)
     a = hand.compute(x)
     hand(aten.add_.Tensor, token, 1)
     b = hand.compute(a)
     c = hand(aten.bernoulli.p, b, 0.5)
-    d = hand(aten.slice_scatter.default, c, hand.compute(c), 0, 0, 4)
-    parts = hand(aten.split.Tensor, hand.compute(d), 2)
+    d = hand(aten.copy.default, c, hand.compute(c))
+    e = hand(aten.slice_scatter.default, d, hand.compute(d), 0, 0, 4)
+    parts = hand(aten.split.Tensor, e, 2)
     gm = hand.returns(hand(operator.getitem, parts, 1))
     found = [[node.name for node in span.nodes] for span in spans(gm.graph)]
-    last = ["neg_default_3", "split_tensor", "getitem"]
+    last = ["neg_default_3", "slice_scatter_default", "split_tensor", "getitem"]
     assert found == [["neg_default"], ["neg_default_1"], ["neg_default_2"], last]
 
 
@@ -321,6 +324,9 @@ class Program:
                 [hand(operator.getitem, hand(aten.split.Tensor, a, halves), i) for i in (1, 0)],
             ),
             lambda c, a, b: hand.add(a, hand(aten.mean.dim, b, [c.randint(0, 1)], True)),
+            lambda c, a, b: hand(
+                aten.slice_scatter.default, a, hand(aten.slice.Tensor, b, 0, 0, 2), 0, 2, 4
+            ),
             lambda c, a, b: hand(torch.ops.prims.convert_element_type.default, a, torch.float32),
             lambda c, a, b: hand(aten.expand.default, hand(aten.slice.Tensor, a, 0, 0, 1), [4, 4]),
         ]
