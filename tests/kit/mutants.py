@@ -4,7 +4,7 @@ A correct graph of `subjects.py` is changed, and executed by `simulation.py`. A 
 some rank's results or effects differ from those of the correct graph, if it cannot run, hangs, or
 communicates other things.
 
-    python tests/kit/mutants.py --count 5000  # the rates, and each harmful mutant that nothing saw
+    PYTHONPATH=tests python tests/kit/mutants.py --count 5000  # the rates, and each harmful mutant that nothing saw
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp import FullyShardedDataParallel, fully_shard
 from compiled_fsdp.ir.meta import get_captured, set_captured
 from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.verification.invariant import GraphInvariantError
 
 if TYPE_CHECKING:
@@ -241,5 +242,5 @@ def captures() -> Iterator[list[GraphModule]]:
 def _groups(mesh: Any) -> dict[str, list[tuple[int, ...]]]:
     if mesh.ndim == 1:
         return {mesh.get_group().group_name: [(0, 1)]}
-    names = [mesh.get_group(axis).group_name for axis in (0, 1)]
+    names = [common_name(mesh.get_group(axis).group_name) for axis in (0, 1)]
     return dict(zip(names, ([(0, 2), (1, 3)], [(0, 1), (2, 3)]), strict=True))
