@@ -73,8 +73,8 @@ class Context:
     is_fused: whether a compiler that fuses kernels runs the graph, see `Executor`.
     is_ours: whether the graph has anything of ours.
     is_trial: whether the graph is measured and thrown away.
-    inline: why what runs the graph compiles every layer for its place, and calls no subgraphs; "" if
-        it may call them.
+    inline: why what runs the graph compiles every layer for its place, and calls no subgraphs; ""
+        if it may call them.
     common_name: what all ranks call a group, which has a name of its own on each.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.

@@ -273,8 +273,8 @@ def _changes(before: str, now: str) -> str:
     """Returns what is new in the text of a large graph, as a diff; "" if that is most of it."""
     if not before or len(now) < LARGE:
         return ""
-    _, _, *lines = difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0)
-    changes = "\n".join(lines)
+    lines = difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0)
+    changes = "\n".join([*lines][2:])
     return changes if len(changes) < FEW * len(now) else ""
 
 

@@ -172,8 +172,8 @@ class Tree:
                 runtime.drop_pending(is_end_of_backward=True)
 
     def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
-        """The units that the end of a backward reduces, in stock's order: that in which backward came to the
-        units; but for FSDP1, whose flat gradients are complete in the reverse order in which
+        """The units that the end of a backward reduces, in stock's order: that in which backward
+        came to them; but for FSDP1, whose flat gradients are complete in the reverse order in which
         forward made their views, so that the root's is the last.
         """
         backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
+from compiled_fsdp.torch_private.groups import name_axes
 from compiled_fsdp.units.mesh import MeshInfo
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Groups(MeshInfo):
 
 def groups_of(wrapper: Any) -> Groups:
     """The groups that stock's constructor has worked out for an instance."""
+    if wrapper._device_mesh is not None:
+        name_axes(wrapper._device_mesh)
     shard, replicate = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)
     if (
         wrapper.sharding_strategy == ShardingStrategy.NO_SHARD

@@ -34,9 +34,9 @@ LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
 
-# What Inductor turns into writes after the passes, where it stands in the outer graph. Scatters into
-# views of one piece (`select_scatter`: the gradient of a part) may stand in a span: its subgraph is
-# lowered as it is, and there they are pointwise.
+# What Inductor turns into writes after the passes, where it stands in the outer graph. Scatters
+# into a view (`select_scatter`: the gradient of a part) may stand in a span: its subgraph is lowered
+# as it is, and there they are pointwise.
 _BECOME_WRITES = {
     aten.copy.default,
     aten.index_put.default,
@@ -204,8 +204,8 @@ def find_repeats(graph: Graph) -> Repeats:
 def spans(graph: Graph) -> list[Span]:
     """Returns all spans, in graph order.
 
-    A cheap value that only the next span reads is part of that one, so that both are one kernel: the
-    last addition of a layer and the norm of the next.
+    A cheap value that only the next span reads is part of that one, so that both are one kernel:
+    the last addition of a layer and the norm of the next.
     """
     found, writes = _between(graph)
     stands = {node: i for i, span in enumerate(found) for node in span.nodes}

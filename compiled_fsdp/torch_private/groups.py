@@ -36,17 +36,18 @@ def common_name(name: str) -> str:
     `name_axes` has seen it; its own name if not.
     """
     common = _common.get(name, name)
-    return common if _registered(common) is _registered(name) else name
+    is_known = common != name and _registered(common) is _registered(name)
+    return common if is_known else name
 
 
 def name_axes(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh, and of the one that it was cut from, names that are the same on
     all ranks.
 
-    torch numbers groups as they are made, so that ranks 0 and 2 of a (replicate, shard) mesh shard
-    over groups "1" and "2"; in their graphs both are "shard_2of4_9f86d081" from now on, and what
-    one rank has compiled serves the other. The group of all ranks keeps its name, and so does that
-    of a mesh that leaves ranks out: nobody knows here how the others are divided.
+    torch numbers groups as they are made, so that ranks 0 and 2 of a (replicate, shard) mesh of four
+    shard over groups "1" and "2"; in their graphs both are "shard_2of4_9f86d081" from now on, and
+    what one rank has compiled serves the other. The group of all ranks keeps its name, and so does
+    that of a mesh that leaves ranks out: nobody knows here how the others are divided.
     """
     world = dist.get_world_size()
     for each in dict.fromkeys((mesh, mesh._get_root_mesh())):

@@ -1,4 +1,7 @@
-"""Private torch: subgraphs that Inductor lowers once and calls. Tried on torch 2.11, 2.13 and 2.15."""
+"""Private torch: subgraphs that Inductor lowers once and calls.
+
+Tried on torch 2.11, 2.13 and 2.15.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from torch._inductor.virtualized import V
 
 
 def why_inline() -> str:
-    """Returns why Inductor is to compile every layer for its place: its C++ wrapper has no functions
-    for subgraphs, and with CUDA graphs nobody has tried them; "" where it may call subgraphs.
+    """Returns why Inductor is to compile every layer for its place: its C++ wrapper has no
+    functions for subgraphs, and with CUDA graphs nobody has tried them; "" where it may call them.
     """
     if config.cpp_wrapper:
         return "Inductor's C++ wrapper calls no subgraphs"

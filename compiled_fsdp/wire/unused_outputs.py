@@ -79,8 +79,8 @@ def _announce_zeros(outputs: list[int], grads: tuple[Tensor | None, ...]) -> Non
 
 
 def announce_zeros(grad: Tensor, fqn: str) -> None:
-    """Say the same, called by an op in the backward of a graph whose forward has no op of ours: full
-    parameters are its inputs (`resident.py`).
+    """Say the same, called by an op in the backward of a graph whose forward has no op of ours:
+    full parameters are its inputs (`resident.py`).
     """
     node = running_node()
     if node is not None and not getattr(node, "_fsdp_announces", False) and not grad.any():

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compiled_fsdp
-from compiled_fsdp import fully_shard
+from compiled_fsdp import FullyShardedDataParallel, fully_shard
 from compiled_fsdp.inspection.dump_folder import read, read_folder
 from compiled_fsdp.torch_private.groups import common_name, group_named, name_axes, name_group
 
@@ -85,6 +86,14 @@ def own_groups(model: Any) -> None:
         module.set_separate_reduce_scatter_group(enable=True)
 
 
+def wrapper(model: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    how = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    how |= {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for number, block in enumerate(model):
+        model[number] = FullyShardedDataParallel(block, **how)
+
+
 CASES: dict[str, Callable[[Any], None]] = {
     "one axis": one_axis,
     "uneven": uneven,
@@ -93,6 +102,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "tensor parallel": tensor_parallel,
     "reductions apart": own_groups,
     "a mesh of experts": experts,
+    "FSDP1, HSDP": wrapper,
 }
 
 
