@@ -132,8 +132,9 @@ def _merge(bucket: list[Region]) -> None:
     for region in ordered:
         members.append((sources[region.source], region.spec))
     gathered = comm.gather_bucket(Builder(first.nodes[0], first.nodes[0], tag), members)
+    layout = comm.GatheredBucket(specs)
     for place, region in enumerate(ordered):
         run = Builder(region.nodes[0], region.nodes[0], tag)
-        region.result.replace_all_uses_with(comm.copy_out(run, gathered, specs, place))
+        region.result.replace_all_uses_with(layout.copy_out(run, gathered, place))
     for region in ordered:
         erase_all(region.nodes)

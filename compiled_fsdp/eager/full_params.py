@@ -193,9 +193,9 @@ class FullParams:
         ):
             for program, gathered, members in pending:
                 program.finish()
-                specs = [spec for _, spec in members]
+                bucket = comm.GatheredBucket([spec for _, spec in members])
                 for place, (param, _) in enumerate(members):
-                    _fill(param, gathered.tensor, specs, place)
+                    _fill(param, gathered.tensor, bucket, place)
             self._unmark_freed()
             for program, gathered, inputs in extensions:
                 program.finish()
@@ -389,11 +389,11 @@ def _version(param: ShardedParam) -> tuple[int, int]:
     return param.unsharded._version, param.gathered.untyped_storage()._cdata
 
 
-def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], place: int) -> None:
+def _fill(param: ShardedParam, gathered: Tensor, bucket: comm.GatheredBucket, place: int) -> None:
     """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views
     of.
     """
-    spec = specs[place]
+    spec = bucket.specs[place]
     if param.is_shard_whole:
         if (
             param.unsharded is None or param.gathered.data_ptr() != param.local.data_ptr()
@@ -411,7 +411,7 @@ def _fill(param: ShardedParam, gathered: Tensor, specs: Sequence[ParamSpec], pla
         full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
         param.set_gathered(full)
     full = param.gathered
-    columns = comm.columns(launch.call, gathered, specs, place)
+    columns = bucket.columns(launch.call, gathered, place)
     with preserve_version(full):
         allocate(full, columns.numel() * columns.element_size())
         padded = full.as_strided(spec.padded_shape, full.stride())

@@ -78,9 +78,9 @@ def _finish(runtime: FullParams, gathers: Any) -> None:
     with torch.no_grad():
         for program, gathered, members in gathers:
             program.finish()
-            specs = [spec for _, spec in members]
+            bucket = comm.GatheredBucket([spec for _, spec in members])
             for place, (param, _) in enumerate(members):
-                param.show_full(comm.copy_out(launch.call, gathered.tensor, specs, place).detach())
+                param.show_full(bucket.copy_out(launch.call, gathered.tensor, place).detach())
     runtime.resident_versions = runtime.versions_now()
     _there.add(runtime)
     runtime.unit.is_resident = True

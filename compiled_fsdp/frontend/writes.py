@@ -49,6 +49,7 @@ from compiled_fsdp.torch_private.dynamo import (
     before_backend,
     give_up_graph,
 )
+from compiled_fsdp.units.reads import spell_out
 from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
 
@@ -96,6 +97,7 @@ def settle_writes(gm: GraphModule) -> None:
     A write that the graph cannot show to what comes after it, named by its parameter, is a graph
     break: an error with `fullgraph=True`, else the frame runs eagerly.
     """
+    spell_out(gm)
     _check_inputs(gm.graph)
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     written = _written_storages(graphs)

@@ -8,26 +8,29 @@ SETTINGS = (
     "set_requires_gradient_sync, set_reshard_after_forward, set_gradient_divide_factor, a prefetch "
     "list, ..."
 )
-# What a guard looks at, at the end of its path, and what it means that it has changed.
+# What a guard looks at in the handle of a parameter, and what it means that it has changed.
 OURS = {
-    "is_frozen": "a parameter of {unit} was frozen, or is trained again (requires_grad)",
-    "is_resident": "full parameters of {unit} stay from one use to the next now, or do not any more",
-    "flat": "the parameters of {unit} lie in another buffer: some were frozen or are trained again "
-    "(requires_grad), or all were moved",
-    "key": "what {unit} is set to do is another than when it was compiled ({settings})",
+    "is_frozen": "parameter {name!r} was frozen, or is trained again (requires_grad)",
+    "is_resident": "the full parameter {name!r} stays from one use to the next now, or does not "
+    "any more",
+    "flat": "parameter {name!r} lies in another buffer: parameters of its unit were frozen or are "
+    "trained again (requires_grad), or all were moved",
+    "key": "what the unit of parameter {name!r} is set to do is another than when it was compiled "
+    f"({SETTINGS})",
 }
-PARAMETER = "parameter {name!r} was frozen, or is trained again (requires_grad)"
 REPLACED = "a parameter of module {name!r} was replaced by another tensor, or put back"
 TRAINING = (
     "module {name!r} was compiled in training mode and is called in evaluation mode, or the other "
     "way round (model.train(), model.eval())"
 )
-GUARD = re.compile(r"(?P<path>\S.*)\.handle\.(?P<field>\w+)\b")
 # Guards on a module of the user's: by the end of their path.
 ON_MODULE = {
-    re.compile(r"(?P<path>\S+)\._fsdp_handles(?P<rest>\['\w+'\])\.is_frozen\b"): PARAMETER,
-    re.compile(r"(not )?(?P<path>\S+)\._fsdp_replaced\b(?P<rest>)"): REPLACED,
-    re.compile(r"(?P<path>\S+)\.training == (True|False)(?P<rest>)"): TRAINING,
+    **{
+        re.compile(rf"(?P<path>\S+)\._fsdp_handles\['(?P<param>\w+)'\]\.{field}\b"): text
+        for field, text in OURS.items()
+    },
+    re.compile(r"(not )?(?P<path>\S+)\._fsdp_replaced\b(?P<param>)"): REPLACED,
+    re.compile(r"(?P<path>\S+)\.training == (True|False)(?P<param>)"): TRAINING,
 }
 MODES = {
     "GLOBAL_STATE changed: grad_mode": "it was compiled with gradients and is called without, or "
@@ -44,25 +47,14 @@ def in_words(reason: str) -> str:
     prefix = f"{number}: " if colon and re.fullmatch(r"\d+/\d+", number) else ""
     guard = guard if prefix else line
     mode = next((text for start, text in MODES.items() if guard.startswith(start)), None)
-    return prefix + (mode or _of_unit(guard) or _of_module(guard) or guard)
-
-
-def _of_unit(guard: str) -> str:
-    """What has changed of a unit; "" if the guard is no such."""
-    found = GUARD.match(guard)
-    meaning = OURS.get(found["field"]) if found else None
-    if found is None or meaning is None:
-        return ""
-    unit = _name(found["path"].split("_forward_pre_hooks")[0])
-    named = f"unit {unit!r}" if unit else "the outermost unit"
-    return meaning.format(unit=named, settings=SETTINGS)
+    return prefix + (mode or _of_module(guard) or guard)
 
 
 def _of_module(guard: str) -> str:
-    """What has changed of a module, or of a parameter that it holds; "" if the guard is no such."""
+    """What has changed of a module or of a parameter that it holds; "" if the guard is no such."""
     for pattern, meaning in ON_MODULE.items():
         if found := pattern.match(guard):
-            name = ".".join(filter(None, [_name(found["path"]), found["rest"].strip("[']")]))
+            name = ".".join(filter(None, [_name(found["path"]), found["param"]]))
             return meaning.format(name=name) if name else ""
     return ""
 

@@ -353,8 +353,8 @@ def messages_of(specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Message]
 
 
 def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
-    """One all-gather for several parameters: flat, [group_size * sum of shard_numel]; `copy_out`
-    finds each in it.
+    """One all-gather for several parameters: flat, [group_size * sum of shard_numel];
+    `GatheredBucket` finds each in it.
     """
     specs = [s for _, s in members]
     spec = specs[0]
@@ -377,38 +377,50 @@ def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
     return messages_of(specs, specs[0].dtype)
 
 
-def columns(run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int) -> Value:
-    """Returns what the ranks hold of parameter `place`: a view of a gathered bucket, [group_size,
-    shard_numel], or flat if contiguous.
-    """
-    spec, pieces = specs[place], gather_messages(specs)
-    piece = next(p for p in pieces if place in p.members)
-    rows = gathered
-    if len(pieces) > 1:
-        first = spec.group_size * piece.start
-        rows = run(aten.slice.Tensor, gathered, 0, first, first + spec.group_size * piece.numel)
-    if len(piece.members) == 1:
-        return rows
-    start = sum(specs[n].shard_numel for n in piece.members if n < place)
-    table = run(aten.view.default, rows, [spec.group_size, piece.numel])
-    return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
+class GatheredBucket:
+    """Where each parameter of a gathered bucket lies in it; made once for all of them.
 
-
-def copy_out(
-    run: Run, gathered: Value, specs: Sequence[ParamSpec], place: int, *, is_copied: bool = True
-) -> Value:
-    """Parameter `place` of a gathered bucket: a view of it, or a copy if what the ranks hold of it
-    lies apart; without `is_copied`, a reshape that leaves it to the compiler whether to copy.
+    messages: the pieces that travelled.
+    places: of each parameter, its message and its first column there.
     """
-    rows = columns(run, gathered, specs, place)
-    is_apart = specs[place].group_size > 1 and not any(
-        p.members == (place,) for p in gather_messages(specs)
-    )
-    if is_apart and is_copied:
-        rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
-    elif is_apart:
-        rows = run(aten.reshape.default, rows, [specs[place].group_size * specs[place].shard_numel])
-    return from_rows(run, rows, specs[place])
+
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        self.specs = specs
+        self.messages = gather_messages(specs)
+        self.places: list[tuple[Message, int]] = []
+        for message in self.messages:
+            start = 0
+            for place in message.members:
+                self.places.append((message, start))
+                start += specs[place].shard_numel
+
+    def columns(self, run: Run, gathered: Value, place: int) -> Value:
+        """Returns what the ranks hold of parameter `place`: a view of the bucket, [group_size,
+        shard_numel], or flat if contiguous.
+        """
+        spec, (message, start) = self.specs[place], self.places[place]
+        rows = gathered
+        if len(self.messages) > 1:
+            first = spec.group_size * message.start
+            end = first + spec.group_size * message.numel
+            rows = run(aten.slice.Tensor, gathered, 0, first, end)
+        if len(message.members) == 1:
+            return rows
+        table = run(aten.view.default, rows, [spec.group_size, message.numel])
+        return run(aten.slice.Tensor, table, 1, start, start + spec.shard_numel)
+
+    def copy_out(self, run: Run, gathered: Value, place: int, *, is_copied: bool = True) -> Value:
+        """Parameter `place`: a view of the bucket, or a copy if what the ranks hold of it lies
+        apart; without `is_copied`, a reshape that leaves it to the compiler whether to copy.
+        """
+        spec, (message, _) = self.specs[place], self.places[place]
+        rows = self.columns(run, gathered, place)
+        is_apart = spec.group_size > 1 and len(message.members) > 1
+        if is_apart and is_copied:
+            rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
+        elif is_apart:
+            rows = run(aten.reshape.default, rows, [spec.group_size * spec.shard_numel])
+        return from_rows(run, rows, spec)
 
 
 def reduce_bucket(

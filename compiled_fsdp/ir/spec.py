@@ -11,7 +11,6 @@ import hashlib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +20,6 @@ from .keys import Keys
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-# Arguments of ops by a digest of their text. Dynamo takes integers out of a module as constants;
-# out of an object they would become dynamic as soon as a second model of the same class has other
-# sizes, and no pass could lower them. Out of a dict they would be constants too, but every
-# compilation would look at every entry there is.
-CONSTANTS = ModuleType("constants")
 
 # A parameter of fewer bytes shares a message with its neighbours and is copied out; a larger one
 # travels by itself.
@@ -163,14 +156,12 @@ class ParamSpec:
         return cls(*values)
 
     def args(self) -> tuple[object, ...]:
-        """The values in schema order (a tuple: Dynamo reads it as constants)."""
+        """The values in schema order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
-    def as_constants(self) -> str:
-        """Enter the values into `CONSTANTS`, and return their name there."""
-        name = f"spec_{hashlib.sha256(repr(self).encode()).hexdigest()[:32]}"
-        setattr(CONSTANTS, name, self.args())
-        return name
+    def key(self) -> str:
+        """Returns what a traced read names it by; the same in every process."""
+        return SPECS.key(self)
 
     @property
     def rows(self) -> int:
@@ -225,3 +216,10 @@ class ParamSpec:
             gather_algorithm="",
             device="",  # what is kept of a full parameter is where that was
         )
+
+
+def _digest(spec: ParamSpec, _: int) -> str:
+    return f"spec_{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}"
+
+
+SPECS: Keys[ParamSpec] = Keys(_digest)

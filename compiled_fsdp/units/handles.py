@@ -10,8 +10,8 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The things that a traced read of one parameter needs: the graph input, and where the op's
-    constants stand in `CONSTANTS`.
+    """The things that a traced read of one parameter needs: the graph input, and the key of the
+    op's other arguments in `SPECS`.
 
     key: "" while an eager forward has the full parameter registered: then that is what is read.
     is_frozen: frozen by now, in a flat buffer that requires a gradient.

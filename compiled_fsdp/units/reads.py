@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
-from compiled_fsdp.ir.spec import CONSTANTS
-from compiled_fsdp.torch_private.dynamo import trace_number
+from compiled_fsdp.ir.spec import SPECS
+from compiled_fsdp.torch_private.dynamo import trace_number, traced_as_it_is
 
 from .extension import WHY_EAGER
 from .handles import APART
@@ -19,6 +19,37 @@ from .views import view_of_flat
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.fx import GraphModule
+
+
+@traced_as_it_is
+def unshard_as(flat: Tensor, key: str) -> Tensor:
+    """An `fsdp::unshard` with the `ParamSpec` of this key. One argument in Dynamo's graph, and one
+    guard, where the op itself would be some forty of each.
+    """
+    full: Tensor = UNSHARD(flat, *SPECS[key].args())
+    return full
+
+
+@traced_as_it_is
+def reduce_grad_as(grad: Tensor, flat: Tensor, key: str) -> Tensor:
+    """An `fsdp::reduce_grad` with the `ParamSpec` of this key."""
+    flat_grad: Tensor = REDUCE_GRAD(grad, flat, *SPECS[key].args())
+    return flat_grad
+
+
+OP_OF = {unshard_as: UNSHARD, reduce_grad_as: REDUCE_GRAD}
+
+
+def spell_out(gm: GraphModule) -> None:
+    """Let Dynamo's whole graph say the ops with all their arguments: what a backend gets, and what
+    compiled code is cached by, needs no table.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.op == "call_function" and node.target in OP_OF:
+                *tensors, key = node.args
+                node.target, node.args = OP_OF[node.target], (*tensors, *SPECS[key].args())
 
 
 class Resident(torch.autograd.Function):
@@ -39,7 +70,7 @@ class Resident(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """To the flat buffer."""
         (flat,) = ctx.saved_tensors
-        return None, REDUCE_GRAD(grad, flat, *getattr(CONSTANTS, ctx.key)), None
+        return None, reduce_grad_as(grad, flat, ctx.key), None
 
 
 def traced(module: Any, name: str) -> Any:
@@ -56,7 +87,7 @@ def traced(module: Any, name: str) -> Any:
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
-        full = UNSHARD(handle.flat, *getattr(CONSTANTS, handle.key))
+        full = unshard_as(handle.flat, handle.key)
     full = view_of_flat(full, handle.view) if handle.view else full
     full = full.detach() if handle.is_frozen else full
     return as_dtensor(full, handle.full) if handle.full else full

@@ -117,6 +117,8 @@ class Unit:
         # All ranks run it eagerly, since one cannot go on to compile it.
         self.runs_eagerly = False
         self.is_resident = self.was_read = self.has_gradients = False
+        # Whether a parameter brings an all-gather of its own; settled before the first forward.
+        self.has_extensions = False
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
@@ -323,7 +325,7 @@ class Unit:
                         spec,
                         Handle(
                             flat.data,
-                            traced(self, spec).as_constants(),
+                            traced(self, spec).key(),
                             is_frozen,
                             key_of(param.full),
                             self.is_resident,
@@ -332,11 +334,7 @@ class Unit:
                     )
                 param.spec, param.handle = self._handles[key]
                 param.show_handle(param.handle)
-
-    @property
-    def has_extensions(self) -> bool:
-        """Whether a parameter brings an all-gather of its own; settled before the first forward."""
-        return any(param.handle is APART for param in self.params)
+        self.has_extensions = any(param.handle is APART for param in self.params)
 
     def _check_extension(self, flat: FlatBuffer, param: ShardedParam) -> None:
         if flat.mesh_info in self.post_meshes:

@@ -324,9 +324,10 @@ class Captured:
         gathered = comm.gather_bucket(
             run, [(m.source, s) for m, s in zip(members, specs, strict=True)]
         )
+        bucket = comm.GatheredBucket(specs)
         for place, member in enumerate(members):
             for is_copied in (True, False):
-                copied = comm.copy_out(run, gathered, specs, place, is_copied=is_copied)
+                copied = bucket.copy_out(run, gathered, place, is_copied=is_copied)
                 lowered.add(copied, specs, member.result)
 
     def _reduce(self, region: Region, members: tuple[Reduce, ...], lowered: Lowered) -> None:

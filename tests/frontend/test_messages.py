@@ -378,12 +378,11 @@ class TestRecompiles:
             run(torch.ones(2, 4))
         reasons = [entry["reason"].partition(": ")[2] for entry in explain(run).recompiles]
         assert reasons[0].startswith(
-            "what the outermost unit is set to do is another than when it was compiled "
-            "(set_requires_gradient_sync, "
+            "what the unit of parameter 'head.bias' is set to do is another than when it was "
+            "compiled (set_requires_gradient_sync, "
         )
         assert (
-            "a parameter of unit 'layers.0' was frozen, or is trained again (requires_grad)"
-            in reasons
+            "parameter 'layers.0.weight' was frozen, or is trained again (requires_grad)" in reasons
         )
         assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
         assert not any("handle" in text or "\n" in text for text in reasons)
@@ -392,8 +391,8 @@ class TestRecompiles:
         ("guard", "words"),
         [
             (
-                "self._modules['layers']._modules['0'].handle.flat is x",
-                "the parameters of unit 'layers.0' lie in another buffer: some were frozen",
+                "self._modules['layers']._modules['0']._fsdp_handles['weight'].flat is x",
+                "parameter 'layers.0.weight' lies in another buffer: parameters of its unit were",
             ),
             (
                 "self.__dict__['_modules']['_fsdp_wrapped_module']._modules['head']"

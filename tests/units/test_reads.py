@@ -1,0 +1,92 @@
+"""Reads of parameters in a trace: what Dynamo sees of one, what it guards on, what a backend gets."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.guards import GuardManagerWrapper
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.ir.schema import UNSHARD, param_spec
+from compiled_fsdp.ir.spec import SPECS
+from compiled_fsdp.units.reads import OP_OF
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+
+class Net(nn.Module):
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return x
+
+
+def sharded(*, recompute: bool = False) -> nn.Module:
+    torch._dynamo.reset()
+    net = Net(recompute=recompute)
+    for layer in net.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def graph_of(model: nn.Module) -> GraphModule:
+    """What a backend gets."""
+    found = []
+
+    def backend(gm: GraphModule, _: object) -> GraphModule:
+        found.append(gm)
+        return gm
+
+    torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, 4))
+    (gm,) = found
+    return gm
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_backend_gets_the_ops_with_all_their_arguments(fake_world: None, recompute: bool):
+    modules = [
+        module
+        for module in graph_of(sharded(recompute=recompute)).modules()
+        if isinstance(module, torch.fx.GraphModule)
+    ]
+    nodes = [node for module in modules for node in module.graph.nodes]
+    assert not [node for node in nodes if node.target in OP_OF]
+    specs = [param_spec(node) for node in nodes if node.target is UNSHARD]
+    assert sorted(spec.fqn for spec in specs) == sorted(
+        f"layers.{n}.{name}" for n in range(3) for name in ("weight", "bias")
+    )
+
+
+def test_a_read_costs_few_guards(fake_world: None):
+    """A handle, five of its fields, and the buffer: not one guard for each argument of the op."""
+    graph_of(sharded())
+    managers = [made for made in gc.get_objects() if type(made) is GuardManagerWrapper]
+    tree = max(map(str, managers), key=len)
+    of_bias = [
+        line
+        for line in tree.splitlines()
+        if re.search(r"_modules\['1'\]._fsdp_handles\['bias'\]", line)
+    ]
+    assert 5 <= len(of_bias) <= 20, "\n".join(of_bias)
+    assert "spec_" in tree
+    assert tree.count("\n") < 700, tree.count("\n")
+
+
+def test_specs_are_named_by_their_content(fake_world: None):
+    param = next(iter(sharded().layers[0]._fsdp_state.unit.params))
+    assert SPECS[param.spec.key()] == param.spec
+    assert param.handle.key == param.spec.key()
+    assert re.fullmatch(r"spec_[0-9a-f]{32}", param.handle.key)
