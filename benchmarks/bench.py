@@ -1,6 +1,7 @@
 """Every benchmark, in one command: `make bench`, or `make bench ARGS="wire --rates 1"` for parts.
 
     wire      two hosts joined by a wire of 0.5, 1, 2, 4 Gbit/s and unshaped; needs root
+    experts   a mixture of 8 experts over the same wire, its experts divided among the ranks
     latency   24 layers of width 64 on two local ranks: many tiny parameters
     budget    step time against memory: what keeping parameters for backward buys; needs root
     memory    exact peak tensor bytes, and resident memory
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import budget
 import compile as compile_
+import experts
 import gpu
 import graphs
 import latency
@@ -40,6 +42,7 @@ from variants import VARIANTS
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "wire": wire.run,
+    "experts": experts.run,
     "latency": latency.run,
     "budget": budget.run,
     "memory": memory.run,

@@ -7,6 +7,7 @@ H heads, D width of a head, C width of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,11 +109,14 @@ class GPT(nn.Module):
     The loss is in nats per byte.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, blocks: Sequence[nn.Module] | None = None) -> None:
+        """Make it of other blocks, if they are given."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        if blocks is None:
+            blocks = [Block(config) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         table = rotary_table(config.max_length, config.width // config.num_heads)

@@ -6,6 +6,7 @@ Every variant runs in processes of its own, since resident memory belongs to a p
 from __future__ import annotations
 
 from gpt import SIZES
+from moe import name_of
 from results import Panel, Report, Table, machine, ratio
 from screen import Screen
 from settings import Settings
@@ -35,7 +36,12 @@ def run(settings: Settings, screen: Screen) -> Report:
     """One after another; a step or two suffices, since bytes do not vary."""
     size = "tiny" if settings.quick else "30m"
     job = Job(SIZES[size], batch=2, length=32 if settings.quick else 256)
-    names = [name for name in settings.sides() if name != "raw_collectives"]
+    return measured(job, list(settings.sides()), screen)
+
+
+def measured(job: Job, names: list[str], screen: Screen) -> Report:
+    """The peaks of these variants."""
+    names = [name for name in names if name != "raw_collectives"]
     seen = {}
     for number, name in enumerate(names, 1):
         screen.line(f"memory, {name}, {number} of {len(names)}")
@@ -61,7 +67,7 @@ def report(job: Job, seen: dict[str, dict[str, float]]) -> Report:
     ]
     facts = [
         machine(),
-        f"GPT of {job.config.num_layers} layers of width {job.config.width}, fp32, batch "
+        f"{name_of(job.config)} of {job.config.num_layers} layers of width {job.config.width}, fp32, batch "
         f"{job.batch} x {job.length} per rank, fused AdamW, two local ranks.",
     ]
     bars = {

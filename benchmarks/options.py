@@ -14,9 +14,11 @@ from typing import NoReturn
 
 from checkpoint import exists, read_run, verify
 from gpt import SIZES
+from moe import NUM_EXPERTS
 from text import Text, load_text, require_bytes
 from usage import UsageError
 
+MODELS = ("gpt", "moe")
 DTYPES = ("float32", "bfloat16")
 INDUCTOR_BACKENDS = ("inductor", "compiled_fsdp")
 BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
@@ -44,6 +46,7 @@ class Options:
     `world`.
     """
 
+    model: str
     size: str
     steps: int | None
     minutes: float | None
@@ -203,6 +206,8 @@ def _parser() -> Parser:
         "model. Started by torchrun, or without it: then it starts --world ranks under torchrun.",
     )
     add = parser.add_argument
+    add("--model", choices=MODELS, default="gpt", help="moe: a mixture of 8 experts in each block,"
+        " shared among the ranks; it computes as much for a byte as the gpt does")  # fmt: skip
     add("--size", choices=list(SIZES), default="10m", help="number of parameters")
     add("--steps", type=int, help="optimizer steps, the length of the schedule (default: fills"
         " --minutes)")  # fmt: skip
@@ -287,6 +292,8 @@ def _check_values(options: Options) -> None:
             f"--world is {options.world}, does not divide the {options.sequences} sequences of a "
             "step"
         )
+    if options.model == "moe" and options.world > 0 and (num := NUM_EXPERTS) % options.world:
+        wrong.append(f"--world is {options.world}, does not divide the {num} experts of a block")
     wrong += _excluding(options)
     if wrong:
         raise UsageError(f"checking the options: {'; '.join(wrong)}")
@@ -299,6 +306,8 @@ def _excluding(options: Options) -> list[str]:
         wrong.append(
             f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager"
         )
+    if options.model == "moe" and options.front_end == "fsdp1":
+        wrong.append("--model moe leaves its experts to their ranks, by fully_shard; give gpt")
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
             f"--report shows our compiled graphs, and --impl {options.impl} --backend "

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPTConfig
 from hosts import gloo_rate, sent_bytes
 from measure import communication, peak_tensor_bytes
+from moe import config_of
 from screen import Screen, leave
 from variants import PREDICTIONS, VARIANTS, Job, Step
 
@@ -58,7 +58,7 @@ class Comparison:
         """The inverse."""
         fields = json.loads(text)
         job = fields.pop("job")
-        config = GPTConfig(**job.pop("config"))
+        config = config_of(job.pop("config"))
         return Comparison(Job(config, **job), tuple(fields.pop("variants")), **fields)
 
 

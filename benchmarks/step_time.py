@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from moe import name_of
 from results import Panel, Table, ratio, spread
 from side_by_side import NUM_COMPARED, TOLERANCE, Comparison
 from variants import VARIANTS, legend
@@ -133,7 +134,7 @@ def describe(comparison: Comparison) -> str:
     """The job in a sentence."""
     config, job = comparison.job.config, comparison.job
     return (
-        f"GPT of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x "
+        f"{name_of(config)} of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x "
         f"{job.length} per rank; {comparison.rounds} rounds of {comparison.steps} timed steps a "
         "variant."
     )

@@ -125,7 +125,12 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
     """Train one variant, save it if it is the one asked for, validate and measure it."""
     options, variant = trainer.options, trainer.variant
     outcome = Outcome(variant.name)
-    screen.line(f"training with {variant.name}, {trainer.num_parameters:,} parameters")
+    active = (
+        f", {trainer.num_active:,} for each byte"
+        if trainer.num_active < trainer.num_parameters
+        else ""
+    )
+    screen.line(f"training with {variant.name}, {trainer.num_parameters:,} parameters{active}")
     if options.resume:
         run = checkpoint.read_run(options.out)
         checkpoint.load(options.out, trainer.model, trainer.optimizer)
@@ -169,7 +174,7 @@ def report(
     options: Options, text: Text, screen: Screen, outcomes: list[Outcome], horizon: int | None
 ) -> None:
     """Show the table, write picture and results, and say whether the goal was reached."""
-    title = f"GPT {options.size} on Python's standard library, {options.world} ranks"
+    title = f"{options.model.upper()} {options.size} on Python's standard library, {options.world} ranks"
     write_results(options.out, outcomes, options, text)
     draw(options.out / PICTURE, outcomes, title)
     screen.show(table(outcomes))
@@ -180,7 +185,7 @@ def report(
 def describe(options: Options, text: Text) -> str:
     """Return the first line of a run."""
     return (
-        f"GPT {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) "
+        f"{options.model.upper()} {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) "
         f"each; text of {text.num_files} files, {len(text.train):,} bytes to train on, "
         f"{len(text.validation):,} to validate on"
     )

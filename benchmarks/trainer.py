@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, SIZES, Block
 from measure import CommReport, PeakMemory, communication, peak_tensor_bytes
+from moe import MOE_SIZES, MoEGPT, num_active, share_experts
 from options import Options
 from text import Text, even_crops, random_crops
 from torch import Tensor, nn
@@ -82,8 +83,11 @@ class Trainer:
             self.rank * share, (self.rank + 1) * share
         )  # of the sequences of a step, this rank's
         torch.manual_seed(options.seed)
-        model = GPT(SIZES[options.size])
+        model = (
+            MoEGPT(MOE_SIZES[options.size]) if options.model == "moe" else GPT(SIZES[options.size])
+        )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_active = num_active(model)
         self.model: nn.Module = (
             wrap(model, options, variant)
             if options.front_end == "fsdp1"
@@ -184,7 +188,9 @@ def wrap(model: GPT, options: Options, variant: Variant) -> nn.Module:
 
 
 def shard(model: GPT, options: Options, variant: Variant) -> nn.Module:
-    """Make each block, the embedding, and norm with head a unit; compile blocks before if asked."""
+    """Make each block, the embedding, and norm with head a unit; compile blocks before if asked.
+    Experts stay with the ranks that they belong to.
+    """
     library = "torch.distributed.fsdp" if variant.impl == "stock" else "compiled_fsdp"
     fully_shard = import_module(library).fully_shard
     mesh = init_device_mesh("cpu", (options.world,))
@@ -192,14 +198,21 @@ def shard(model: GPT, options: Options, variant: Variant) -> nn.Module:
         param_dtype=getattr(torch, options.param_dtype),
         reduce_dtype=getattr(torch, options.reduce_dtype),
     )
+    experts = share_experts(model, mesh)
     if variant.is_per_block:
         for block in model.layers:
             block.compile(backend=variant.backend)
     units = [*model.layers, model.embedding, [model.norm, model.head]]
     try:
         for unit in units:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=options.reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=options.reshard,
+                mp_policy=policy,
+                ignored_params=experts,
+            )
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=experts)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"sharding the model with --impl {variant.impl}: {error}") from error
     return model

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig
+from moe import MoEConfig, MoEGPT, share_experts
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -245,9 +247,20 @@ def build_local(job: Job, *, compiled: str = "", whole_optimizer: bool = False) 
 
 
 def build_raw_collectives(job: Job) -> Step:
-    """Every unit gathered twice and reduced by all-to-all, a few in flight, without computation."""
+    """Every unit gathered twice and reduced by all-to-all, a few in flight, without computation; the
+    tokens of a mixture travel to experts and back.
+    """
     world = dist.get_world_size()
-    units = [sum(p.numel() for p in m.parameters()) // world for m in units_of(make_model(job))]
+    units = [
+        sum(p.numel() for p in m.parameters() if p.dim() < 3)
+        // world  # experts stay where they are
+        for m in units_of(make_model(job))
+    ]
+    routed = torch.zeros(
+        job.batch * job.length * job.config.top * job.config.width
+        if isinstance(job.config, MoEConfig)
+        else 0
+    )
     shards = [torch.zeros(numel) for numel in units]
     full = [torch.zeros(numel * world) for numel in units]
     received = [torch.zeros(numel * world) for numel in units]
@@ -260,9 +273,18 @@ def build_raw_collectives(job: Job) -> Step:
         work: Any = dist.all_to_all_single(received[unit], full[unit], async_op=True)
         return work
 
-    forward = [(gather, unit) for unit in range(len(units))]
+    def route(_unit: int) -> Any:
+        work: Any = dist.all_to_all_single(torch.empty_like(routed), routed, async_op=True)
+        return work
+
+    def routes(unit: int) -> list[Any]:
+        is_block = 0 < unit < len(units) - 1
+        return [route, route] if is_block and routed.numel() else []
+
+    order = range(len(units))
+    forward = [(issue, unit) for unit in order for issue in [gather, *routes(unit)]]
     backward = [
-        (issue, unit) for unit in reversed(range(len(units))) for issue in (gather, exchange)
+        (issue, unit) for unit in reversed(order) for issue in [gather, *routes(unit), exchange]
     ]
 
     def step(_index: int) -> None:
@@ -376,7 +398,7 @@ def legend(names: Iterable[str]) -> str:
 def make_model(job: Job) -> GPT:
     """Return the model, with the same weights on every call."""
     torch.manual_seed(0)
-    return GPT(job.config)
+    return MoEGPT(job.config) if isinstance(job.config, MoEConfig) else GPT(job.config)
 
 
 def make_batches(job: Job) -> list[tuple[Tensor, Tensor]]:
@@ -392,13 +414,11 @@ def units_of(model: GPT) -> list[nn.Module]:
     return [model.embedding, *model.layers, nn.ModuleList([model.norm, model.head])]
 
 
-def shard(model: GPT, fully_shard: Callable[..., object]) -> None:
-    """Shard embedding, every block, norm with head, and the root."""
-    fully_shard(model.embedding)
-    for block in model.layers:
-        fully_shard(block)
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
+def shard(model: GPT, fully_shard: Callable[..., Any]) -> None:
+    """Shard embedding, every block, norm with head, and the root; experts belong to ranks."""
+    experts = share_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    for unit in [model.embedding, *model.layers, [model.norm, model.head], model]:
+        fully_shard(unit, ignored_params=experts)
 
 
 def compile_blocks(model: GPT) -> None:
