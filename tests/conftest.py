@@ -4,6 +4,7 @@ communication.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# Else pytest listens to it too, and torch writes down every graph that it makes, for that alone.
+logging.getLogger("torch.__trace").propagate = True
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 use_scalar_kernels()
 os.environ["COMPILED_FSDP_VERIFY"] = (

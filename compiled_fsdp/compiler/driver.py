@@ -15,6 +15,7 @@ from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.dump.layout import JOINT
 from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir.expected import note_expected
 from compiled_fsdp.ir.graph import find, phase_of
 from compiled_fsdp.ir.meta import get_consumed, get_tag, set_consumed
 from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
@@ -48,6 +49,7 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     """
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
+    note_expected(gm.graph)
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     context, asked = Context(is_fused, common_name=common_name), current_plan()
@@ -87,6 +89,7 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
             "compiled_fsdp: Plan(copy_out='strided') is for kernels that Inductor generates; this "
             "backend copies, as with 'copy'"
         )
+    note_expected(gm.graph)  # an inference graph has been in no joint one
     half = f"{phase_of(gm.graph)} graph"
     progress.at(f"{half}, before its passes")
     asked = current_plan().executed_by(is_fused=context.is_fused)

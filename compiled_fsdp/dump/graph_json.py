@@ -24,7 +24,8 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_fsdp.ir import meta
-from compiled_fsdp.ir.graph import hint, output
+from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.graph import output
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.opaque import Opaque
 from compiled_fsdp.ir.spec import ParamSpec

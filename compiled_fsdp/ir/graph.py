@@ -1,8 +1,7 @@
 """FX basics that every pass uses: insert a node with its fake value, find views, roots of
 additions, and phases.
 
-Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs;
-the hint of a `SymInt`.
+Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs.
 """
 
 from __future__ import annotations
@@ -41,13 +40,6 @@ def value(node: Node) -> Tensor:
         )
     tensor: Tensor = node.meta["val"]
     return tensor
-
-
-def hint(size: Any) -> int:
-    """A size; of a symbol, what it is now, without a guard that would fix it to that; 0 where only
-    the data decides.
-    """
-    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
 class Builder:

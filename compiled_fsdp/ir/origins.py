@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .graph import hint, is_undeclared_alias
+from .expected import hint
+from .graph import is_undeclared_alias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Size of the whole storage; a hint if it is symbolic, and zero if only the data decides it."""
+    """Size of the whole storage; a hint if it is symbolic, what is expected if only the data decides."""
     size: Any = tensor.untyped_storage().nbytes()
     return hint(size)
 

@@ -18,7 +18,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import hint, is_matmul, is_view
+from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.graph import is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import traits_of
 

@@ -3,8 +3,8 @@
 Storages are counted, not tensors. A storage is born with the node that allocates it, and dies after
 the last node that reads it or a view of it. Views are known by the ops' schemas, and by the
 storages of fake values where a schema leaves it open (`reshape`). A collective needs its input and
-its output until it is awaited. Sizes are hints where they are symbolic; one that only the data
-decides counts nothing.
+its output until it is awaited. Sizes are hints where they are symbolic; of one that only the data
+decides, what is expected (`ir/expected.py`).
 
 For a scheduler: `Lifetimes` is built once, and `Lifetimes.curve(order)` is what any order of the
 same nodes would need, in time linear in nodes and uses. Moving one node changes only the spans of

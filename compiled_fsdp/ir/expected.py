@@ -1,0 +1,78 @@
+"""Sizes that only data decides, as they are on average.
+
+A router decides at run time how many tokens go to each expert; the graph has symbols there that
+torch knows no value of. Planning, prices and the predicted peak need one, the same on every rank:
+where nothing else is known, all pieces of a split are taken to be equal, and a rank to get as much
+as it sends (a router is trained to balance its experts).
+
+Private torch used here (tried on 2.13 and 2.15): `SymInt.node`, `ShapeEnv.var_to_val`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.fx import Graph
+
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+SPLIT = torch.ops.aten.split_with_sizes.default
+
+_expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by symbol, of a ShapeEnv
+
+
+def hint(size: Any) -> int:
+    """A size; of a symbol, what it is now, without a guard that would fix it to that; where only
+    the data decides, what `note_expected` expects of it, or 0.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    return _mean(size) if known is None else int(known)
+
+
+def note_expected(graph: Graph) -> None:
+    """Remember what the unknown sizes of a graph are on average, for `hint`."""
+    for node in graph.nodes:
+        if node.target is SPLIT:
+            whole, sizes, *dim = node.args
+            _share(whole.meta["val"].shape[dim[0] if dim else 0], sizes)
+        elif node.target is EXCHANGE:
+            sent, received_sizes, sent_sizes, _ = node.args
+            for sizes in (sent_sizes, received_sizes):
+                _share(sent.meta["val"].shape[0], sizes)
+
+
+def _mean(size: torch.SymInt) -> int:
+    env = size.node.shape_env
+    known = _expected.get(env, {})
+    values = {
+        symbol: known.get(symbol, env.var_to_val.get(symbol, 0))
+        for symbol in size.node.expr.free_symbols
+    }
+    return max(0, int(size.node.expr.xreplace(values)))
+
+
+def _share(total: Any, sizes: Iterable[Any]) -> None:
+    """Divide what others leave of a total among the sizes that nothing is known of."""
+    unknown, rest = {}, hint(total)
+    for size in sizes:
+        value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+        expr = value.node.expr if isinstance(value, torch.SymInt) else None
+        is_new = (
+            expr is not None
+            and expr.is_symbol
+            and value.node.hint is None
+            and expr not in _expected.get(value.node.shape_env, {})
+        )
+        if is_new:
+            unknown[expr] = value.node.shape_env
+        else:
+            rest -= hint(value)
+    for symbol, env in unknown.items():
+        _expected.setdefault(env, {})[symbol] = max(0, -(-rest // len(unknown)))

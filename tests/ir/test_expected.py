@@ -1,0 +1,56 @@
+"""Sizes that only data decides: what planning takes them for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from moe import MoEConfig, MoEGPT, share_experts
+from torch.distributed.device_mesh import init_device_mesh
+
+from compiled_fsdp import fully_shard, pipeline
+from compiled_fsdp.ir.expected import EXCHANGE, SPLIT, hint
+from compiled_fsdp.planning.costs import nbytes
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from compiled_fsdp import Plan
+
+CONFIG = MoEConfig(
+    num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
+    expert_hidden=8,
+)  # fmt: skip
+ROUTED = 2 * 8 * CONFIG.top
+
+
+def test_tokens_are_taken_to_be_spread_evenly(fake_world: None) -> None:
+    """As many come to a rank as it sends; its experts get as many each."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = MoEGPT(CONFIG)
+    experts = share_experts(model, mesh)
+    fully_shard(model.layers[0], mesh=mesh, ignored_params=experts)
+    fully_shard(model, mesh=mesh, ignored_params=experts)
+    exchanged, split, sizes = [], [], []
+
+    def look(gm: GraphModule, _: Plan) -> GraphModule:
+        for node in gm.graph.nodes:
+            if node.target is EXCHANGE and node.meta["val"].dim() == 2:
+                exchanged.append(hint(node.meta["val"].shape[0]))
+                sizes.append(nbytes(node))
+            elif node.target is SPLIT and len(node.args[1]) == 2:
+                split.append([hint(part.shape[0]) for part in node.meta["val"]])
+        return gm
+
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with pipeline(look, after="free"):
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(tokens, tokens)
+    assert {*exchanged} == {ROUTED}
+    assert {*sizes} == {ROUTED * CONFIG.width * 4.0}
+    assert {*map(tuple, split)} == {(ROUTED // 2, ROUTED // 2)}
+
+
+def test_a_size_that_is_known_stays() -> None:
+    assert hint(7) == 7
