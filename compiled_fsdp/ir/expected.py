@@ -5,7 +5,8 @@ torch knows no value of. Planning, prices and the predicted peak need one, the s
 where nothing else is known, all pieces of a split are taken to be equal, and a rank to get as much
 as it sends (a router is trained to balance its experts).
 
-Private torch used here (tried on 2.13 and 2.15): `SymInt.node`, `ShapeEnv.var_to_val`.
+Private torch used here (tried on 2.13 and 2.15): `SymInt.node`, `ShapeEnv.backed_var_to_val`, which
+older ones call `var_to_val`.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def note_expected(graph: Graph) -> None:
 def _mean(size: torch.SymInt) -> int:
     env = size.node.shape_env
     known = _expected.get(env, {})
+    backed = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     values = {
-        symbol: known.get(symbol, env.var_to_val.get(symbol, 0))
-        for symbol in size.node.expr.free_symbols
+        symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
     }
     return max(0, int(size.node.expr.xreplace(values)))
 
