@@ -14,7 +14,6 @@ from variants import BY_DEFAULT, Job, with_floors
 from wire import facts, measure_at
 
 SIDES = ("ours", "stock_eager", "stock_block_compile", "raw_collectives")
-TRAINED = SIDES[:-1]
 SMALL = MoEConfig(num_layers=2, width=64, num_heads=2, hidden=64, expert_hidden=32)
 LARGE = MoEConfig(num_layers=6, width=384, num_heads=6, hidden=512, expert_hidden=384)
 
@@ -36,7 +35,7 @@ def run(settings: Settings, screen: Screen) -> Report:
         lines = [*facts(rate, comparison, result), _size(config), *step_time.against_floors(result)]
         tables.append(step_time.table(rate_name(rate), lines, result))
         panels.append(step_time.panel(rate_name(rate), result))
-    peaks = memory.measured(comparison.job, [name for name in sides if name in TRAINED], screen)
+    peaks = memory.measured(comparison.job, list(sides), screen)
     return Report(
         "experts",
         "Mixtures of experts over a slow wire",

@@ -67,8 +67,8 @@ def report(job: Job, seen: dict[str, dict[str, float]]) -> Report:
     ]
     facts = [
         machine(),
-        f"{name_of(job.config)} of {job.config.num_layers} layers of width {job.config.width}, fp32, batch "
-        f"{job.batch} x {job.length} per rank, fused AdamW, two local ranks.",
+        f"{name_of(job.config)} of {job.config.num_layers} layers of width {job.config.width}, "
+        f"fp32, batch {job.batch} x {job.length} per rank, fused AdamW, two local ranks.",
     ]
     bars = {
         name: {"at rest": s["tensor_at_rest"] / 1e6, "above rest": above[name] / 1e6}

@@ -1,5 +1,5 @@
-"""The GPT with a mixture of experts in each block: top-k of routed experts, and one that every token
-goes to (Shazeer et al., 2017; Dai et al., 2024), with expert parallelism over all ranks.
+"""The GPT with a mixture of experts in each block: top-k of routed experts, and one that every
+token goes to (Shazeer et al., 2017; Dai et al., 2024), with expert parallelism over all ranks.
 
 As the GPT it knows nothing about sharding. Shapes in comments: N tokens of a rank, E experts, C
 width of the model, F width of an expert.
@@ -70,7 +70,8 @@ def name_of(config: GPTConfig) -> str:
         return "GPT"
     return (
         f"GPT with {config.num_experts} experts of width {config.expert_hidden} a layer, "
-        f"{config.top} for each byte, beside a shared one of {config.hidden}, divided among the ranks;"
+        f"{config.top} for each byte, beside a shared one of {config.hidden}, divided among the "
+        "ranks;"
     )
 
 
@@ -111,8 +112,8 @@ class Experts(nn.Module):
         )
 
     def _local(self, parameter: Tensor) -> Tensor:
-        """This rank's experts. Tokens of all ranks come to them, each
-        with the gradient of its own rank's mean loss.
+        """This rank's experts. Tokens of all ranks come to them, each with the gradient of its own
+        rank's mean loss.
         """
         if not isinstance(parameter, DTensor):
             return parameter

@@ -134,7 +134,8 @@ def describe(comparison: Comparison) -> str:
     """The job in a sentence."""
     config, job = comparison.job.config, comparison.job
     return (
-        f"{name_of(config)} of {config.num_layers} layers of width {config.width}, fp32, batch {job.batch} x "
+        f"{name_of(config)} of {config.num_layers} layers of width {config.width}, "
+        f"fp32, batch {job.batch} x "
         f"{job.length} per rank; {comparison.rounds} rounds of {comparison.steps} timed steps a "
         "variant."
     )

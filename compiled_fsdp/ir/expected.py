@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.fx import Graph
+    from torch.fx import Graph, Node
 
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 SPLIT = torch.ops.aten.split_with_sizes.default
@@ -41,12 +41,19 @@ def note_expected(graph: Graph) -> None:
     """Remember what the unknown sizes of a graph are on average, for `hint`."""
     for node in graph.nodes:
         if node.target is SPLIT:
-            whole, sizes, *dim = node.args
-            _share(whole.meta["val"].shape[dim[0] if dim else 0], sizes)
+            given = _arguments(node)
+            _share(given["self"].meta["val"].shape[given.get("dim", 0)], given["split_sizes"])
         elif node.target is EXCHANGE:
-            sent, received_sizes, sent_sizes, _ = node.args
-            for sizes in (sent_sizes, received_sizes):
-                _share(sent.meta["val"].shape[0], sizes)
+            given = _arguments(node)
+            for sizes in (given["input_split_sizes"], given["output_split_sizes"]):
+                _share(given["input"].meta["val"].shape[0], sizes)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """What a call was given, by the names of its schema."""
+    op: Any = node.target
+    names = [argument.name for argument in op._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _mean(size: torch.SymInt) -> int:
@@ -56,7 +63,11 @@ def _mean(size: torch.SymInt) -> int:
     values = {
         symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
     }
-    return max(0, int(size.node.expr.xreplace(values)))
+    try:
+        mean = size.node.expr.xreplace(values)
+    except ZeroDivisionError:  # a size divided by one that nothing is known of
+        return 0
+    return max(0, int(mean)) if mean.is_Integer else 0
 
 
 def _share(total: Any, sizes: Iterable[Any]) -> None:

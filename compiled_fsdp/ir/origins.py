@@ -44,7 +44,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Size of the whole storage; a hint if it is symbolic, what is expected if only the data decides."""
+    """Size of the whole storage; of a symbolic one what `hint` says."""
     size: Any = tensor.untyped_storage().nbytes()
     return hint(size)
 
