@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import sympy
 import torch
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _mean(size: torch.SymInt) -> int:
         symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
     }
     try:
-        mean = size.node.expr.xreplace(values)
+        mean = sympy.sympify(size.node.expr.xreplace(values))
     except ZeroDivisionError:  # a size divided by one that nothing is known of
         return 0
     return max(0, int(mean)) if mean.is_Integer else 0

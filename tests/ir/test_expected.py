@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from moe import MoEConfig, MoEGPT, share_experts
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_fsdp import fully_shard, pipeline
 from compiled_fsdp.ir.expected import EXCHANGE, SPLIT, hint
@@ -54,3 +55,10 @@ def test_tokens_are_taken_to_be_spread_evenly(fake_world: None) -> None:
 
 def test_a_size_that_is_known_stays() -> None:
     assert hint(7) == 7
+
+
+def test_a_size_that_cannot_be_estimated_counts_nothing() -> None:
+    env = ShapeEnv()
+    size, other = env.create_unbacked_symint(), env.create_unbacked_symint()
+    assert hint(size) == 0
+    assert hint(size // other) == 0  # nothing is known of either: no division by zero
