@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import sympy
 import torch
 
 if TYPE_CHECKING:
@@ -65,10 +64,10 @@ def _mean(size: torch.SymInt) -> int:
         symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
     }
     try:
-        mean = sympy.sympify(size.node.expr.xreplace(values))
+        mean = size.node.expr.xreplace(values)
     except ZeroDivisionError:  # a size divided by one that nothing is known of
         return 0
-    return max(0, int(mean)) if mean.is_Integer else 0
+    return max(0, int(mean)) if isinstance(mean, int) or mean.is_Integer else 0
 
 
 def _share(total: Any, sizes: Iterable[Any]) -> None:
