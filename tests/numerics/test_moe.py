@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kit.pool import Pool
 
 CONFIG = MoEConfig(
-    num_layers=2, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
+    num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
     expert_hidden=8, balance=0.05,
 )  # fmt: skip
 STEPS = 4
@@ -48,6 +48,7 @@ class Way:
     bias_rate: experts with few tokens are favoured more from step to step.
     """
 
+    num_layers: int = 1
     num_backwards: int = 1
     max_norm: float | None = None
     recompute: bool = False
@@ -56,9 +57,9 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(),
-    "accumulated, clipped, with a bias": Way(2, 0.05, bias_rate=0.5),
-    "accumulated, recomputed": Way(2, recompute=True),
+    "plain": Way(num_layers=2),
+    "accumulated, clipped, with a bias": Way(num_backwards=2, max_norm=0.05, bias_rate=0.5),
+    "accumulated, recomputed": Way(num_backwards=2, recompute=True),
     "bf16": Way(dtype=torch.bfloat16),
 }
 
@@ -76,7 +77,7 @@ class Recomputed(nn.Module):
 
 def build(way: Way) -> MoEGPT:
     torch.manual_seed(0)
-    model = MoEGPT(replace(CONFIG, bias_rate=way.bias_rate))
+    model = MoEGPT(replace(CONFIG, num_layers=way.num_layers, bias_rate=way.bias_rate))
     for mixture in [m for m in model.modules() if isinstance(m, Mixture)]:
         mixture.router.weight.data.mul_(8.0)  # so that routing differs from token to token
     if way.recompute:

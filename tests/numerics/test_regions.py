@@ -126,15 +126,19 @@ def test_the_same_numbers(two: Pool, name: str) -> None:
 
 
 def compare(case: Case) -> None:
-    expected, without = train(case, "off")
+    """In fp32 as without regions; bf16 keeps 8 bits, and what is fused keeps more: no further from
+    fp32 than the eager runtime is.
+    """
     found, explanation = train(case, "auto")
     if case.policy == Policy():
+        expected, without = train(case, "off")
         for value, other in zip(found, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=ROUNDING[0], atol=ROUNDING[1])
-    else:  # bf16 keeps 8 bits, and what is fused keeps more: neither may be further from fp32
+        assert not any(graph.regions for graph in without.graphs)
+    else:
+        expected, _ = train(case, "off", compiles=False)
         exact, _ = train(replace(case, policy=Policy()), "off", compiles=False)
-        assert distance(found, exact) <= 2 * distance(expected, exact)
-    assert not any(graph.regions for graph in without.graphs)
+        assert distance(found, exact) <= 1.5 * distance(expected, exact)
     for graph in explanation.graphs:
         assert sum(region["calls"] for region in graph.regions) >= 3, (graph.regions, graph.alone)
         assert all(part["why"] for part in graph.alone)
@@ -146,19 +150,41 @@ def distance(values: list[Tensor], others: list[Tensor]) -> float:
     return max((value - other).abs().max().item() for value, other in pairs)
 
 
-# -- how much is compiled
+# -- how much is compiled, and where it is called
+
+# What the generated code does in the order of the graph, by what it calls.
+CALLS = {
+    r"fsdp\.all_gather\.default\(": "G",
+    r"fsdp\.all_to_all\.default\(": "R",
+    r"wait_tensor\.default\(": "w",
+    r"fsdp_region_\d+\(fsdp_region_\d+_args\)": "c",
+}
 
 
-def test_depth_adds_calls_alone(two: Pool) -> None:
-    two.run(count_lowered, timeout=SLOW)
-
-
-def count_lowered() -> None:
-    """What Inductor lowers for two more layers: next to nothing but collectives and calls, less
-    than half of what is called.
+def test_calls_are_where_the_plan_has_them(two: Pool, tmp_path: Path) -> None:
+    """In the generated code among collectives and waits; a dump shows them; and what Inductor
+    lowers for two more layers is next to nothing but collectives and calls.
     """
+    two.run(in_order, tmp_path, timeout=SLOW)
+    (forward, backward) = sorted(tmp_path.glob("rank0/*/regions.txt"))
+    for path in (forward, backward):
+        text = path.read_text()
+        assert "# fsdp_region_0, called " in text
+        assert "invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', " in text
+        assert not list(path.parent.glob("*_outline.json.gz")), "readers read the graph before"
+
+
+def in_order(path: Path) -> None:
+    with captured(inductor) as graphs, dumped_to(path):
+        (more, nodes_more), codes = run_and_get_code(lambda: num_lowered(Case(depth=7)))
+    pattern = re.compile("|".join(f"({p})" for p in CALLS))
+    found = [
+        "".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code))
+        for code in codes
+    ]
+    assert found == list(map(order_of, graphs))
+    assert all(re.search("wc[GR]", order) for order in found), found
     few, nodes = num_lowered(Case(depth=5))
-    more, nodes_more = num_lowered(Case(depth=7))
     assert nodes_more > nodes
     assert more - few < 0.5 * (nodes_more - nodes)
 
@@ -172,38 +198,6 @@ def num_lowered(case: Case) -> tuple[int, int]:
         _, explanation = train(case, "auto", steps=1)
     regions = [region for graph in explanation.graphs for region in graph.regions]
     return calls.call_count, sum(region["nodes"] * region["calls"] for region in regions)
-
-
-# What the generated code does in the order of the graph, by what it calls.
-CALLS = {
-    r"fsdp\.all_gather\.default\(": "G",
-    r"fsdp\.all_to_all\.default\(": "R",
-    r"wait_tensor\.default\(": "w",
-    r"fsdp_region_\d+\(fsdp_region_\d+_args\)": "c",
-}
-
-
-def test_calls_are_where_the_plan_has_them(two: Pool, tmp_path: Path) -> None:
-    """In the generated code among collectives and waits; and a dump shows them."""
-    two.run(in_order, tmp_path, timeout=SLOW)
-    (forward, backward) = sorted(tmp_path.glob("rank0/*/regions.txt"))
-    for path in (forward, backward):
-        text = path.read_text()
-        assert "# fsdp_region_0, called " in text
-        assert "invoke_subgraph(%fsdp_region_0, 'fsdp_region_0', " in text
-        assert not list(path.parent.glob("*_outline.json.gz")), "readers read the graph before"
-
-
-def in_order(path: Path) -> None:
-    with captured(inductor) as graphs, dumped_to(path):
-        _, codes = run_and_get_code(lambda: train(Case(depth=6), "auto", steps=1))
-    pattern = re.compile("|".join(f"({p})" for p in CALLS))
-    found = [
-        "".join([*CALLS.values()][m.lastindex - 1] for m in pattern.finditer(code))
-        for code in codes
-    ]
-    assert found == list(map(order_of, graphs))
-    assert all(re.search("wc[GR]", order) for order in found), found
 
 
 def order_of(graph: Graph) -> str:
