@@ -10,6 +10,7 @@ Private torch used here (tried on 2.13): `FileSystemReader._get_metadata_path`.
 from __future__ import annotations
 
 import pickle
+from enum import Enum, EnumMeta
 from typing import Any
 
 import torch
@@ -42,11 +43,26 @@ ALLOWED = {
 }
 
 
+def member_of(enumeration: object, name: object) -> Enum:
+    """In place of `getattr`, by which Python up to 3.11.3 pickles the members of an `Enum`."""
+    if isinstance(enumeration, EnumMeta) and isinstance(name, str):
+        found = enumeration.__members__.get(name)
+        if isinstance(found, Enum):
+            return found
+    raise pickle.UnpicklingError(
+        f"{name!r} of {enumeration!r} does not belong in the metadata of a checkpoint"
+    )
+
+
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes only objects of the `ALLOWED` classes, and dtypes."""
+    """Makes only objects of the `ALLOWED` classes, members of those that are enumerations, and
+    dtypes.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Raise for any other class or function."""
+        if (module, name) == ("builtins", "getattr"):
+            return member_of
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(

@@ -1,7 +1,8 @@
 """`python -m compiled_fsdp dump|diff|explain|report|verify`: look at a folder that
 `COMPILED_FSDP_DUMP` or `dumped_to` wrote.
 
-`python -m compiled_fsdp run SCRIPT ...` runs a script written for torch's FSDP with ours.
+`python -m compiled_fsdp run SCRIPT ...` runs a script written for torch's FSDP with ours;
+`simulate SCRIPT ...` a training script as one rank of many, on wires of known speed.
 
 Exit status: 0; 1 where `diff` finds a difference or `verify` something wrong; 2 for a folder that
 cannot be read. What comes from the folder is printed with its control characters shown, not sent.
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.dump_checks import difference, totals, violations
@@ -25,8 +26,11 @@ from compiled_fsdp.inspection.report.page import write_report
 from compiled_fsdp.inspection.report.trace import write_trace
 from compiled_fsdp.ir.printer import printable
 from compiled_fsdp.version import __version__
+from compiled_fsdp.wire.timed import Wire, World
 
 from .replacement import replace_stock
+from .script import is_there, run_script
+from .simulate import SimulationError, simulated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    if run is _run:
+    if run in (_run, _simulate):
         return run(options)  # what the script raises is the script's
     try:
         return run(options)
@@ -126,16 +130,49 @@ def _parser() -> argparse.ArgumentParser:
         help="check every invariant again, after every pass, and across ranks",
     )
     verify.set_defaults(run=_verify)
-    script = commands.add_parser(
-        "run", help="run a script that imports torch's FSDP with ours in its place"
-    )
+    script = argparse.ArgumentParser(add_help=False)
     script.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
     )
     script.add_argument("script", metavar="SCRIPT")
     script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
-    script.set_defaults(run=_run)
+    run = commands.add_parser(
+        "run",
+        parents=[script],
+        help="run a script that imports torch's FSDP with ours in its place",
+    )
+    run.set_defaults(run=_run)
+    _add_simulate(commands, script)
     return parser
+
+
+def _add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
+    """Its options."""
+    simulate = commands.add_parser(
+        "simulate",
+        parents=[script],
+        help="run a training script on the CPU as one rank of many, on wires of known speed",
+    )
+    simulate.add_argument("--world", type=int, required=True, help="how many ranks there are")
+    simulate.add_argument("--rank", type=int, default=0, help="which one this is; default: 0")
+    simulate.add_argument("--gpus-per-node", type=int, default=1, help="ranks; default: 1")
+    simulate.add_argument(
+        "--network", type=float, required=True, metavar="B/S", help="between nodes, per rank: 50e9"
+    )
+    simulate.add_argument(
+        "--link", type=float, metavar="B/S", help="within a node; default: as the network"
+    )
+    simulate.add_argument(
+        "--latency", type=float, default=2e-5, metavar="S", help="of a collective; default: 2e-5"
+    )
+    simulate.add_argument(
+        "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
+    )
+    simulate.add_argument(
+        "--replace", action="store_true", help="torch's FSDP by ours first, as `run` does"
+    )
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="also write it down")
+    simulate.set_defaults(run=_simulate)
 
 
 def _say(text: str) -> None:
@@ -244,21 +281,36 @@ def _run(options: argparse.Namespace) -> int:
     """As `python SCRIPT ...` would, once torch's names are ours; under torchrun, `torchrun ... -m
     compiled_fsdp run SCRIPT ...`.
     """
-    path = Path(options.script)
-    if not options.is_module and not path.is_file():
-        sys.stderr.write(
-            f"python -m compiled_fsdp run: there is no file {options.script!r}. For a module, say "
-            "-m\n"
-        )
+    if not is_there(options.script, is_module=options.is_module, command="run"):
         return 2
     replace_stock()
-    sys.argv = [options.script, *options.arguments]
-    if options.is_module:
-        sys.path.insert(0, "")
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(path.resolve().parent))
-        runpy.run_path(options.script, run_name="__main__")
+    run_script(options.script, options.arguments, is_module=options.is_module)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if not is_there(options.script, is_module=options.is_module, command="simulate"):
+        return 2
+    try:
+        network = Wire("network", options.network, options.latency)
+        link = Wire("link", options.link or options.network, options.latency)
+        world = World(options.world, options.rank, network, link, options.gpus_per_node)
+    except ValueError as error:
+        sys.stderr.write(f"python -m compiled_fsdp simulate: {error}\n")
+        return 2
+    try:
+        with replace_stock() if options.replace else nullcontext():
+            found = simulated(
+                lambda: run_script(options.script, options.arguments, is_module=options.is_module),
+                world,
+                options.skip,
+            )
+    except SimulationError as error:
+        sys.stderr.write(f"python -m compiled_fsdp simulate: {error}\n")
+        return 2
+    _say(str(found))
+    if options.json is not None:
+        options.json.write_text(found.to_json())
     return 0
 
 

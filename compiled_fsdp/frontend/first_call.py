@@ -19,6 +19,7 @@ from compiled_fsdp.eager.tree import TREES, Tree
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.inspection.collect import after_first_step, has_trained
 from compiled_fsdp.torch_private.dtensors import local_tensor
+from compiled_fsdp.torch_private.groups import is_alone
 from compiled_fsdp.units.unit import sharded_as
 from compiled_fsdp.wire.agreement import DivergenceError, agree, describe
 from compiled_fsdp.wire.ops import TRACED
@@ -42,7 +43,7 @@ def check_same_model(units: Sequence[Unit]) -> None:
         DivergenceError: they have not; the text lists what differs, on every rank.
     """
     group = units[0].mesh_info.shard_group
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if is_alone(group):
         return
     lines = [
         f"{param.fqn}: {tuple(param.layout.shape)} {param.sharded.dtype}"
@@ -170,7 +171,7 @@ def check_buffers(
         for name, b in locals_.items()
         if b.device == unit.mesh_info.device and not b.is_complex()
     }
-    if not numeric or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if not numeric or is_alone(group):
         return
     sums = torch.stack(
         [b.detach().double().nan_to_num().mul(_weights(b)).sum() for b in numeric.values()]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
+    HashStore,
     PrefixStore,
     _register_process_group,
     _register_work,
@@ -121,7 +122,18 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def is_alone(group: dist.ProcessGroup) -> bool:
+    """Whether no other process is in the group: one rank, or the others are only counted."""
+    return group.size() == 1 or dist.get_backend(group) in ("fake", "timed")
+
+
 PythonWork: Any = dist._Work  # type: ignore[attr-defined]  # to be awaited by code in Python
+PythonGroup: Any = dist.ProcessGroup  # its collectives, written in Python
+
+
+def lone_store() -> Any:
+    """A key-value store of this process alone."""
+    return HashStore()
 
 
 def register_work(tensor: Tensor, work: Any) -> None:

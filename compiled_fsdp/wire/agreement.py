@@ -35,7 +35,12 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp.ir.keys import Keys
-from compiled_fsdp.torch_private.groups import group_named, group_store, group_timeout
+from compiled_fsdp.torch_private.groups import (
+    group_named,
+    group_store,
+    group_timeout,
+    is_alone,
+)
 
 from .meeting import meet
 from .watcher import Watcher
@@ -360,7 +365,7 @@ def _group(name: str) -> _Group | None:
     known = _groups.get(name)
     if known is not None and known.process_group is process_group:
         return known
-    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+    if is_alone(process_group):
         return None
     store = group_store(process_group, f"compiled_fsdp/{_meet(name, process_group)}")
     group = _Group(

@@ -159,4 +159,6 @@ def is_gloo(name: str, device: torch.device) -> bool:
     """Whether the group communicates tensors of `device` by gloo."""
     if device.type != "cpu":
         return False
-    return str(group_named(name)._get_backend(device).name()) == "gloo"
+    group = group_named(name)
+    is_python = dist.get_backend(group) == "timed"  # it has no backend for a kind of device
+    return not is_python and str(group._get_backend(device).name()) == "gloo"

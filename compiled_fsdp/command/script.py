@@ -1,0 +1,32 @@
+"""Somebody's script, run as Python would run it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def is_there(script: str, *, is_module: bool, command: str) -> bool:
+    """Whether there is such a file; if not, it is said."""
+    if is_module or Path(script).is_file():
+        return True
+    sys.stderr.write(
+        f"python -m compiled_fsdp {command}: there is no file {script!r}. For a module, say -m\n"
+    )
+    return False
+
+
+def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """As `python SCRIPT ...`, or `python -m SCRIPT ...`, would."""
+    sys.argv = [script, *arguments]
+    if is_module:
+        sys.path.insert(0, "")
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")

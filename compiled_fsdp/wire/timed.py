@@ -1,0 +1,355 @@
+"""A timed world: one process is rank k of N, and its collectives take the time that a wire would.
+
+A collective begins when the wire is free of those before it, and occupies it for `latency + bytes
+that this rank sends / bandwidth`; whoever waits for it sleeps until then. What it delivers is what
+it would deliver if every rank held what this one holds: gathers repeat the shard, means are the
+value itself. So programs run on, with numbers of the right size, but none to be believed.
+
+torch's own "fake" groups take no time, and leave most of what they deliver as it was. The time of
+a ring: S. Rabenseifner, "Optimization of Collective Reduction Operations", 2004; an all-reduce
+sends everything twice.
+
+Private torch used here: groups written in Python (`ProcessGroup` as a base class), tried on 2.13
+and 2.15. Until 2.12 torch calls their methods by other names, which are there too.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import timedelta
+
+BACKEND = "timed"
+SPIN = 2e-4  # seconds before the end at which a wait stops to sleep: the system wakes late
+
+
+@dataclass
+class Wire:
+    """What connects a rank to others.
+
+    bandwidth: bytes per second that one rank can send, while it receives as much.
+    latency: seconds of each collective besides.
+    free_at: when the last collective so far has passed, on the clock of `time.perf_counter`.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float = 0.0
+    free_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.latency < 0:
+            raise ValueError(
+                f"the wire {self.name!r} has a bandwidth of {self.bandwidth} bytes/s and a latency "
+                f"of {self.latency} s: the bandwidth must be above 0 and the latency not below"
+            )
+
+    def carry(self, num_bytes: float) -> float:
+        """Occupy it, from now or when it is free; returns for how many seconds."""
+        seconds = self.latency + num_bytes / self.bandwidth
+        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        return seconds
+
+
+@dataclass(slots=True)
+class Carried:
+    """A collective.
+
+    num_bytes: that this rank sends.
+    seconds: that it occupies the wire.
+    blocked: that somebody waited for it.
+    """
+
+    kind: str
+    group: str
+    wire: str
+    num_bytes: float
+    seconds: float
+    blocked: float = 0.0
+
+
+@dataclass
+class World:
+    """All ranks, of which this process is one.
+
+    ranks_per_node: as many, from rank 0 on, reach each other over `link`; all others over
+        `network`.
+    carried: every collective so far.
+
+    Raises:
+        ValueError: the rank is not among them, or nodes are not full.
+    """
+
+    size: int
+    rank: int
+    network: Wire
+    link: Wire
+    ranks_per_node: int = 1
+    carried: list[Carried] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"a timed world of {self.size} ranks has no rank {self.rank}")
+        each = self.ranks_per_node
+        if each < 1 or (self.size > each and self.size % each):
+            raise ValueError(
+                f"a timed world of {self.size} ranks cannot have {each} on each node: nodes must "
+                "be full"
+            )
+
+    def wire_of(self, ranks: Sequence[int]) -> Wire:
+        """What a group of these ranks communicates over: the slowest that it needs."""
+        nodes = {rank // self.ranks_per_node for rank in ranks}
+        return self.link if len(nodes) == 1 else self.network
+
+
+_world: World | None = None
+
+
+@contextmanager
+def timed_world(world: World) -> Iterator[World]:
+    """Be that rank: inside, `init_process_group("timed", ...)` and all groups made of it are timed.
+
+    Raises:
+        RuntimeError: this process is in a timed world already.
+    """
+    global _world
+    if _world is not None:
+        raise RuntimeError("this process is in a timed world already: leave that one first")
+    _world = world
+    try:
+        yield world
+    finally:
+        _world = None
+
+
+class Transfer(PythonWork):  # type: ignore[misc]
+    """A collective under way."""
+
+    def __init__(self, carried: Carried, done_at: float) -> None:
+        super().__init__()
+        self.carried, self.done_at = carried, done_at
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep until the wire has carried it."""
+        begin = time.perf_counter()
+        if self.done_at - begin > SPIN:
+            time.sleep(self.done_at - begin - SPIN)
+        while (now := time.perf_counter()) < self.done_at:
+            pass
+        self.carried.blocked += now - begin
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the wire has carried it."""
+        return time.perf_counter() >= self.done_at
+
+    def get_future(self) -> Any:
+        """Done, since this waits."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class TimedGroup(PythonGroup):  # type: ignore[misc]
+    """Some ranks of the current timed world; CPU tensors only."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        if _world is None:
+            raise RuntimeError(
+                "a process group of the backend 'timed' was made outside of a timed world: run the "
+                "script by `python -m compiled_fsdp simulate`"
+            )
+        self._world, self._number, self._of = _world, rank, size
+
+    # what torch asks of a group that is written in Python
+
+    def size(self) -> int:
+        """Ranks in it."""
+        return self._of
+
+    def rank(self) -> int:
+        """This one's number in it."""
+        return self._number
+
+    def getBackendName(self) -> str:
+        """As torch registers it."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls it."""
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def pg_name(self) -> str:
+        """As `group_name`."""
+        return self.group_name
+
+    # collectives: each delivers at once, and is done when the wire says so
+
+    def _start(self, kind: str, tensors: Sequence[Tensor], times: float) -> Transfer:
+        """`times` the bytes of `tensors` are sent by this rank."""
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise NotImplementedError(
+                    f"a timed world carries tensors on the CPU, and {kind} got one on "
+                    f"{tensor.device}: run the script on the CPU"
+                )
+        num_bytes = times * sum(t.numel() * t.element_size() for t in tensors)
+        wire = self._world.wire_of(dist.get_process_group_ranks(self))
+        carried = Carried(kind, self.group_name, wire.name, num_bytes, wire.carry(num_bytes))
+        self._world.carried.append(carried)
+        return Transfer(carried, wire.free_at)
+
+    @property
+    def _others(self) -> float:
+        """The part of what all ranks hold together that is not this one's."""
+        return (self._of - 1) / self._of
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
+    ) -> Transfer:
+        """`outputs[i]` is `inputs[i]`, `size()` times."""
+        for output, mine in zip(outputs, inputs, strict=True):
+            output.view(self._of, -1).copy_(mine.reshape(1, -1).expand(self._of, -1))
+        return self._start("all_gather", outputs, self._others)
+
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: object = None) -> Transfer:
+        """Of one tensor."""
+        return self.all_gather_single_coalesced([output], [mine])
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
+    ) -> Transfer:
+        """Into a tensor for each rank."""
+        for each, mine in zip(outputs, inputs, strict=True):
+            for output in each:
+                output.copy_(mine)
+        return self._start("all_gather", [t for each in outputs for t in each], self._others)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Transfer:
+        """`outputs[i]` is this rank's part of `inputs[i]`, as often as there are ranks."""
+        for output, mine in zip(outputs, inputs, strict=True):
+            part = mine.view(self._of, -1)[self._number]
+            output.view(-1).copy_(part)
+            self._reduce(output, opts)
+        return self._start("reduce_scatter", inputs, self._others)
+
+    def reduce_scatter_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Transfer:
+        """Of one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [mine], opts)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Transfer:
+        """From a tensor for each rank."""
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._reduce(output.copy_(parts[self._number]), opts)
+        return self._start("reduce_scatter", [t for each in inputs for t in each], self._others)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
+        """In place."""
+        for tensor in tensors:
+            self._reduce(tensor, opts)
+        return self._start("all_reduce", tensors, 2 * self._others)
+
+    allreduce_coalesced = allreduce
+
+    def _reduce(self, tensor: Tensor, opts: Any) -> None:
+        """What all ranks have together, if all have this; other reductions leave it as it is."""
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(self._of)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        mine: Tensor,
+        output_splits: list[int] | None = None,
+        input_splits: list[int] | None = None,
+        opts: object = None,
+    ) -> Transfer:
+        """What is sent to others comes back: rows of the input, repeated where more are awaited."""
+        rows = min(len(output), len(mine))
+        output[:rows].copy_(mine[:rows])
+        output[rows:].zero_()
+        return self._start("all_to_all", [mine], self._others)
+
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
+    ) -> Transfer:
+        """A tensor for each rank."""
+        for output, mine in zip(outputs, inputs, strict=True):
+            self.all_to_all_single(output, mine) if output.shape == mine.shape else output.zero_()
+        return self._start("all_to_all", inputs, self._others)
+
+    def broadcast(self, tensors: list[Tensor], opts: object = None) -> Transfer:
+        """All have this one's."""
+        return self._start("broadcast", tensors, 1.0)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
+        """As `allreduce`; only one rank needs it."""
+        for tensor in tensors:
+            self._reduce(tensor, opts)
+        return self._start("reduce", tensors, 1.0)
+
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
+    ) -> Transfer:
+        """On one rank."""
+        for each, mine in zip(outputs, inputs, strict=False):
+            for output in each:
+                output.copy_(mine)
+        return self._start("gather", inputs, 1.0)
+
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None
+    ) -> Transfer:
+        """From one rank."""
+        for output, each in zip(outputs, inputs, strict=False):
+            output.copy_(each[self._number])
+        return self._start("scatter", outputs, 1.0)
+
+    def barrier(self, opts: object = None) -> Transfer:
+        """Of no bytes."""
+        return self._start("barrier", [], 0.0)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Transfer:
+        """To one rank."""
+        return self._start("send", tensors, 1.0)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Transfer:
+        """Zeros."""
+        for tensor in tensors:
+            tensor.zero_()
+        return self._start("recv", tensors, 0.0)
+
+    # names that torch has, or had
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def _make(store: object, rank: int, size: int, timeout: timedelta) -> TimedGroup:
+    return TimedGroup(rank, size)
+
+
+dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
