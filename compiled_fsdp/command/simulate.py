@@ -30,8 +30,6 @@ from compiled_fsdp.wire.timed import BACKEND, Wire, World, timed_world
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATCHED = ("init_process_group", "new_group")
-
 
 class SimulationError(Exception):
     """Nothing can be said of what was run."""
@@ -205,7 +203,9 @@ def _environment(world: World) -> dict[str, str]:
 
 @contextmanager
 def _timed_groups(world: World) -> Iterator[None]:
-    """Whatever backend is asked for, groups are timed; wherever torch has the functions from."""
+    """Whatever backend is asked for, groups are timed, and nobody waits for other ranks to come;
+    wherever torch's functions are found.
+    """
 
     def timed(fn: Callable[..., Any], **fixed: object) -> Callable[..., Any]:
         signature = inspect.signature(fn)
@@ -218,14 +218,20 @@ def _timed_groups(world: World) -> Iterator[None]:
 
         return made
 
+    def rendezvous(*_: object, **__: object) -> Iterator[tuple[Any, int, int]]:
+        yield store, world.rank, world.size
+
+    store = lone_store()
+    torch_rendezvous: Any = vars(dist)["rendezvous"]
+    replaced: dict[Any, Any] = {torch_rendezvous: rendezvous}
+    for fn in (dist.init_process_group, dist.new_group):
+        fixed: dict[str, object] = {"backend": BACKEND}
+        if fn is dist.init_process_group:
+            fixed |= {"store": store, "rank": world.rank, "world_size": world.size}
+        replaced[fn] = timed(fn, **fixed)
     with ExitStack() as stack:
-        for name in PATCHED:
-            original = getattr(dist, name)
-            fixed: dict[str, object] = {"backend": BACKEND}
-            if name == "init_process_group":
-                fixed |= {"store": lone_store(), "rank": world.rank, "world_size": world.size}
-            replaced = timed(original, **fixed)
-            for module in list(sys.modules.values()):
-                if module is not None and vars(module).get(name) is original:
-                    stack.enter_context(mock.patch.object(module, name, replaced))
+        for module in list(sys.modules.values()):
+            for original, other in replaced.items():
+                if module is not None and vars(module).get(original.__name__) is original:
+                    stack.enter_context(mock.patch.object(module, original.__name__, other))
         yield

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 kind, steps = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method="env://")
+store, rank, world = next(dist.rendezvous("env://"))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 assert (dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]) == (5, 8, "1")
 others = dist.new_group([4, 5], backend="gloo")
 mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))

@@ -875,7 +875,7 @@ def pickle_wrapped(api: Api) -> Any:
 @rows("16.1")
 def test_no_environment_variables() -> None:
     """But for those that ask for dumps of graphs, records, checks after every pass, and a step
-    without its communication; and the rank, which torchrun sets.
+    without its communication; and the rank, which torchrun sets, and `simulate` in its place.
     """
     sources = Path(compiled_fsdp.__file__).parent.rglob("*.py")
     found = {p.name for p in sources if "os.environ" in p.read_text() or "getenv" in p.read_text()}
@@ -883,6 +883,7 @@ def test_no_environment_variables() -> None:
         "ablation.py",
         "options.py",
         "settings.py",
+        "simulate.py",
         "replacement.py",
         "writer.py",
     }
