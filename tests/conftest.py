@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
-from kit.pool import Pool, leave_guards_untimed, use_scalar_kernels
+from kit.pool import Pool, compile_quickly, use_scalar_kernels
 from kit.reported import record
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logging.getLogger("torch.__trace").propagate = True
 set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives; as in `pool.py`
 use_scalar_kernels()
-leave_guards_untimed()
+compile_quickly()
 os.environ["COMPILED_FSDP_VERIFY"] = (
     "1"  # after every pass, in this process and those that it starts
 )

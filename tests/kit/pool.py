@@ -169,7 +169,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
         torch.set_num_threads(1)
         use_scalar_kernels()
-        leave_guards_untimed()
+        compile_quickly()
         _measure_little()
         _share_device()
         dist.init_process_group(
@@ -204,12 +204,15 @@ def use_scalar_kernels() -> None:
     inductor_config.cpp.simdlen = 1
 
 
-def leave_guards_untimed() -> None:
-    """Dynamo times each function's guards once, for its logs, and first empties the caches of the
-    processor: 30 ms of a compilation.
+def compile_quickly() -> None:
+    """Leave out what Dynamo does beside compiling. It times each function's guards once, for its
+    logs, and first empties the caches of the processor: 30 ms of a compilation. It looks for
+    garbage after each: a tenth of what workers do; `forget` collects after each test.
     """
+    import torch._dynamo.config
     from torch._dynamo import guards
 
+    torch._dynamo.config.run_gc_after_compile = False
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
 
