@@ -12,7 +12,7 @@ TYPED := build/typed/$(notdir $(VENV))
 MYPY := $(VENV)/bin/mypy --cache-dir .mypy_cache/$(notdir $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-browser test-clients soak lint types unit bench docs clean
+.PHONY: help train test test-all test-browser test-clients soak lint types unit bench docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -21,6 +21,9 @@ train: $(VENV)/installed  ## train a GPT on two ranks; options in ARGS, for exam
 	$(PY) benchmarks/train.py --world $(WORLD) $(ARGS)
 
 test: lint types unit  ## everything that CI runs
+
+test-all: lint types  ## the same with all variants: before a release, and on each version of torch
+	$(MAKE) unit ARGS="--all $(ARGS)"
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

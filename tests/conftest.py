@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from kit.pool import Pool, compile_quickly, use_scalar_kernels
 from kit.reported import record
+from kit.variants import left_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import Plan, errors, set_plan
@@ -28,6 +29,22 @@ compile_quickly()
 os.environ["COMPILED_FSDP_VERIFY"] = (
     "1"  # after every pass, in this process and those that it starts
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`, for `make test-all`."""
+    parser.addoption("--all", action="store_true", help="also the tests in tests/kit/variants.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out variants, unless they are asked for, all or by name."""
+    if any("::" in argument for argument in config.args):
+        return
+    is_whole = config.args == config.getini("testpaths")
+    gone = left_out([item.nodeid for item in items], is_whole=is_whole)
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in gone])
+        items[:] = [item for item in items if item.nodeid not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,57 @@
+"""Tests that `make test` leaves out and `make test-all` runs: each shows once more, in another way,
+what a test that always runs shows, and takes long.
+
+A row is the test that is left out (all of its parameters, or one case) and the one that always
+runs. Where a case runs through our own backend and through Inductor, what differs is Inductor's
+alone, and `numerics/test_inductor.py` is about that. `pytest tests/... --all` runs them too, and so
+does the name of one of them.
+"""
+
+from __future__ import annotations
+
+VARIANTS = {
+    "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
+    "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": "::test_gradient_sync",
+    "compat/fsdp2/test_lifecycle_rows.py::test_int_reshard_with_inductor": "::test_int_reshard",
+    "compat/fsdp2/test_lifecycle_rows.py::test_reshard_counts_with_inductor": "::test_reshard_after_forward",
+    "compat/fsdp2/test_methods_rows.py::test_all_reduce_hook_with_inductor": "::test_all_reduce_hook",
+    "compat/fsdp1/test_training_rows.py::test_grid[False]": "[True]",
+    "compat/fsdp1/test_training_rows.py::test_accumulation[False]": "[True]",
+    "numerics/test_offload.py::test_inductor": "::test_fully_shard[compiled-True]",
+    "numerics/test_offload.py::test_wrapper[fsdp1-compiled]": "[fsdp1 whole-compiled]",
+    "numerics/test_mixed.py::test_graphs_and_eager_units_with_inductor": (
+        "::test_as_unsharded_with_each_gather_once"
+    ),
+    "numerics/test_inductor.py::test_a_rank_that_comes_late[dtype1]": "[dtype0]",
+    "numerics/test_inductor.py::test_the_planned_order_is_in_the_generated_code[distances]": "[costs]",
+    "numerics/test_meshes.py::test_int_reshard[called_twice]": "[odd]",
+    "numerics/test_meshes.py::test_int_reshard[tied]": "[odd]",
+    "numerics/test_meshes.py::test_hsdp[tied]": "[unused]",
+}
+
+
+def left_out(nodes: list[str], *, is_whole: bool) -> set[str]:
+    """Returns which of the collected tests `make test` leaves out.
+
+    is_whole: everything was collected, so that every row must name tests.
+
+    Raises:
+        ValueError: a row names no test, or none that always runs.
+    """
+    names = {node: node.removeprefix("tests/") for node in nodes}
+    gone = {node for node, name in names.items() if not VARIANTS.keys().isdisjoint(_words(name))}
+    stay = {word for node, name in names.items() if node not in gone for word in _words(name)}
+    away = {word for node in gone for word in _words(names[node])}
+    for row, other in VARIANTS.items():
+        shown = row[: row.index("[" if other[0] == "[" else "::")] + other
+        if is_whole and not (row in away and shown in stay):
+            raise ValueError(
+                f"tests/kit/variants.py: {row!r} is left out, and {shown!r} should show the same: "
+                "both should be tests, and the second one that always runs"
+            )
+    return gone
+
+
+def _words(name: str) -> set[str]:
+    """A test's name, with its case and without."""
+    return {name, name.split("[")[0]}
