@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kit import routed
 from moe import Mixture, MoEConfig, MoEGPT, share_experts, update_bias
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -202,6 +203,14 @@ def load(folder: str) -> None:
     full = torch.load(f"{folder}/full.pt")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), full[name]), name
+
+
+def test_random_routing_compiles_once(two: Pool) -> None:
+    """For 200 steps: make soak ARGS="--routed --steps 200"."""
+    for recompiles, gap, num_empty in two.run(routed.train, 20):
+        assert recompiles == 0
+        assert gap < RTOL
+        assert num_empty > 10
 
 
 def test_ranks_that_do_not_divide_the_experts(four: Pool) -> None:

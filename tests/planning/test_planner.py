@@ -134,7 +134,6 @@ class TestCosts:
         ]
         assert seconds == [2.0, 6.0]
 
-
     def test_tokens_travel_as_far_as_they_are_expected_to(self):
         """All but the part that the rank keeps, at the speed of the group's all-to-alls."""
         gm = routed(1)
