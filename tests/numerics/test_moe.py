@@ -152,7 +152,7 @@ def compare(name: str, backends: list[str]) -> None:
             assert counters["stats"]["unique_graphs"] == 1 + (way.num_backwards > 1), counters
     if dist.get_world_size() == 2:  # gloo adds four in another order
         assert found["eager"] == found["stock"]
-    for kind, (losses, routed) in found.items():
+    for kind, (losses, counts) in found.items():
         if wanted is not None:
             torch.testing.assert_close(
                 losses,
@@ -161,7 +161,7 @@ def compare(name: str, backends: list[str]) -> None:
                 atol=ATOL,
                 msg=lambda text, kind=kind: f"{kind}: {text}",
             )
-            assert way.recompute or routed == wanted[1], kind  # recomputed, they count twice
+            assert way.recompute or counts == wanted[1], kind  # recomputed, they count twice
         tolerance = 2e-2 if way.dtype else RTOL  # bf16: Inductor and graphs round elsewhere
         torch.testing.assert_close(
             losses,
