@@ -7,6 +7,7 @@
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
+    plan_experts  the same for DeepSeek-V3 on 2,048 ranks
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     page      bytes of the report and of its dump, at 4 and 32 layers
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "memory": memory.run,
     "compile": compile_.run,
     "plan": plan.run,
+    "plan_experts": plan.run_experts,
     "graphs": graphs.run,
     "page": page.run,
     "gpu": gpu.run,

@@ -5,6 +5,9 @@ Parameters and inputs are fake tensors, the process group is torch's fake one, a
 it would for real: Dynamo, AOTAutograd, our joint passes, torch's partitioner, our passes on each
 half. Nothing is executed. By the default plan and with everything decided from costs, each also
 with a memory budget, which tries schedules on copies of the halves.
+
+`plan_experts` does the same for DeepSeek-V3 of 671 B parameters on 2,048 ranks, 64 of which share
+the experts of a layer, by the default plan and from costs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +24,12 @@ import torch
 import torch.distributed as dist
 from compiled_fsdp.passes.base import Pass, run_pipeline
 from compiled_fsdp.passes.pipeline import HALF, JOINT
+from deepseek import DeepSeek, deepseek_v3, share_experts
 from llama import Llama, llama_405b
 from results import Panel, Report, Table, machine
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -56,27 +60,52 @@ PLANS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned: its layers in all, a line of facts, and how it is built and sharded, over
+    meshes that are made before tensors are fake.
+    """
+
+    name: str
+    title: str
+    depth: int
+    words: str
+    world: int
+    length: int
+    meshes: Callable[[], dict[str, DeviceMesh]]
+    build: Callable[[int, dict[str, DeviceMesh]], torch.nn.Module]
+
+
 def run(settings: Settings, screen: Screen) -> Report:
     """One process for each number of layers; in small, the first plan and the last."""
-    found: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in list(PLANS)[:: 3 if settings.quick else 1]
-    }
-    for number in settings.layers:
+    return _run(LLAMA, list(PLANS)[:: 3 if settings.quick else 1], settings, screen)
+
+
+def run_experts(settings: Settings, screen: Screen) -> Report:
+    """The same, without budgets; the first three layers have no experts."""
+    plans = ["by default", "from costs"][settings.quick :]
+    return _run(DEEPSEEK, plans, settings, screen)
+
+
+def _run(subject: Subject, plans: list[str], settings: Settings, screen: Screen) -> Report:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
+    for number in dict.fromkeys(min(n, subject.depth) for n in settings.layers):
         for name, seen in found.items():
-            screen.line(f"plan, {number} layers, {name}")
+            screen.line(f"{subject.name}, {number} layers, {name}")
             command = [sys.executable, str(Path(__file__).resolve()), str(number), name]
+            command.append(subject.name)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             seen.append({"layers": number, **json.loads(done.stdout.splitlines()[-1])})
-    return report(found)
+    return report(subject, found)
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> Report:
+def report(subject: Subject, found: dict[str, list[dict[str, Any]]]) -> Report:
     """For each plan a row per pass, a column per depth; the picture shows our passes alone."""
     facts = [
         machine(),
-        "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary "
-        f"128256), {WORLD} ranks of a fake group, bf16 parameters and fp32 reductions, one "
-        f"sequence of {LENGTH} per rank; seconds of processor time, forward and backward.",
+        f"{subject.words}, {subject.world} ranks of a fake group, bf16 parameters and fp32 "
+        f"reductions, one sequence of {subject.length} per rank; seconds of processor time, "
+        "forward and backward.",
     ]
     tables, notes = [], []
     bars: dict[str, dict[str, float]] = {}
@@ -102,8 +131,8 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
             for seen in measured
         }
         notes.append(
-            f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at 126: "
-            f"under {GOAL_S}); per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at "
+            f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at "
+            f"{subject.depth}: under {GOAL_S}); per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at "
             f"{layers[0]}."
         )
     notes.append(
@@ -111,7 +140,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> Report:
         "partitioned by torch once; trials on copies of both halves."
     )
     panels = [Panel("Our passes, both halves and the joint graph", "seconds", bars)]
-    return Report("plan", "Time to plan", tables, panels, notes)
+    return Report(subject.name, subject.title, tables, panels, notes)
 
 
 class Clock:
@@ -130,19 +159,72 @@ class Clock:
         self.lap(entry.name)
 
 
-def plan(num_layers: int, name: str) -> dict[str, Any]:
+def _all_ranks() -> dict[str, DeviceMesh]:
+    return {"dp": init_device_mesh("cpu", (WORLD,))}
+
+
+def _llama(num_layers: int, meshes: dict[str, DeviceMesh]) -> Llama:
+    model = Llama(llama_405b(num_layers, LENGTH))
+    for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
+        fully_shard(unit, mesh=meshes["dp"], mp_policy=POLICY)
+    return model
+
+
+def _with_experts() -> dict[str, DeviceMesh]:
+    shape = (DEEPSEEK.world // NUM_EXPERT_RANKS, NUM_EXPERT_RANKS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
+    return {"dp": mesh._flatten("dp"), "efsdp": mesh["efsdp"], "ep": mesh["ep"]}
+
+
+def _deepseek(num_layers: int, meshes: dict[str, DeviceMesh]) -> DeepSeek:
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    model = DeepSeek(deepseek_v3(num_layers, DEEPSEEK.length))
+    for experts in share_experts(model, meshes["ep"]):
+        fully_shard(experts, mesh=meshes["efsdp"], mp_policy=POLICY)
+        experts.set_gradient_divide_factor(float(DEEPSEEK.world))  # type: ignore[operator]
+    for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
+        fully_shard(unit, mesh=meshes["dp"], mp_policy=POLICY)
+    return model
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NUM_EXPERT_RANKS = 64
+LLAMA = Subject(
+    "plan",
+    "Time to plan",
+    126,
+    "Llama 3 405 B (width 16384, 128 heads, 8 key-value heads, hidden 53248, vocabulary 128256)",
+    WORLD,
+    LENGTH,
+    _all_ranks,
+    _llama,
+)
+DEEPSEEK = Subject(
+    "plan_experts",
+    "Time to plan a mixture of experts",
+    61,
+    "DeepSeek-V3 671 B (width 7168, 128 heads, 3 dense layers of hidden 18432, then 256 experts of "
+    "hidden 2048, 8 for each token, and a shared one, as grouped matmuls; vocabulary 129280), "
+    f"experts on {NUM_EXPERT_RANKS} ranks each",
+    2048,
+    4096,
+    _with_experts,
+    _deepseek,
+)
+SUBJECTS = {subject.name: subject for subject in (LLAMA, DEEPSEEK)}
+
+
+def plan(num_layers: int, name: str, subject: Subject) -> dict[str, Any]:
     """Trace and plan the model at this depth, and say what took how long."""
     torch.set_num_threads(1)
     set_plan(PLANS[name])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=subject.world)
     halves: list[GraphModule] = []
+    meshes = subject.meshes()
     with FakeTensorMode():
-        model = Llama(llama_405b(num_layers, LENGTH))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for unit in (model.embedding, *model.layers, [model.norm, model.head], model):
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
-        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        model = subject.build(num_layers, meshes)
+        tokens = torch.zeros(1, subject.length, dtype=torch.int64)
         clock = Clock()
         backend = aot_autograd(
             fw_compiler=_do_not_run,
@@ -196,4 +278,4 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(plan(int(sys.argv[1]), sys.argv[2])) + "\n")
+    sys.stdout.write(json.dumps(plan(int(sys.argv[1]), sys.argv[2], SUBJECTS[sys.argv[3]])) + "\n")

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_fsdp.ir import meta
-from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.expected import at_most, hint
 from compiled_fsdp.ir.graph import output
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.opaque import Opaque
@@ -142,7 +142,7 @@ def _storage(tensor: Tensor, known: dict[int, int]) -> tuple[int, int, int]:
         return known.setdefault(id(tensor), len(known)), 0, 0
     storage = tensor.untyped_storage()
     number = known.setdefault(storage._cdata, len(known))
-    return number, hint(storage.nbytes()), hint(tensor.storage_offset())
+    return number, at_most(storage.nbytes()), hint(tensor.storage_offset())
 
 
 def _symbols(node: Node) -> list[str] | None:

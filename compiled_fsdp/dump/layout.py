@@ -129,7 +129,10 @@ class Parameter(TypedDict):
 
 
 class Collective(TypedDict):
-    """One that a graph starts. bytes: of the full tensors; sent: what this rank sends of them."""
+    """One that a graph starts. bytes: of the full tensors; sent: what this rank sends of them;
+    both of what is expected, where only the data decides. kind: "gather", "reduce", "all_reduce", or
+    "exchange" for an all-to-all of the user's.
+    """
 
     node: str
     op: str
@@ -230,9 +233,20 @@ class Memory(Head):
 # -- what a profile has shown
 
 
+class Routed(TypedDict):
+    """The rows that one of a graph's collectives, by its number, brought from each rank of its
+    group, and took there: tokens, where it is for experts.
+    """
+
+    collective: int
+    received: list[int]
+    sent: list[int]
+
+
 class MeasuredRun(TypedDict):
     """A run of a graph in a profile, in the form of a simulated one.
 
+    routed: empty for a profile without arguments of ops (`record_shapes=True`).
     of: a fingerprint of the timeline that it was laid over.
     """
 
@@ -240,6 +254,7 @@ class MeasuredRun(TypedDict):
     times: list[Times]
     compute: list[Interval]
     has_arrivals: bool
+    routed: list[Routed]
     of: str
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import group_of
+from compiled_fsdp.ir.expected import EXCHANGE
 from compiled_fsdp.ir.graph import find, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_tag, module_of
 from compiled_fsdp.ir.schema import traits_of
@@ -87,7 +88,13 @@ def _collective(start: Node) -> Collective:
     return {
         "node": start.name,
         "op": start.target._opname,  # type: ignore[union-attr]
-        "kind": kind if kind in ("gather", "all_reduce") else "reduce",
+        "kind": (
+            "exchange"
+            if start.target is EXCHANGE
+            else kind
+            if kind in ("gather", "all_reduce")
+            else "reduce"
+        ),
         "is_ours": tag is not None,
         "units": list(dict.fromkeys(spec.unit.split("#")[0] for spec in specs)),
         "parameters": [

@@ -48,6 +48,7 @@ class Runtime(FullParams):
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
         started ahead.
     was_reached: a backward has come to it.
+    gave_zeros: the running one has reduced zeros for what it does not use.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's
         (tied weights).
     """
@@ -61,7 +62,7 @@ class Runtime(FullParams):
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
-        self.is_in_forward = self.is_apart = self.was_reached = False
+        self.is_in_forward = self.is_apart = self.was_reached = self.gave_zeros = False
         self._root = weakref.ref(self)
 
     @property
@@ -314,6 +315,7 @@ class Runtime(FullParams):
             self._prefetch_backward()
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
             programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
+            self.gave_zeros = True
             if programs:
                 self.tree.add_reduction(Reduction(programs))
 
@@ -344,7 +346,8 @@ class Runtime(FullParams):
                 grad, full.grad = full.grad, None
                 if param.sharded.requires_grad:
                     ready.append((param, param.local_grad(grad)))
-        if flat.data.requires_grad and self.unit.settings.reduce_unused and self.tree.delivers:
+        takes_part = self.unit.settings.reduce_unused and not self.gave_zeros
+        if flat.data.requires_grad and takes_part and self.tree.delivers:
             self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
             have = {param for param, _ in ready}
             missing = [

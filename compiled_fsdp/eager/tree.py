@@ -106,6 +106,8 @@ class Tree:
     def enter_backward(self, runtime: Runtime) -> None:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
+        if runtime not in self.backward:
+            runtime.gave_zeros = False
         self.backward.setdefault(runtime)
         runtime.was_reached = True
         self.delivers = self.delivers or runtime.is_reached()
@@ -174,9 +176,14 @@ class Tree:
     def last(self, reached: Sequence[Runtime]) -> list[Runtime]:
         """The units that the end of a backward reduces, in stock's order: that in which backward
         came to them; but for FSDP1, whose flat gradients are complete in the reverse order in which
-        forward made their views, so that the root's is the last.
+        forward made their views, so that the root's is the last; and where unused parameters take
+        part: a rank that leaves some out may not reduce in another order than the others.
         """
-        backwards = [r for r in reversed(self.entered) if r.unit.is_flat and r in reached]
+        backwards = [
+            r
+            for r in reversed(self.entered)
+            if r in reached and (r.unit.is_flat or r.unit.settings.reduce_unused)
+        ]
         return [*backwards, *(r for r in reached if r not in backwards)]
 
     def await_or_leave(self) -> None:

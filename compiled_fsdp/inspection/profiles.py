@@ -7,6 +7,7 @@ out; the compilation itself is kept, since it is part of the step that it happen
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from .check import Check, DumpError, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from compiled_fsdp.dump.layout import Routed
 
 DOING = "reading the profile"
 
@@ -64,6 +67,7 @@ KINDS = {
     "custom_all_gather": "gather",
     "gather_ahead": "gather",
     "all_to_all": "reduce",
+    "all_to_all_single": "exchange",
     "reduce_scatter_tensor": "reduce",
     "reduce_scatter_tensor_out": "reduce",
     "custom_reduce_scatter": "reduce",
@@ -76,14 +80,22 @@ OPTIMIZER, SCHEDULED, AUTOGRAD = "Optimizer.step#", "ProfilerStep#", "autograd::
 COMPILES = "(dynamo_timed)"
 
 
+EXCHANGE = "_c10d_functional::all_to_all_single"
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A range in a profile, in seconds."""
+    """A range in a profile, in seconds.
+
+    pieces: of the user's all-to-all, the rows that come from each rank, and those that go to it,
+        where the profile has arguments (`record_shapes=True`).
+    """
 
     name: str
     begin: float
     end: float
     thread: object
+    pieces: tuple[tuple[int, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -92,7 +104,7 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """ "gather", "reduce" or "all_reduce" for what starts a collective, else ""."""
+        """ "gather", "reduce", "all_reduce" or "exchange" for what starts a collective, else ""."""
         namespace, _, op = self.name.partition("::")
         return KINDS.get(op, "") if namespace in NAMESPACES else ""
 
@@ -172,6 +184,7 @@ def of_profile(profile: Any) -> Profile:
             event.time_range.start * MICROSECOND,
             event.time_range.end * MICROSECOND,
             event.thread,
+            _pieces(event.name, event.concrete_inputs),
         )
         for event in found
     ]
@@ -208,7 +221,10 @@ def read_profile(path: Path) -> Profile:
         where = f"traceEvents[{index}]"
         check(event, _Range, where)
         begin = event["ts"] * MICROSECOND
-        known = Event(event["name"], begin, begin + event["dur"] * MICROSECOND, event.get("tid"))
+        given = event["args"].get("Concrete Inputs", []) if "args" in event else []
+        pieces = _pieces(event["name"], given)
+        end = begin + event["dur"] * MICROSECOND
+        known = Event(event["name"], begin, end, event.get("tid"), pieces)
         if event.get("cat") not in (*ON_DEVICE, *LAUNCHES):
             events.append(known)
             continue
@@ -221,6 +237,18 @@ def read_profile(path: Path) -> Profile:
     kernels = [Kernel(event, launches.get(number)) for event, number in on_device]
     base = found.get("baseTimeNanoseconds", 0)
     return _profile(events, kernels, base * 1e-9 if isinstance(base, int) else 0.0)
+
+
+def _pieces(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
+    """The splits of an all-to-all among its arguments: lists, or in a trace their texts."""
+    if name != EXCHANGE or not isinstance(given, list) or len(given) < 3:
+        return ()
+    try:
+        lists = [json.loads(each) if isinstance(each, str) else each for each in given[1:3]]
+    except ValueError:  # torch cuts long lists short
+        return ()
+    is_whole = all(isinstance(n, int) for each in lists for n in each or [None])
+    return tuple(map(tuple, lists)) if is_whole else ()
 
 
 def _profile(events: list[Event], kernels: list[Kernel], base: float) -> Profile:
@@ -252,6 +280,17 @@ def _outside(events: list[Event], compiles: list[Event]) -> list[Event]:
         event
         for event in events
         if not any(event.is_in(found) for found in of_thread.get(event.thread, ()))
+    ]
+
+
+def routed(starts: Iterable[Event]) -> list[Routed]:
+    """The rows that the user's all-to-alls among a graph's collectives moved, as far as a profile
+    has them.
+    """
+    return [
+        {"collective": index, "received": [*start.pieces[0]], "sent": [*start.pieces[1]]}
+        for index, start in enumerate(starts)
+        if start.pieces
     ]
 
 

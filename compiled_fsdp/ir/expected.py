@@ -3,10 +3,11 @@
 A router decides at run time how many tokens go to each expert; the graph has symbols there that
 torch knows no value of. Planning, prices and the predicted peak need one, the same on every rank:
 where nothing else is known, all pieces of a split are taken to be equal, and a rank to get as much
-as it sends (a router is trained to balance its experts).
+as it sends (a router is trained to balance its experts). Memory is counted by the bound that a
+program gives a size (`torch._check(n <= capacity)`), and by the mean where it gives none.
 
 Private torch used here (tried on 2.13 and 2.15): `SymInt.node`, `ShapeEnv.backed_var_to_val`, which
-older ones call `var_to_val`.
+older ones call `var_to_val`, `ShapeEnv.bound_sympy`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 SPLIT = torch.ops.aten.split_with_sizes.default
 
+UNBOUNDED = 1 << 48  # bytes: a bound that large is none
+
 _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by symbol, of a ShapeEnv
 
 
@@ -35,6 +38,18 @@ def hint(size: Any) -> int:
         return int(size)
     known = size.node.hint
     return _mean(size) if known is None else int(known)
+
+
+def at_most(size: Any) -> int:
+    """A size in bytes, for memory: of what only the data decides the bound that the program gives
+    it; else as `hint`.
+    """
+    if not isinstance(size, torch.SymInt) or size.node.hint is not None:
+        return hint(size)
+    env = size.node.shape_env
+    upper = env.bound_sympy(size.node.expr.xreplace(_backed(env))).upper
+    is_bound = upper.is_Integer and upper < UNBOUNDED
+    return int(upper) if is_bound else hint(size)
 
 
 def note_expected(graph: Graph) -> None:
@@ -58,8 +73,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 def _mean(size: torch.SymInt) -> int:
     env = size.node.shape_env
-    known = _expected.get(env, {})
-    backed = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    known, backed = _expected.get(env, {}), _backed(env)
     values = {
         symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
     }
@@ -68,6 +82,13 @@ def _mean(size: torch.SymInt) -> int:
     except ZeroDivisionError:  # a size divided by one that nothing is known of
         return 0
     return max(0, int(mean)) if isinstance(mean, int) or mean.is_Integer else 0
+
+
+def _backed(env: Any) -> dict[Any, Any]:
+    values: dict[Any, Any] = (
+        env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    )
+    return values
 
 
 def _share(total: Any, sizes: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .expected import hint
+from .expected import at_most
 from .graph import is_undeclared_alias
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def key_of(tensor: Tensor) -> int:
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Size of the whole storage; of a symbolic one what `hint` says."""
+    """Size of the whole storage; of a symbolic one what `at_most` says."""
     size: Any = tensor.untyped_storage().nbytes()
-    return hint(size)
+    return at_most(size)
 
 
 def source_of(node: Node, i: int) -> tuple[Node, int] | None:

@@ -172,6 +172,7 @@ TORCHS = {
     "all_gather_into_tensor": "0  -      gather         bandwidth -      yes no  -       no  no",
     "reduce_scatter_tensor":  "0  -      reduce_scatter scatter   -      no  no  -       no  no",
     "all_reduce":             "0  -      all_reduce     bandwidth -      no  no  -       no  no",
+    "all_to_all_single":      "0  -      all_to_all     exchange  -      no  no  -       no  no",
     "wait_tensor":            "0  -      -              none      graph  no  yes -       no  no",
 }
 # fmt: on

@@ -1,16 +1,27 @@
-"""A graph's collectives as text, to be compared between ranks (`passes/agree.py`)."""
+"""A graph's collectives as text, to be compared between ranks (`passes/agree.py`).
+
+Ranks may differ in what they compute, not in what they communicate. So the text has what must be
+equal: kind, group, order, dtype, owner, and sizes as far as they are known. A size that is a symbol
+on one rank ("?"), because its inputs have had several, agrees with any number on another
+(`same_where_known`). How many rows of an all-to-all a rank sends is its own affair.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .collectives import as_in_torch, group_of
+from .expected import EXCHANGE
 from .graph import phase_of, starts, value
 from .meta import get_tag
 from .printer import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, Node
+
+UNKNOWN = "?"  # a size that is a symbol here
 
 
 def sequence(graph: Graph) -> tuple[str, list[str]]:
@@ -42,13 +53,31 @@ def sequence_over(graph: Graph, group: str) -> list[str]:
 def _sizes(node: Node) -> str:
     """Elements of each message."""
     op: Any = node.target
+    if op is EXCHANGE:
+        width = value(node.all_input_nodes[0]).shape[1:].numel()
+        return f"rows of {width if isinstance(width, int) else UNKNOWN}"
     names = [argument.name for argument in op._schema.arguments]
     if "sizes" in names:
         sizes: Any = node.args[names.index("sizes")]
     else:
         sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         sizes = [value(n).numel() for n in sent]
-    return " + ".join(str(n) if isinstance(n, int) else "?" for n in sizes)
+    return " + ".join(str(n) if isinstance(n, int) else UNKNOWN for n in sizes)
+
+
+def same_where_known(texts: Sequence[str]) -> bool:
+    """Whether texts of `sequence` differ at most where one of them does not know a size."""
+    lines = [text.splitlines() for text in texts]
+    return not lines or (
+        all(len(each) == len(lines[0]) for each in lines)
+        and all(_alike([line.split(" ") for line in same]) for same in zip(*lines, strict=True))
+    )
+
+
+def _alike(lines: Sequence[list[str]]) -> bool:
+    return all(len(line) == len(lines[0]) for line in lines) and all(
+        len({*words} - {UNKNOWN}) <= 1 for words in zip(*lines, strict=True)
+    )
 
 
 def owner(node: Node) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.expected import EXCHANGE, hint
 from compiled_fsdp.ir.graph import is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import traits_of
@@ -261,6 +261,9 @@ def traffic(start: Node) -> tuple[float, str]:
         return 2 * nbytes(start), group
     if kind == "gather":
         return nbytes(start) - nbytes(start.all_input_nodes[0]), group
+    if start.target is EXCHANGE:  # tokens of the user's: a rank keeps those of its own experts
+        pieces: Any = start.args[2]
+        return nbytes(start.all_input_nodes[0]) * (len(pieces) - 1) / max(1, len(pieces)), group
     if kind == "all_to_all":
         size = int(start.args[1])  # type: ignore[arg-type]
         return nbytes(start) * (size - 1) / size, group

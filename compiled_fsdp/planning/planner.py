@@ -7,6 +7,7 @@ for them, and the wire, which carries one collective at a time in the order of t
 - an all-gather starts as late as still hides it: working back from the last one, each must be done
   when it is awaited and when the next one needs the wire; whatever that leaves exposed is then
   started earlier, while the step gets shorter by it;
+- what travels for the user (tokens for experts) goes before gathers that can wait;
 - a reduction is awaited where it will be done anyway, or earlier where more bytes than allowed
   would be under way.
 
@@ -201,7 +202,31 @@ class Gathers:
             [self._begin(line, p) - MARGIN * p.transfer for p in self.starts], line
         )
         tried = self.play(list(map(max, later, places)))
-        return list(map(max, later, places)) if tried.total <= line.total * (1 + WORTH) else places
+        is_as_good = tried.total <= line.total * (1 + WORTH)
+        return self.let_pass(list(map(max, later, places)) if is_as_good else places)
+
+    def let_pass(self, places: list[int]) -> list[int]:
+        """Let what is not ours, as tokens for experts, go first where a gather can wait: whoever
+        awaits tokens has nothing else to do.
+        """
+        line = self.play(places)
+        for index, point in enumerate(self.rest):
+            if not point.transfer or point.node in self.reductions:
+                continue
+            reached = line.reached[point.node]
+            first = next(
+                (n for n, p in enumerate(self.starts) if self._ends(line, p) > reached), len(places)
+            )
+            moved = [
+                max(place, min(index + 1, wait)) if n >= first else place
+                for n, (place, wait) in enumerate(zip(places, self.waits, strict=True))
+            ]
+            if moved != places and (tried := self.play(moved)).total <= line.total:
+                places, line = moved, tried
+        return places
+
+    def _ends(self, line: Timeline, point: Point) -> float:
+        return line.carried[point.node][1] if point.transfer else 0.0
 
     def _begin(self, line: Timeline, point: Point) -> float:
         return line.carried[point.node][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -122,8 +123,11 @@ def cut_inside(dim: int, split_factor: int) -> Placement:
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the named axes of several parts of one root mesh."""
-    mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    """One mesh with the named axes of several parts of one root mesh; also while parameters are
+    made fake.
+    """
+    with unset_fake_temporarily():
+        mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     return mesh
 
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import (
     _register_work,
     _unregister_process_group,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -57,12 +58,16 @@ def name_axes(mesh: DeviceMesh) -> None:
             for axis in range(each.ndim)
             if 1 < each.size(axis) < world and _is_unnamed(each, axis)
         ]
-        ranks = each._layout.remap_to_tensor(each._rank_map) if new else None  # [copies, *shape]
+        with unset_fake_temporarily():  # parameters may be
+            ranks = (
+                each._layout.remap_to_tensor(each._rank_map) if new else None
+            )  # [copies, *shape]
         if ranks is None or ranks.numel() != world:
             continue
         for axis in new:
             size = each.size(axis)
-            rows = ranks.movedim(axis + 1, -1).reshape(-1, size).tolist()
+            with unset_fake_temporarily():
+                rows = ranks.movedim(axis + 1, -1).reshape(-1, size).tolist()
             digest = hashlib.sha256(repr(sorted(rows)).encode()).hexdigest()[:8]
             name = each.mesh_dim_names[axis] if each.mesh_dim_names else f"axis{axis}"
             name_group(each.get_group(axis), f"{name}_{size}of{world}_{digest}")

@@ -18,6 +18,13 @@ at once.
 
 A rank that finds out while it already waits inside a collective is freed by its watcher, which
 breaks the group's connections: nothing that was under way can be right any more.
+
+[Note: known branches]
+Where data decides which of two graphs runs (a batch with images or without), both are known after a
+while, and a step in which ranks take different ones asks nobody. Their messages do not meet
+(`gloo.py` tells them apart by what they carry), so the ranks wait. A rank that has been at the same
+run for STUCK_S says which it is: the first one under the key of that run, and whoever is at another
+finds that there and asks.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp.ir.keys import Keys
+from compiled_fsdp.ir.sequence import same_where_known
 from compiled_fsdp.torch_private.groups import (
     group_named,
     group_store,
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # between two looks of a watcher
+STUCK_S = 3.0  # at the same run, after which a watcher asks whether others are at the same
 SILENCE_S = 60.0  # a rank that showed signs of life and then none for so long is taken for dead
 TEXTS_S = 10.0  # for the others to publish their texts, once ranks are known to disagree
 KEPT = 10_000  # runs that a rank can tell about later
@@ -113,6 +122,7 @@ class _Group:
     settled: a run number up to which nobody has to be answered.
     failure: what the watcher found out while the main thread was busy.
     is_gone: its store does not answer any more.
+    seen: the run that the watcher saw last, and when it was new.
     """
 
     name: str
@@ -127,6 +137,7 @@ class _Group:
     failure: str = ""
     settled: int = 0
     is_gone: bool = False
+    seen: tuple[int, float] = (0, 0.0)
 
     def digest_of_run(self, number: int) -> str:
         at = number - (self.number - len(self.runs)) - 1
@@ -204,14 +215,22 @@ def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
         group.settled = max(group.settled, int(key))
         return None
     group.store.set(f"{key}/text/{group.rank}", text)
-    deadline = time.monotonic() + TEXTS_S
-    texts = [""] * group.size
-    while time.monotonic() < deadline and not all(texts):
+    begin, texts = time.monotonic(), [""] * group.size
+    while not all(texts) and time.monotonic() - begin < _patience(group, texts):
         for rank in range(group.size):
             if not texts[rank] and group.store.check([f"{key}/text/{rank}"]):
                 texts[rank] = group.store.get(f"{key}/text/{rank}").decode()
         _watcher.pause(0.05)
+    if all(texts) and same_where_known(texts):
+        group.settled = max(group.settled, int(key))
+        return None
     return texts
+
+
+def _patience(group: _Group, texts: list[str]) -> float:
+    """Seconds for the texts that are missing: those that are there may all mean the same."""
+    is_sure = not same_where_known([text for text in texts if text])
+    return TEXTS_S if is_sure else group_timeout(group.process_group).total_seconds()
 
 
 def _digests(group: _Group, key: str) -> list[str]:
@@ -310,11 +329,31 @@ def _watch(beat: int) -> None:
         _watcher.pause(0)
         try:
             _answer(group, beat)
+            _ask_if_stuck(group)
         except (RuntimeError, dist.DistError):  # the store is gone: the process group was destroyed
             group.is_gone = True
 
 
 _watcher = Watcher("compiled_fsdp_watcher", _watch, POLL_S)
+
+
+def _ask_if_stuck(group: _Group) -> None:
+    """See the note on known branches; most ranks only ever find their own word."""
+    number, since = group.seen
+    if number != group.number:
+        group.seen = group.number, time.monotonic()
+        return
+    if number <= group.settled or group.failure or time.monotonic() - since < STUCK_S:
+        return
+    mine = group.digest_of_run(number)
+    if not mine or group.step_to(number) not in group.agreed:
+        return  # the main thread is just comparing
+    first = group.watched.compare_set(f"{number}/stuck", "", mine).decode()
+    if first != mine:
+        group.watched.set(f"{number}/{group.rank}", mine)
+        _compare(group, number, mine)
+    else:
+        group.seen = number, time.monotonic()
 
 
 def _answer(group: _Group, beat: int) -> None:
@@ -334,10 +373,16 @@ def _answer(group: _Group, beat: int) -> None:
     if all(store.get(f"{number}/{r}").decode() == mine for r in others):
         group.settled = number if len(others) == group.size else group.settled
         return
+    _compare(group, number, mine)
+
+
+def _compare(group: _Group, number: int, mine: str) -> None:
+    """Let everybody's text of a run be known, and fail if they differ."""
     texts = _exchange(group, str(number), _texts.get(mine, ""))
     if texts is not None:
         group.failure = describe(group.process_group, texts)
         log.error("%s", group.failure)
+        _watcher.pause(POLL_S)  # so that the others know why their connections break
         break_connections(group.process_group)
 
 

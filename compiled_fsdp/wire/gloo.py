@@ -13,6 +13,7 @@ Private torch used here (tried on 2.13): `ProcessGroup.send`, `recv`, `_get_back
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,14 +132,18 @@ def _exchange(
 ) -> Exchange:
     """For each piece: send `sent[piece][rank]` to every rank, and get `received[piece][rank]` from
     it.
+
+    Messages that carry different things never meet, or gloo would end the process of whoever gets
+    one of another size; see "known branches" in `agreement.py`.
     """
     group = group_named(name)
     rank, size = group.rank(), group.size()
     others = [(rank + step) % size for step in range(1, size)]
     tags = _tags.setdefault(group.group_name, itertools.count())
     works: list[tuple[int, Any]] = []
+    told_apart = zlib.crc32(f"{collective} {what}".encode())
     for outgoing, incoming in zip(sent, received, strict=True):
-        tag = FIRST_TAG + next(tags) % TAGS
+        tag = FIRST_TAG + (next(tags) ^ told_apart) % TAGS
         with unprofiled():
             works += [(peer, group.recv([incoming[peer]], peer, tag)) for peer in others]
             works += [(peer, group.send([outgoing[peer]], peer, tag)) for peer in others]

@@ -41,7 +41,7 @@ class TestBenchmarks(unittest.TestCase):
         sides = ["ours_eager", "stock_eager", "fsdp1"]
         with TemporaryDirectory() as folder:
             for names, variants in (
-                (["latency", "plan", "graphs", "page"], sides),
+                (["latency", "plan", "plan_experts", "graphs", "page"], sides),
                 (["memory"], sides[:1]),
             ):
                 words = [*names, "--quick", "--variants", *variants, "--layers", "2"]
@@ -64,8 +64,8 @@ class TestBenchmarks(unittest.TestCase):
                 if line.startswith("| 1 |")
             )
             self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")
-            plan = (Path(folder) / "plan.md").read_text()
-            self.assertIn("| bucket_all_gather |", plan)
+            for name in ("plan", "plan_experts"):
+                self.assertIn("| bucket_all_gather |", (Path(folder) / f"{name}.md").read_text())
 
     def test_a_comparison_survives_the_command_line(self):
         job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)

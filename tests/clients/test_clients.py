@@ -19,12 +19,14 @@ import torch.distributed as dist
 from kit.oracle import communications, mesh_of
 from torch._dynamo.utils import counters
 
+import compiled_fsdp
 import compiled_fsdp.compiler.backend as backend_module
 from compiled_fsdp import fully_shard, replace_stock
 from compiled_fsdp.ir.collectives import STARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kit.pool import Pool
     from torch import Tensor, nn
@@ -65,6 +67,15 @@ def mixtral() -> tuple[nn.Module, str]:
     ), "model.layers"
 
 
+def qwen3_moe() -> tuple[nn.Module, str]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, num_key_value_heads=2, head_dim=8, **experts)
+    ), "model.layers"
+
+
 def bert() -> tuple[nn.Module, str]:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -73,7 +84,7 @@ def bert() -> tuple[nn.Module, str]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, str]]] = {
-    f.__name__: f for f in (llama, llama_tied, mixtral, bert)
+    f.__name__: f for f in (llama, llama_tied, mixtral, qwen3_moe, bert)
 }
 
 
@@ -194,6 +205,41 @@ def train_two_steps(
         loss_of(reference, step).backward()
         check_grads(model, reference)
     return seen
+
+
+@needs("transformers")
+@pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_native_expert_parallelism(
+    two: Pool, tmp_path: Path, name: str, backend: str | None
+) -> None:
+    """Its own plan, dispatcher and calls of `fully_shard`. Compiled, but not as one graph: its
+    dispatcher asks whether a rank has got any token.
+    """
+    two.run(native_expert_parallelism, name, backend, str(tmp_path))
+
+
+def native_expert_parallelism(name: str, backend: str | None, folder: str) -> None:
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(0)
+    reference = MODELS[name]()[0]
+    if dist.get_rank() == 0:
+        reference.save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
+    with replace_stock():
+        model: Any = type(reference).from_pretrained(folder, distributed_config=config)
+    assert isinstance(model, compiled_fsdp.FSDPModule)
+    call = torch.compile(model, backend=backend) if backend else model
+    for step in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        ours, theirs = loss_of(call, step), loss_of(reference, step)
+        assert torch.allclose(ours, theirs, atol=1e-5)
+        ours.backward()
+        theirs.backward()
+        check_grads(model, reference)
 
 
 @needs("transformers")

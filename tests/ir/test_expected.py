@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_fsdp import fully_shard, pipeline
-from compiled_fsdp.ir.expected import EXCHANGE, SPLIT, hint
+from compiled_fsdp.ir.expected import EXCHANGE, SPLIT, at_most, hint
 from compiled_fsdp.planning.costs import nbytes
 
 if TYPE_CHECKING:
@@ -51,6 +51,18 @@ def test_tokens_are_taken_to_be_spread_evenly(fake_world: None) -> None:
     assert {*exchanged} == {ROUTED}
     assert {*sizes} == {ROUTED * CONFIG.width * 4.0}
     assert {*map(tuple, split)} == {(ROUTED // 2, ROUTED // 2)}
+
+
+def test_memory_is_bounded_where_the_program_says_so() -> None:
+    env = ShapeEnv()
+    bounded, free = env.create_unbacked_symint(), env.create_unbacked_symint()
+    torch._check(bounded >= 0)
+    torch._check(bounded <= 12)
+    assert at_most(16 * bounded) == 16 * 12
+    assert hint(16 * bounded) == 0  # nothing is known of the mean
+    assert at_most(16 * free) == hint(16 * free) == 0
+    assert at_most(bounded + free) == 0  # a bound for one of two is none
+    assert at_most(5) == 5
 
 
 def test_a_size_that_is_known_stays() -> None:

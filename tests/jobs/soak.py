@@ -4,6 +4,7 @@ beside the unsharded model.
     make soak                                # two ranks; a line every 200 steps, and a verdict
     make soak ARGS="--front-end fsdp1"       # through `FullyShardedDataParallel`
     make soak ARGS="--front-end fsdp1_orig"  # with `use_orig_params`
+    make soak ARGS="--routed --steps 200"    # a mixture of experts, routed at random in each step
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit import random_fsdp1
+from kit import random_fsdp1, routed
 from kit.oracle_fsdp1 import Api
 from kit.random_models import Model, Program, Spec, batch, build, shard
 from torch._dynamo.utils import counters
@@ -180,15 +181,31 @@ class Soak:
             tensor.zero_()
 
 
+def _soak_routing(steps: int) -> bool:
+    """Whether something is wrong."""
+    recompiles, gap, num_empty = routed.train(steps)
+    is_wrong = recompiles > 0 or gap > 1e-4
+    if dist.get_rank() == 0:
+        sys.stdout.write(
+            f"{steps} steps, {num_empty} times an expert without tokens: {recompiles} recompiles "
+            f"after the first, losses differ by at most {gap:.1e}\n"
+        )
+    dist.destroy_process_group()
+    return is_wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
+    parser.add_argument("--routed", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    if options.routed:
+        sys.exit(_soak_routing(options.steps))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     soak, worst, start = Soak(folder[0], options.front_end), 0.0, time.perf_counter()

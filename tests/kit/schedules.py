@@ -14,6 +14,7 @@ from kit.passes_harness import PLAN, Hand, numel, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.collectives import STARTS, WAIT
+from compiled_fsdp.ir.expected import EXCHANGE
 from compiled_fsdp.ir.graph import is_matmul
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.planning.costs import Costs, Link
@@ -45,6 +46,24 @@ def chain(layers: int, matmuls: int = 4) -> GraphModule:
         w = hand.unshard(flat, spec)
         for _ in range(matmuls):
             x = hand(MM, x, w)
+    return bucket_all_gather(lower(hand.returns(x), PLAN), PLAN)
+
+
+def routed(matmuls: int) -> GraphModule:
+    """Two units over one group, and tokens for experts between: four matmuls, an all-to-all of
+    what they yield, so many more, and one of the second unit.
+    """
+    hand = Hand()
+    x = hand.input("x", WIDTH, WIDTH)
+    (first,), (second,) = (unit(f"u{n}", {"w": (WIDTH, WIDTH)}) for n in range(2))
+    flats = [hand.input(f"flat{n}", numel([spec])) for n, spec in enumerate((first, second))]
+    w = hand.unshard(flats[0], first)
+    for _ in range(4):
+        x = hand(MM, x, w)
+    x = hand(WAIT, hand(EXCHANGE, x, [WIDTH // 2] * 2, [WIDTH // 2] * 2, "shard"))
+    for _ in range(matmuls):
+        x = hand(MM, x, w)
+    x = hand(MM, x, hand.unshard(flats[1], second))
     return bucket_all_gather(lower(hand.returns(x), PLAN), PLAN)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kit import routed
 from moe import Mixture, MoEConfig, MoEGPT, share_experts, update_bias
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -151,7 +152,7 @@ def compare(name: str, backends: list[str]) -> None:
             assert counters["stats"]["unique_graphs"] == 1 + (way.num_backwards > 1), counters
     if dist.get_world_size() == 2:  # gloo adds four in another order
         assert found["eager"] == found["stock"]
-    for kind, (losses, routed) in found.items():
+    for kind, (losses, counts) in found.items():
         if wanted is not None:
             torch.testing.assert_close(
                 losses,
@@ -160,7 +161,7 @@ def compare(name: str, backends: list[str]) -> None:
                 atol=ATOL,
                 msg=lambda text, kind=kind: f"{kind}: {text}",
             )
-            assert way.recompute or routed == wanted[1], kind  # recomputed, they count twice
+            assert way.recompute or counts == wanted[1], kind  # recomputed, they count twice
         tolerance = 2e-2 if way.dtype else RTOL  # bf16: Inductor and graphs round elsewhere
         torch.testing.assert_close(
             losses,
@@ -202,6 +203,14 @@ def load(folder: str) -> None:
     full = torch.load(f"{folder}/full.pt")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), full[name]), name
+
+
+def test_random_routing_compiles_once(two: Pool) -> None:
+    """For 200 steps: make soak ARGS="--routed --steps 200"."""
+    for recompiles, gap, num_empty in two.run(routed.train, 20):
+        assert recompiles == 0
+        assert gap < RTOL
+        assert num_empty > 10
 
 
 def test_ranks_that_do_not_divide_the_experts(four: Pool) -> None:

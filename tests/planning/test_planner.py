@@ -30,6 +30,7 @@ from kit.schedules import (
     costs,
     marks,
     planned_backward,
+    routed,
     scheduled,
 )
 from torch.fx import GraphModule
@@ -132,6 +133,14 @@ class TestCosts:
             sum(m.compute(n) for n in gm.graph.nodes) for m in (machine, machine.fused(False))
         ]
         assert seconds == [2.0, 6.0]
+
+    def test_tokens_travel_as_far_as_they_are_expected_to(self):
+        """All but the part that the rank keeps, at the speed of the group's all-to-alls."""
+        gm = routed(1)
+        (_, tokens, _) = starts(gm.graph)
+        assert traffic(tokens) == (GRADIENT / 2, "shard")
+        machine = replace(costs(1.0, 1.0), links=(("shard", Link(0.0, 1.0, exchange=BYTES / 3)),))
+        assert machine.wire(tokens) == pytest.approx(3.0)
 
 
 class TestSimulate:
@@ -246,6 +255,20 @@ class TestSchedule:
             waits = {k.name: v and v.name for k, v in wait_anchors(gm.graph, machine).items()}
             decided.append((names, waits))
         assert decided[0] == decided[1]
+
+    @pytest.mark.parametrize(
+        ("transfer", "matmuls", "order"),
+        [
+            (5.0, 4, "GgmmmmRGrmmmmgm"),  # the gather is late either way, the tokens need not be
+            (3.0, 2, "GgmmmmRGrmmgm"),
+            (1.0, 3, "GgmmmmRrmGmmgm"),
+            (5.0, 1, "GgGmmmmRrmgm"),  # hidden by what comes before the tokens
+        ],
+    )
+    def test_tokens_go_before_a_gather_that_can_wait(
+        self, transfer: float, matmuls: int, order: str
+    ):
+        assert marks(scheduled(routed(matmuls), costs(1.0, transfer))) == order
 
     def test_distances_come_before_costs(self):
         """A distance that the user set is kept, whatever the costs say."""

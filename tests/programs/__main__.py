@@ -2,6 +2,7 @@
 
 python tests/programs --count 1000 --jobs 6 --out results.jsonl  # a table; a line of JSON for each
 python tests/programs --count 1000 --jobs 6 --seconds 540        # as many as fit; it says how many
+python tests/programs --routed --count 100                       # with a routed layer in each
 python tests/programs --singles                                  # each statement by itself
 python tests/programs --seed 17 --count 1 --show                 # one program, every kind
 """
@@ -60,6 +61,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--out", default="", help="a file for the results, a line of JSON for each program"
     )
     parser.add_argument("--singles", action="store_true", help="each statement by itself")
+    parser.add_argument(
+        "--routed", action="store_true", help="programs that send rows to other ranks' layers"
+    )
     parser.add_argument(
         "--only", default="", help="programs that say one of these statements, by comma"
     )
@@ -186,7 +190,7 @@ def _find_plants(options: argparse.Namespace, until: float) -> None:
 
 
 def _programs(options: argparse.Namespace) -> Iterator[Program]:
-    from programs.draw import make
+    from programs.draw import make, make_routed
     from programs.jobs import claimed
     from programs.singles import singles
 
@@ -194,7 +198,8 @@ def _programs(options: argparse.Namespace) -> Iterator[Program]:
     listed = [replace(p, seed=i) for i, p in enumerate(singles())] if options.singles else []
     seeds = range(len(listed)) if listed else range(options.seed, options.seed + options.count)
     for seed in claimed(seeds, options.job):
-        program = listed[seed] if listed else make(seed)
+        made = make_routed if options.routed else make
+        program = listed[seed] if listed else made(seed)
         said = program.names() | {program.way, program.optimizer}
         if (not only or only & said) and not skip & said:
             yield program

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from programs.legal import is_legal
 from programs.program import LAYERS, Program
 from programs.source import WAYS
-from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
+from programs.statements import FORWARD, LOOP, OPTIMIZERS, ROUTED, SETUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +27,7 @@ WITH = {
     "caught_backward": "hook_raises",
     "tie_head": "embed",
 }  # what a statement is about
+DRAWN = [name for name in FORWARD if name != ROUTED]
 # Every 8th program and so on; Inductor compiles C++ for seconds.
 FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused
@@ -41,7 +43,7 @@ def make(seed: int) -> Program:
     """The program of a seed; of those that do not make sense another is drawn."""
     r = random.Random(seed)
     turns = {
-        "forward": _turn(seed, list(FORWARD)),
+        "forward": _turn(seed, DRAWN),
         "loop": _turn(seed, list(LOOP)),
         "setup": _turn(seed, [*SETUP, ""]),
         "way": _turn(seed, [*WAYS, "model", "model"]),
@@ -73,7 +75,7 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
         for word, name in WITH.items()
         if any(s == word or s.startswith(f"{word}_") for s in (*setup, *loop))
     ]
-    others = [n for n in FORWARD if not _is_write(n) or r.random() < 0.4]
+    others = [n for n in DRAWN if not _is_write(n) or r.random() < 0.4]
     for name in (
         turns.get("forward", "call"),
         *about,
@@ -85,7 +87,7 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
         _insert(
             r,
             block,
-            r.choice([n for n in FORWARD if "raises" not in n and not n.startswith("embed")]),
+            r.choice([n for n in DRAWN if "raises" not in n and not n.startswith("embed")]),
             "up",
         )
     said = {f.partition("@")[0] for f in forward}
@@ -116,6 +118,20 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
         budget=0.5 if r.random() < 0.08 else None,
         kinds=kinds_of(seed),
     )
+
+
+def make_routed(seed: int) -> Program:
+    """The program of a seed with a routed layer somewhere in it, or two."""
+    program, r = make(seed), random.Random(seed)
+    while True:
+        forward = list(program.forward)
+        for _ in range(r.choice((1, 1, 2))):
+            layer = r.choice(LAYERS[: len(program.layers)])
+            forward.insert(r.randint(0, len(forward)), f"{ROUTED}@{layer}")
+        routed = replace(program, forward=tuple(forward))
+        if is_legal(routed):
+            return routed
+        program = make(r.randrange(1 << 16))  # its statements do not go with another that has init
 
 
 def kinds_of(seed: int) -> tuple[str, ...]:

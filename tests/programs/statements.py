@@ -11,6 +11,9 @@ d] into another `x`; `ids` [rows] are tokens.
     for_block   `{m}` may be a block, too
     needs=WHAT  see `legal.py`
     init: LINE  for `__init__`
+
+`routed` sends each row to one of two ranks, where `{m}` is computed, and back. It is drawn apart
+(`draw.make_routed`), so that the programs of other seeds stay what they are.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ def parse(text: str) -> dict[str, Statement]:
     return found
 
 
+ROUTED = "routed"
 FORWARD = parse(
     """
 -- call for_block
@@ -202,6 +206,18 @@ sizes = [len(x) // world] * world
 y = torch.ops._c10d_functional.all_to_all_single(x.detach(), sizes, sizes, group_name)
 wait = torch.ops._c10d_functional.wait_tensor
 x = x + wait(y) + wait(y)
+-- routed for_block
+init: torch._dynamo.config.capture_scalar_outputs = True
+init: torch._dynamo.config.capture_dynamic_output_shape_ops = True
+to = (x[:, 0] > 0).long()
+order = to.argsort(stable=True)
+counts = torch.stack([(to == r).sum() for r in range(world)])
+theirs = funcol.wait_tensor(funcol.all_to_all_single(counts, [1] * world, [1] * world, dist.group.WORLD))
+sent, received = counts.tolist(), theirs.tolist()
+y = funcol.wait_tensor(funcol.all_to_all_single_autograd(x[order], received, sent, dist.group.WORLD))
+y = torch.tanh({m}(y)).to(x.dtype)
+y = funcol.wait_tensor(funcol.all_to_all_single_autograd(y, sent, received, dist.group.WORLD))
+x = x + torch.zeros_like(x).index_copy(0, order, y)
 -- break breaks
 torch._dynamo.graph_break()
 -- item breaks

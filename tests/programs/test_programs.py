@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs.draw import make
+from programs.draw import make, make_routed
 from programs.hunt import Hunter
 from programs.kinds import Outcome
 from programs.legal import is_legal
@@ -28,6 +28,7 @@ NUM_PROGRAMS, CHUNK = (
     int(os.environ.get("RANDOM_PROGRAMS", "100")),
     5,
 )  # more: benchmarks/results/random_programs.md
+SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
 # Seeds of programs in which a planted fault was found, and without it none.
@@ -66,6 +67,12 @@ def test_random_programs(pools: dict[int, Pool], first: int) -> None:
             )
 
 
+@pytest.mark.parametrize("seed", SEEDS_ROUTED)
+def test_random_routed_programs(pools: dict[int, Pool], seed: int) -> None:
+    this = script(replace(make_routed(seed), kinds=("eager", "compiled")))
+    assert not Hunter(pools).check(this).faults
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
     program = make(FOUND[name])
@@ -83,7 +90,7 @@ def test_every_planted_fault_says_where_it_can_show() -> None:
 
 def test_the_programs_cover_everything() -> None:
     """Each statement, way to compile, optimizer, backend, number of ranks and precision."""
-    programs = [make(seed) for seed in range(100)]
+    programs = [*(make(seed) for seed in range(100)), *map(make_routed, SEEDS_ROUTED)]
     said = {name for p in programs for name in p.names() | {p.way, p.optimizer, *p.kinds}}
     assert (
         not {

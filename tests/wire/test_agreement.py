@@ -139,6 +139,28 @@ def test_a_new_branch_beside_a_known_one(broken: Pool) -> None:
         broken.close()  # its connections are broken
 
 
+def known_branches() -> tuple[str, float]:
+    """All ranks have run both; now each runs another one, and asks nobody."""
+    call = sharded()
+    for way in ("l", "lr", "l", "lr", "l"):
+        step(call, way)
+    return error_of(lambda: step(call, "lr" if dist.get_rank() else "l"))
+
+
+def test_two_known_branches(broken: Pool) -> None:
+    """Messages that carry different things do not meet, and who waits for long asks."""
+    try:
+        check_told(
+            broken.run(known_branches),
+            "--- rank 0",
+            "+++ rank 1",
+            "a forward graph of 1",
+            "a forward graph of 2",
+        )
+    finally:
+        broken.close()  # its connections are broken
+
+
 def not_compiled() -> tuple[str, float]:
     return error_of(lambda: step(sharded(compiled=dist.get_rank() == 0), "lr"))
 

@@ -31,7 +31,7 @@ function seconds(s) {
 
 const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "0 %");
 const sum = (list, pick = (x) => x) => list.reduce((total, entry) => total + pick(entry), 0);
-const KINDS = { gather: "all-gather", reduce: "reduction", all_reduce: "all-reduce" };
+const KINDS = { gather: "all-gather", reduce: "reduction", all_reduce: "all-reduce", exchange: "all-to-all" };
 const ownerOf = (c) => c.units.join(", ") || c.module || "the model's own";
 
 // What the names of all units below the outermost begin with, all but the last part of it: "model." of model.layers.0 and model.layers.1.

@@ -32,6 +32,7 @@ from compiled_fsdp.inspection.profiles import (
     of_profile,
     outermost,
     read_profile,
+    routed,
     seconds_in,
 )
 from compiled_fsdp.wire.ranges import GRAPH
@@ -56,7 +57,12 @@ PARTS = {
     "enumerate(DataLoader)#": "data",
 }
 NORMS = ("aten::_foreach_norm", "aten::linalg_vector_norm")
-KINDS = {"gather": "all-gather", "reduce": "reduction", "all_reduce": "all-reduce"}
+KINDS = {
+    "gather": "all-gather",
+    "reduce": "reduction",
+    "all_reduce": "all-reduce",
+    "exchange": "all-to-all",
+}
 ELSEWHERE = "a collective outside the graphs"
 ON_CPU = "cpu"  # a part of the step whose kernels are to be looked up, on a device
 
@@ -358,12 +364,15 @@ def times(graph: DumpedGraph, run: Run) -> MeasuredRun:
         index: wait for index, wait in reversed(awaited) if index >= 0
     }  # a user may await his own again
     number = len(graph.timeline["collectives"])
-    has_arrivals = all(c.name == CARRIED for c in run.carried[:number])
+    is_ours = [c["is_ours"] for c in graph.timeline["collectives"]]
+    carried = [c.name == CARRIED for c in run.carried[:number]]
+    has_arrivals = all(c for c, ours in zip(carried, is_ours, strict=True) if ours)
     found: list[Times] = []
     busy: list[Event] = []
     for index, start in enumerate(run.starts[:number]):
         wait, arrival = waits.get(index), run.carried[index]
-        end = arrival.end if has_arrivals else wait.end if wait else start.end
+        is_known = has_arrivals and carried[index]
+        end = arrival.end if is_known else wait.end if wait else start.end
         is_exposed = wait is not None and end > wait.begin
         busy += [start, wait] if wait is not None and is_exposed else [start]
         found.append(
@@ -383,6 +392,7 @@ def times(graph: DumpedGraph, run: Run) -> MeasuredRun:
         "times": found,
         "compute": computing(_between(busy, run.begin, total), run.ops, run.begin, graph),
         "has_arrivals": has_arrivals,
+        "routed": routed(run.starts[:number]),
         "of": graph.fingerprint,
     }
 

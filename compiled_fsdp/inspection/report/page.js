@@ -93,7 +93,7 @@ function timelineTab({ graphs, executor, rank }) {
       line.onselect = (index) => rows.querySelectorAll("tbody tr").forEach((row) => row.classList.toggle("is-selected", Number(row.dataset.index) === index));
       const exposed = sum(run.times, (t) => t.exposed);
       return el("section", { class: "graph" }, el("h2", {}, graph.timeline.kind, el("small", {}, `${graph.name}: ${seconds(run.total)} predicted, ${seconds(exposed)} exposed`, measuredText(graph))),
-        el("div", { class: "bar-of-tools" }, tools(line.view)), line.root, line.detail, el("h3", {}, "Collectives"), rows);
+        el("div", { class: "bar-of-tools" }, tools(line.view)), line.root, line.detail, el("h3", {}, "Collectives"), rows, routingTable(graph, run));
     })];
 }
 

@@ -62,6 +62,25 @@ function collectiveTable(graph, run) {
   return table(columns, rows, { class: "collectives" }, (r) => (r.m ?? r.p).exposed);
 }
 
+// Rows that the user's all-to-alls moved, tokens for experts mostly: by rank where it was measured, else what is expected.
+function routingTable(graph, run) {
+  const routed = new Map((graph.measured?.routed ?? []).map((r) => [r.collective, r]));
+  const rows = graph.timeline.collectives.map((c, n) => ({ c, n, p: run.times[n], m: graph.measured?.times[n] ?? null, r: routed.get(n) ?? null })).filter((r) => r.c.kind === "exchange");
+  if (!rows.length) return null;
+  const total = (list) => sum(list ?? []);
+  const column = (name, pick) => ({ group: "rows, measured", name, isNumber: true, value: (r) => total(pick(r)), show: (r) => (r.r ? `${total(pick(r))} (${pick(r).join(", ")})` : "–") });
+  const columns = [
+    { name: "#", isNumber: true, value: (r) => r.n },
+    { name: "module", value: (r) => ownerOf(r.c) },
+    { name: "group", value: (r) => r.c.group, show: (r) => groupText(graph, r.c.group) },
+    { name: "sent, expected", isNumber: true, value: (r) => r.c.sent, show: (r) => bytes(r.c.sent) },
+    ...(routed.size ? [column("sent to each rank", (r) => r.r?.sent), column("received from each", (r) => r.r?.received)] : []),
+    { name: graph.measured ? "exposed, measured" : "exposed, predicted", isNumber: true, value: (r) => (r.m ?? r.p).exposed, show: (r) => exposure(r.m ?? r.p) },
+  ];
+  const note = graph.measured && !routed.size ? "How many rows went where is in profiles with record_shapes=True." : null;
+  return el("div", {}, el("h3", {}, "Routing"), note ? el("p", { class: "muted" }, note) : null, table(columns, rows, { class: "routing" }));
+}
+
 // Which parameters share a collective; a bar has a piece for each, as wide as its bytes, and changes shade with the unit.
 function bucketTable(graph) {
   const columns = [

@@ -178,7 +178,7 @@ class Timeline extends Drawing {
 
 function timelineLegend() {
   const entry = (mark, words) => el("span", {}, el("i", { class: mark }), words);
-  return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce"),
+  return el("div", { class: "legend" }, entry("mark-gather", "all-gather"), entry("mark-reduce", "reduction"), entry("mark-all_reduce", "all-reduce, all-to-all"),
     entry("mark-exposed", "exposed: the thread stands still"), entry("mark-compute", "computes, by unit; below, by kernel"),
     entry("mark-issues", "starts a collective"));
 }

@@ -1,0 +1,128 @@
+"""A head read in chunks, and packed sequences of other lengths in each step: neither costs more
+gathers or graphs than it has to.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import fully_shard, pipeline
+from compiled_fsdp.ir.graph import phase_of
+from compiled_fsdp.ir.regions import find_regions
+
+if TYPE_CHECKING:
+    from kit.pool import Pool
+    from torch.fx import GraphModule
+
+    from compiled_fsdp import Plan
+
+DIM, VOCAB, CHUNKS = 8, 12, 4
+
+
+class Chunked(nn.Module):
+    """The loss of a chunk of the rows at a time; logits are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for rows, wanted in zip(self.body(x).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True):
+            total = total + checkpoint(self.loss, rows, wanted, use_reentrant=False)
+        return total / CHUNKS
+
+    def loss(self, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(rows), targets)
+
+
+def sharded(model: Any, *parts: str) -> Any:
+    for part in parts:
+        fully_shard(getattr(model, part))
+    return fully_shard(model)
+
+
+def gathers_of_a_chunked_head() -> dict[str, int]:
+    """How often each graph gathers the head; losses and gradients as without sharding."""
+    reference = Chunked()
+    model = sharded(copy.deepcopy(reference), "body", "head")
+    found: dict[str, int] = {}
+
+    def look(gm: GraphModule, _: Plan) -> None:
+        regions = find_regions(gm.graph, "gather")
+        found[phase_of(gm.graph)] = sum(
+            spec.fqn == "head.weight" for region in regions for spec in region.tag.specs
+        )
+
+    call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    batches = [(torch.randn(16, DIM), torch.randint(VOCAB, (16,))) for _ in range(2)]
+    with pipeline(look, after="free"):
+        loss = call(*batches[dist.get_rank()])
+        loss.backward()
+    losses = [reference(*each) for each in batches]
+    (sum(losses) / 2).backward()
+    assert torch.equal(loss, losses[dist.get_rank()])
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, 1e-6, 1e-7)  # chunks are added in turn
+    return found
+
+
+def test_a_head_read_in_chunks_is_gathered_once_each_way(two: Pool) -> None:
+    assert two.run(gathers_of_a_chunked_head) == [{"forward": 1, "backward": 1}] * 2
+
+
+class Packed(nn.Module):
+    """Attention among the rows of the same sequence, of several that are packed one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        q, k, v = self.query(x).chunk(3, dim=-1)
+        is_same = number[:, None] == number[None, :]
+        found = F.scaled_dot_product_attention(q[None], k[None], v[None], is_same[None])[0]
+        return self.out(found).square().mean()
+
+
+LENGTHS = ((3, 5), (4, 4, 4), (7,), (1, 2, 3, 4), (6, 6))  # packed in each step
+
+
+def packed(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    lengths = LENGTHS[(step + rank) % len(LENGTHS)]
+    number = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(len(number), DIM, generator=generator), number
+
+
+def graphs_of_packed_sequences() -> tuple[int, int]:
+    """Sharded and unsharded; with the same losses."""
+    reference = Packed()
+    model = sharded(copy.deepcopy(reference), "query", "out")
+    found, losses = [], []
+    for each, backend in ((model, "compiled_fsdp_eager"), (copy.deepcopy(reference), "aot_eager")):
+        counters.clear()
+        call = torch.compile(each, backend=backend, fullgraph=True)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.0)
+        for step in range(len(LENGTHS)):
+            loss = call(*packed(step, dist.get_rank()))
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(counters["stats"]["unique_graphs"])
+    assert all(map(torch.equal, losses[: len(LENGTHS)], losses[len(LENGTHS) :]))
+    return found[0], found[1]
+
+
+def test_packed_sequences_make_no_more_graphs_than_unsharded(two: Pool) -> None:
+    for ours, unsharded in two.run(graphs_of_packed_sequences):
+        assert ours == unsharded <= 2
