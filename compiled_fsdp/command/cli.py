@@ -30,7 +30,8 @@ from compiled_fsdp.wire.timed import Wire, World
 
 from .replacement import replace_stock
 from .script import is_there, run_script
-from .simulate import SimulationError, simulated
+from .simulate import simulated
+from .steps import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,6 +19,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire import launch
+from compiled_fsdp.wire.timed import known_wire
 
 from .costs import Costs, Link
 from .plan import current_plan, use
@@ -205,7 +206,11 @@ def _overhead(device: torch.device) -> float:
 def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The fields of a `Link`; bandwidths are those of several collectives that follow each
     other.
+
+    A group of a timed world (`wire/timed.py`) knows its own, and nothing is measured.
     """
+    if (wire := known_wire(group)) is not None:
+        return [wire.latency, wire.bandwidth, 0.0, wire.bandwidth, wire.bandwidth, 0.0, 0.0]
     name, size = group.group_name, group.size()
     small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     large = torch.ones(LARGE // 4, device=device)

@@ -159,9 +159,7 @@ def test_what_is_refused() -> None:
         TimedGroup(0, 2)
     with ranks(2):
         with pytest.raises(NotImplementedError, match="all_reduce got one on meta"):
-            dist.distributed_c10d._get_default_group()._start(
-                "all_reduce", [torch.empty(2, device="meta")], 1.0
-            )
+            dist.distributed_c10d._get_default_group().allreduce([torch.empty(2, device="meta")])
         with (
             pytest.raises(RuntimeError, match="in a timed world already"),
             timed_world(World(2, 0, Wire("a", 1.0), Wire("b", 1.0))),
