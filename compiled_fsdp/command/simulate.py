@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 DROPPED = ("init_method", "pg_options", "device_id")
 
 
-def simulated(run: Callable[[], None], world: World, skip: int) -> Found:
-    """Call `run` as that rank. What it raises goes through, with what was seen until then as a note
-    of the error.
+def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, Any]:
+    """Call `run` as that rank; returns what was found, and the profile of the last steps that are
+    not timed, or None. What it raises goes through, with what was seen until then as a note.
 
     Raises:
         SimulationError: too few steps were made.
@@ -56,7 +56,7 @@ def simulated(run: Callable[[], None], world: World, skip: int) -> Found:
         finally:
             hook.remove()
             steps.probe.stop()
-    return steps.found()
+    return steps.found(), steps.probe.profile
 
 
 def _note(error: Exception, steps: Steps) -> None:

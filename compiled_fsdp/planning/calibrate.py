@@ -143,17 +143,17 @@ def calibrate_plan(infos: Sequence[Mesh]) -> None:
     plan = current_plan()
     if not plan.is_from_costs:
         return
-    known = {name for name, _ in plan.costs.links} if plan.costs else set()
+    known = plan.costs.knows if plan.costs is not None else lambda _: False
     new = [
         info
         for info in infos
-        if info.shard_size > 1 and common_name(info.shard_group.group_name) not in known
+        if info.shard_size > 1 and not known(common_name(info.shard_group.group_name))
     ]
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:
             costs = replace(
                 plan.costs,
-                links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known),
+                links=plan.costs.links + tuple(e for e in costs.links if not known(e[0])),
             )
         use(replace(plan, costs=costs))
 
