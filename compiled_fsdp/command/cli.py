@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.dump_checks import difference, totals, violations

@@ -199,5 +199,3 @@ def _summed(
         peak=memory.parameters + memory.optimizer + max(record.peak for record, _ in ran),
         tokens=options.tokens,
     )
-
-

@@ -49,9 +49,7 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", type=float, metavar="B/S", help="within a node; default: as the network"
     )
-    parser.add_argument(
-        "--latency", type=float, metavar="S", help="of a collective; default: 2e-5"
-    )
+    parser.add_argument("--latency", type=float, metavar="S", help="of a collective; default: 2e-5")
     parser.add_argument(
         "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
     )

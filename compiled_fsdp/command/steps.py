@@ -6,6 +6,7 @@ A step is what lies between two ends of `optimizer.step()`, of the first optimiz
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.inspection import measured
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.wire.timed import Carried, World
 
+log = logging.getLogger(__name__)
+
 PROFILED = 2  # steps: what is freed in the first was allocated before, and its size is not known
+
+LAST = "compiled_fsdp::last step left out"
 
 
 class SimulationError(Exception):
@@ -52,7 +57,7 @@ class Probe:
             ]
         )
         self.profile: Any = None
-        self._counter: Any = None
+        self._last: Any = None
 
     def after(self, number: int) -> None:
         """After so many steps."""
@@ -60,9 +65,9 @@ class Probe:
             return
         if number == self.skip - PROFILED:
             self._start()
-        if number == self.skip - 1:
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
+        if number == self.skip - 1 and self.profile is not None:
+            self._last = torch.profiler.record_function(LAST)
+            self._last.__enter__()
         if number == self.skip:
             self.stop()
 
@@ -73,18 +78,58 @@ class Probe:
             )
             return
         self.profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            record_shapes=True,
         )
         self.profile.start()
 
     def stop(self) -> None:
         """Stop whatever is on."""
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self.flops, self._counter = float(self._counter.get_total_flops()), None
+        if self._last is not None:
+            self._last.__exit__(None, None, None)
+            self._last = None
         if self.profile is not None and self.profile.profiler.kineto_results is None:
             self.profile.stop()
             self.peak = measured.peak(self.profile, "cpu")
+            self.flops, uncounted = flops_in(self.profile)
+            if uncounted:
+                self.notes.append(f"operations of {', '.join(sorted(uncounted))} were not counted")
+
+
+def flops_in(profile: Any) -> tuple[float, set[str]]:
+    """Operations of matmuls and attentions from the range `LAST` on, by torch's formulas, and the
+    kernels that a profile says too little of: a convolution has the size of its output.
+
+    torch's own counter is a dispatch mode, under which Dynamo gives compiled calls up for good.
+    """
+    events = profile.events()
+    begin = max((e.time_range.start for e in events if e.name == LAST), default=None)
+    total, uncounted = 0.0, set[str]()
+    formulas: dict[str, Any] = {
+        f"aten::{op.__name__}": formula for op, formula in flop_registry.items()
+    }
+    for event in events:
+        formula = formulas.get(event.name)
+        if formula is None or begin is None or event.time_range.start < begin:
+            continue
+        number = _number(formula, event.input_shapes)
+        total += number or 0.0
+        uncounted |= {event.name} if number is None else set()
+    return total, uncounted
+
+
+def _number(formula: Any, shapes: list[list[int]]) -> float | None:
+    """By the formula, from the shapes of arguments, which are empty for numbers; as many of the
+    first as it takes.
+    """
+    tensors = [torch.empty(shape, device="meta") if shape else None for shape in shapes]
+    for count in range(len(tensors), 1, -1):
+        try:
+            return float(formula(*tensors[:count]))
+        except Exception:  # noqa: BLE001  # formulas are torch's or anybody's, and assert what they like
+            log.debug("no formula for the first %d of %s", count, shapes)
+    return None
 
 
 class Steps:
