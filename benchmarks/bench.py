@@ -9,6 +9,7 @@
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     page      bytes of the report and of its dump, at 4 and 32 layers
+    simulate  a step on two hosts against the same step simulated; needs root
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
@@ -32,6 +33,7 @@ import latency
 import memory
 import page
 import plan
+import simulated
 import wire
 from hosts import HostsError, ProcessError, parse_rate
 from results import Report, show, write
@@ -50,6 +52,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "plan": plan.run,
     "graphs": graphs.run,
     "page": page.run,
+    "simulate": simulated.run,
     "gpu": gpu.run,
 }
 MISSING, FAILED = 2, 1

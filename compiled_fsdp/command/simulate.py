@@ -125,8 +125,7 @@ def _timed_groups(world: World) -> Iterator[None]:
         dist.init_process_group: _timed(dist.init_process_group, here),
         dist.new_group: _timed(dist.new_group, fixed),
         dist.monitored_barrier: lambda group=None, *_, **__: dist.barrier(group),
-        dcp.save: _not_saved,
-        dcp.async_save: _not_saved,
+        **{vars(dcp)[name]: _not_saved for name in ("save", "async_save")},
         **{
             fn: _from_here(fn, world.rank)
             for fn in (
@@ -139,8 +138,9 @@ def _timed_groups(world: World) -> Iterator[None]:
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
             for original, other in replaced.items():
-                if module is not None and vars(module).get(original.__name__) is original:
-                    stack.enter_context(mock.patch.object(module, original.__name__, other))
+                name = str(original.__name__)
+                if module is not None and vars(module).get(name) is original:
+                    stack.enter_context(mock.patch.object(module, name, other))
         yield
 
 
