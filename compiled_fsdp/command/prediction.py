@@ -8,7 +8,7 @@ bytes that it reads and writes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from compiled_fsdp.wire.timed import World
+    from compiled_fsdp.wire.timed import Carried, World
 
     from .found import Memory
     from .machines import Machine
@@ -69,6 +69,7 @@ class Predicted:
     memory: Memory
     peak: int
     tokens: float | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def floor_s(self) -> float:
@@ -96,6 +97,7 @@ class Predicted:
             *in_memory(self.memory),
             f"          {self.peak / 1e9:.3f} GB at the peak, of {machine.memory_bytes / 1e9:g} GB: "
             f"{fits}",
+            *(f"note: {note}" for note in self.notes),
             f"numbers from: {machine.source}",
             f"not modelled: {NOT_MODELLED}",
         ]
@@ -198,4 +200,17 @@ def _summed(
         memory=memory,
         peak=memory.parameters + memory.optimizer + max(record.peak for record, _ in ran),
         tokens=options.tokens,
+        notes=_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
     )
+
+
+def _outside(carried: list[Carried]) -> list[str]:
+    """What collectives of a step were not in graphs: those in graphs were not run."""
+    if not carried:
+        return []
+    seconds, kinds = sum(each.seconds for each in carried), {each.kind for each in carried}
+    return [
+        f"{len(carried)} collectives of the step ({', '.join(sorted(kinds))}; {seconds * 1e3:.2f} ms "
+        "on the wire) are outside compiled graphs, and the step does not count them, nor what is "
+        "computed there"
+    ]
