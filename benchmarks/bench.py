@@ -10,6 +10,7 @@
     plan_experts  the same for DeepSeek-V3 on 2,048 ranks
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     page      bytes of the report and of its dump, at 4 and 32 layers
+    simulate  a step on two hosts against the same step simulated; needs root
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
 
 Each writes a table and a picture to benchmarks/results, or to out/bench with --quick.
@@ -33,6 +34,7 @@ import latency
 import memory
 import page
 import plan
+import simulated
 import wire
 from hosts import HostsError, ProcessError, parse_rate
 from results import Report, show, write
@@ -52,6 +54,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "plan_experts": plan.run_experts,
     "graphs": graphs.run,
     "page": page.run,
+    "simulate": simulated.run,
     "gpu": gpu.run,
 }
 MISSING, FAILED = 2, 1

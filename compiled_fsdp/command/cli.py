@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compiled_fsdp.inspection.check import DumpError
 from compiled_fsdp.inspection.dump_checks import difference, totals, violations
@@ -26,11 +25,10 @@ from compiled_fsdp.inspection.report.page import write_report
 from compiled_fsdp.inspection.report.trace import write_trace
 from compiled_fsdp.ir.printer import printable
 from compiled_fsdp.version import __version__
-from compiled_fsdp.wire.timed import Wire, World
 
 from .replacement import replace_stock
-from .script import is_there, run_script
-from .simulate import SimulationError, simulated
+from .script import is_there, run_script, say
+from .simulation import add_simulate, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    if run in (_run, _simulate):
+    if run in (_run, simulate):
         return run(options)  # what the script raises is the script's
     try:
         return run(options)
@@ -142,42 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script that imports torch's FSDP with ours in its place",
     )
     run.set_defaults(run=_run)
-    _add_simulate(commands, script)
+    add_simulate(commands, script)
     return parser
-
-
-def _add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
-    """Its options."""
-    simulate = commands.add_parser(
-        "simulate",
-        parents=[script],
-        help="run a training script on the CPU as one rank of many, on wires of known speed",
-    )
-    simulate.add_argument("--world", type=int, required=True, help="how many ranks there are")
-    simulate.add_argument("--rank", type=int, default=0, help="which one this is; default: 0")
-    simulate.add_argument("--gpus-per-node", type=int, default=1, help="ranks; default: 1")
-    simulate.add_argument(
-        "--network", type=float, required=True, metavar="B/S", help="between nodes, per rank: 50e9"
-    )
-    simulate.add_argument(
-        "--link", type=float, metavar="B/S", help="within a node; default: as the network"
-    )
-    simulate.add_argument(
-        "--latency", type=float, default=2e-5, metavar="S", help="of a collective; default: 2e-5"
-    )
-    simulate.add_argument(
-        "--skip", type=int, default=3, metavar="STEPS", help="first ones, untimed; default: 3"
-    )
-    simulate.add_argument(
-        "--replace", action="store_true", help="torch's FSDP by ours first, as `run` does"
-    )
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="also write it down")
-    simulate.set_defaults(run=_simulate)
-
-
-def _say(text: str) -> None:
-    """Line by line, since line ends are control characters too."""
-    sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
 
 
 def _ranks(options: argparse.Namespace) -> list[DumpedRank]:
@@ -208,15 +172,15 @@ def _graphs(rank: DumpedRank, name: str | None) -> list[DumpedGraph]:
 def _dump(options: argparse.Namespace) -> int:
     for rank in _ranks(options):
         if options.after is None and options.graph is None:
-            _say(f"rank {rank.rank}: {_head(rank)}")
+            say(f"rank {rank.rank}: {_head(rank)}")
         for graph in _graphs(rank, options.graph):
             if options.after is None:
-                _say(f"  {graph.path}")
+                say(f"  {graph.path}")
                 for entry in graph.passes:
-                    _say(f"    {entry.path.name:<27} {entry.provenance.split('; ', 2)[-1]}")
+                    say(f"    {entry.path.name:<27} {entry.provenance.split('; ', 2)[-1]}")
             else:
                 entry = graph.after(None if options.after == "last" else options.after)
-                _say(f"# {entry.where}\n{entry.text}")
+                say(f"# {entry.where}\n{entry.text}")
     return 0
 
 
@@ -231,7 +195,7 @@ def _head(rank: DumpedRank) -> str:
 
 def _diff(options: argparse.Namespace) -> int:
     found = [text for one, two in _pairs(options) if (text := difference(one, two))]
-    _say("\n\n".join(found) if found else "no difference")
+    say("\n\n".join(found) if found else "no difference")
     return 1 if found else 0
 
 
@@ -288,32 +252,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(options: argparse.Namespace) -> int:
-    if not is_there(options.script, is_module=options.is_module, command="simulate"):
-        return 2
-    try:
-        network = Wire("network", options.network, options.latency)
-        link = Wire("link", options.link or options.network, options.latency)
-        world = World(options.world, options.rank, network, link, options.gpus_per_node)
-    except ValueError as error:
-        sys.stderr.write(f"python -m compiled_fsdp simulate: {error}\n")
-        return 2
-    try:
-        with replace_stock() if options.replace else nullcontext():
-            found = simulated(
-                lambda: run_script(options.script, options.arguments, is_module=options.is_module),
-                world,
-                options.skip,
-            )
-    except SimulationError as error:
-        sys.stderr.write(f"python -m compiled_fsdp simulate: {error}\n")
-        return 2
-    _say(str(found))
-    if options.json is not None:
-        options.json.write_text(found.to_json())
-    return 0
-
-
 # -- explain, report, verify
 
 
@@ -321,12 +259,12 @@ def _explain(options: argparse.Namespace) -> int:
     for rank in _ranks(options):
         path, values = rank.explanation_path, rank.explanation
         if values is None:
-            _say(
+            say(
                 f"rank {rank.rank}: no optimizer had stepped when the run ended, so {path} was not "
                 "written. Its graphs:"
             )
             for graph in (g for g in rank.graphs if g.is_half):
-                _say(
+                say(
                     f"  {graph.name}: "
                     f"{', '.join(f'{name} {number}' for name, number in totals(graph.after(None).gm))}"
                 )
@@ -340,7 +278,7 @@ def _explain(options: argparse.Namespace) -> int:
             )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise DumpError(f"{path} is damaged, or of another version: {error}") from error
-        _say(text)
+        say(text)
     return 0
 
 
@@ -350,7 +288,7 @@ def _report(options: argparse.Namespace) -> int:
     write_report(options.folder, options.out)
     if options.trace is not None:
         write_trace(options.folder, options.trace)
-    _say(f"{options.out} written")
+    say(f"{options.out} written")
     return 0
 
 
@@ -358,7 +296,7 @@ def _verify(options: argparse.Namespace) -> int:
     ranks = _ranks(options)
     found = list(violations(ranks))
     for text in found:
-        _say(text)
+        say(text)
     graphs = sum(graph.is_half for rank in ranks for graph in rank.graphs)
-    _say(f"{graphs} graphs of {len(ranks)} ranks: {len(found) or 'nothing'} wrong")
+    say(f"{graphs} graphs of {len(ranks)} ranks: {len(found) or 'nothing'} wrong")
     return 1 if found else 0

@@ -1,4 +1,4 @@
-"""Somebody's script, run as Python would run it."""
+"""Somebody's script, run as Python would run it; and what is said about it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir.printer import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +21,11 @@ def is_there(script: str, *, is_module: bool, command: str) -> bool:
         f"python -m compiled_fsdp {command}: there is no file {script!r}. For a module, say -m\n"
     )
     return False
+
+
+def say(text: str) -> None:
+    """Line by line, since line ends are control characters too."""
+    sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
 
 
 def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:

@@ -19,6 +19,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire import launch
+from compiled_fsdp.wire.timed import known_wire
 
 from .costs import Costs, Link
 from .plan import current_plan, use
@@ -142,17 +143,17 @@ def calibrate_plan(infos: Sequence[Mesh]) -> None:
     plan = current_plan()
     if not plan.is_from_costs:
         return
-    known = {name for name, _ in plan.costs.links} if plan.costs else set()
+    known = plan.costs.knows if plan.costs is not None else lambda _: False
     new = [
         info
         for info in infos
-        if info.shard_size > 1 and common_name(info.shard_group.group_name) not in known
+        if info.shard_size > 1 and not known(common_name(info.shard_group.group_name))
     ]
     if new and (costs := calibrate(new)) is not None:
         if plan.costs is not None:
             costs = replace(
                 plan.costs,
-                links=plan.costs.links + tuple(e for e in costs.links if e[0] not in known),
+                links=plan.costs.links + tuple(e for e in costs.links if not known(e[0])),
             )
         use(replace(plan, costs=costs))
 
@@ -205,7 +206,11 @@ def _overhead(device: torch.device) -> float:
 def _link(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The fields of a `Link`; bandwidths are those of several collectives that follow each
     other.
+
+    A group of a timed world (`wire/timed.py`) knows its own, and nothing is measured.
     """
+    if (wire := known_wire(group)) is not None:
+        return [wire.latency, wire.bandwidth, 0.0, wire.bandwidth, wire.bandwidth, 0.0, 0.0]
     name, size = group.group_name, group.size()
     small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     large = torch.ones(LARGE // 4, device=device)

@@ -89,6 +89,14 @@ class Costs:
         known = dict(self.links)
         return known.get(group) or self.links[0][1]
 
+    def knows(self, group: str) -> bool:
+        """Whether there is a link of this very group."""
+        return group in dict(self.links)
+
+    def rate(self, node: Node) -> float:
+        """Operations a second of a matmul or an attention like this one."""
+        return self.flops
+
     def fused(self, is_fused: bool) -> Costs:
         """The same machine, under a compiler that fuses or one that does not."""
         return replace(self, is_fused=is_fused)
@@ -115,7 +123,7 @@ class Costs:
             known = _by_key(self.kernels).get(kernel_of(node)) if self.kernels else None
             if known is not None:
                 return known
-            seconds = flops(node) / self.flops
+            seconds = flops(node) / self.rate(node)
             return self.overhead + max(seconds, self._traffic(node))
         if self.is_fused and is_fusible(node):
             return self._traffic(node)

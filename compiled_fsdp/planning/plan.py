@@ -278,6 +278,7 @@ def set_plan(plan: Plan) -> None:
 
 def _ask(plan: Plan) -> None:
     use(plan)
+    plan = current_plan()
     for name in ASKED:
         options.ask(f"Plan.{name}", plan.shown(name), _DEFAULT.shown(name))
 
@@ -285,7 +286,26 @@ def _ask(plan: Plan) -> None:
 def use(plan: Plan) -> None:
     """Put a plan in the place of the current one, without taking it for what the user set."""
     global _current
-    _current = plan
+    _current = replace(plan, **_forced) if _forced else plan
+
+
+_forced: dict[str, Any] = {}
+
+
+@contextmanager
+def forced(**fields: Any) -> Iterator[None]:
+    """Inside, these fields of every plan are as they are here, whatever the user sets: for tools
+    that try plans on somebody's program.
+    """
+    before, changed = current_plan(), dict(_forced)
+    _forced.update(fields)
+    try:
+        _ask(before)
+        yield
+    finally:  # what the user has set meanwhile is gone too
+        _forced.clear()
+        _forced.update(changed)
+        _ask(before)
 
 
 @contextmanager

@@ -294,7 +294,7 @@ def reduction(
     """The mean over all data-parallel ranks, as the backend does it best; `factor` divides instead
     of their number.
 
-    NCCL averages fp32 and bf16 itself, unless `factor` or `is_sum`
+    NCCL, and a timed world in its place, averages fp32 and bf16 itself, unless `factor` or `is_sum`
     (`set_force_sum_reduction_for_comms`) ask for a sum. Elsewhere it is a sum and an explicit
     division: gloo's AVG has been wrong in some releases, and it rejects PREMUL_SUM, which stock
     uses for a factor. Other dtypes (fp16 has little range) divide before and after, by stock FSDP's
@@ -309,7 +309,7 @@ def reduction(
     if dtype not in (torch.float32, torch.bfloat16):
         pre = power_of_two_factor(total)
         post = total / pre
-    elif backend == "nccl" and averages(dtype, factor, is_sum=is_sum):
+    elif backend in ("nccl", "timed") and averages(dtype, factor, is_sum=is_sum):
         op, post = "avg", 1.0
     return Reduction(
         dtype=dtype,

@@ -3,7 +3,9 @@
 A collective begins when the wire is free of those before it, and occupies it for `latency + bytes
 that this rank sends / bandwidth`; whoever waits for it sleeps until then. What it delivers is what
 it would deliver if every rank held what this one holds: gathers repeat the shard, means are the
-value itself. So programs run on, with numbers of the right size, but none to be believed.
+value itself. So programs run on, with numbers of the right size, but none to be believed. What only
+another rank has (a tensor scattered from there, a message) is zeros. Delivering is copying, which
+takes this process time that a network does not need; it is counted apart.
 
 torch's own "fake" groups take no time, and leave most of what they deliver as it was. The time of
 a ring: S. Rabenseifner, "Optimization of Collective Reduction Operations", 2004; an all-reduce
@@ -15,6 +17,7 @@ and 2.15. Until 2.12 torch calls their methods by other names, which are there t
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +30,7 @@ from torch import Tensor
 from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
 BACKEND = "timed"
@@ -68,7 +71,10 @@ class Carried:
 
     num_bytes: that this rank sends.
     seconds: that it occupies the wire.
-    blocked: that somebody waited for it.
+    blocked: that somebody waited for it, until it was through.
+    late: that the system woke him too late, which is no time of any wire.
+    copying: that this process took to deliver it.
+    is_by_future: somebody asked for its future, and nobody knows how long he waits for that.
     """
 
     kind: str
@@ -77,6 +83,9 @@ class Carried:
     num_bytes: float
     seconds: float
     blocked: float = 0.0
+    late: float = 0.0
+    copying: float = 0.0
+    is_by_future: bool = False
 
 
 @dataclass
@@ -135,20 +144,23 @@ def timed_world(world: World) -> Iterator[World]:
 
 
 class Transfer(PythonWork):  # type: ignore[misc]
-    """A collective under way."""
+    """A collective under way, and the tensors in which its result is."""
 
-    def __init__(self, carried: Carried, done_at: float) -> None:
+    def __init__(self, carried: Carried, done_at: float, results: Sequence[Tensor]) -> None:
         super().__init__()
-        self.carried, self.done_at = carried, done_at
+        self.carried, self.done_at, self.results = carried, done_at, list(results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Sleep until the wire has carried it."""
         begin = time.perf_counter()
+        if begin >= self.done_at:
+            return True
         if self.done_at - begin > SPIN:
             time.sleep(self.done_at - begin - SPIN)
         while (now := time.perf_counter()) < self.done_at:
             pass
-        self.carried.blocked += now - begin
+        self.carried.blocked += self.done_at - begin
+        self.carried.late += now - self.done_at
         return True
 
     def is_completed(self) -> bool:
@@ -156,10 +168,16 @@ class Transfer(PythonWork):  # type: ignore[misc]
         return time.perf_counter() >= self.done_at
 
     def get_future(self) -> Any:
-        """Done, since this waits."""
-        self.wait()
+        """Done when the wire has carried it, with the tensors, as `DistributedDataParallel`
+        expects.
+        """
         future: Any = torch.futures.Future()
-        future.set_result(None)
+        self.carried.is_by_future = True
+        left = self.done_at - time.perf_counter()
+        if left <= 0:
+            future.set_result(self.results)
+        else:
+            threading.Timer(left, future.set_result, [self.results]).start()
         return future
 
 
@@ -195,14 +213,26 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         return str(dist.distributed_c10d._world.pg_names[self])
 
     @property
+    def wire(self) -> Wire:
+        """What it communicates over."""
+        return self._world.wire_of(dist.get_process_group_ranks(self))
+
+    @property
     def pg_name(self) -> str:
         """As `group_name`."""
         return self.group_name
 
     # collectives: each delivers at once, and is done when the wire says so
 
-    def _start(self, kind: str, tensors: Sequence[Tensor], times: float) -> Transfer:
-        """`times` the bytes of `tensors` are sent by this rank."""
+    def _carry(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        times: float,
+        results: Sequence[Tensor],
+        deliver: Callable[[], object],
+    ) -> Transfer:
+        """`times` the bytes of `tensors` are sent by this rank; `deliver` fills the `results`."""
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise NotImplementedError(
@@ -210,10 +240,14 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
                     f"{tensor.device}: run the script on the CPU"
                 )
         num_bytes = times * sum(t.numel() * t.element_size() for t in tensors)
-        wire = self._world.wire_of(dist.get_process_group_ranks(self))
+        wire = self.wire
         carried = Carried(kind, self.group_name, wire.name, num_bytes, wire.carry(num_bytes))
         self._world.carried.append(carried)
-        return Transfer(carried, wire.free_at)
+        done_at = wire.free_at
+        begin = time.perf_counter()
+        deliver()
+        carried.copying = time.perf_counter() - begin
+        return Transfer(carried, done_at, results)
 
     @property
     def _others(self) -> float:
@@ -224,9 +258,12 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> Transfer:
         """`outputs[i]` is `inputs[i]`, `size()` times."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            output.view(self._of, -1).copy_(mine.reshape(1, -1).expand(self._of, -1))
-        return self._start("all_gather", outputs, self._others)
+
+        def deliver() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                output.view(self._of, -1).copy_(mine.reshape(1, -1).expand(self._of, -1))
+
+        return self._carry("all_gather", outputs, self._others, outputs, deliver)
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: object = None) -> Transfer:
         """Of one tensor."""
@@ -236,20 +273,26 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> Transfer:
         """Into a tensor for each rank."""
-        for each, mine in zip(outputs, inputs, strict=True):
-            for output in each:
-                output.copy_(mine)
-        return self._start("all_gather", [t for each in outputs for t in each], self._others)
+
+        def deliver() -> None:
+            for each, mine in zip(outputs, inputs, strict=True):
+                for output in each:
+                    output.copy_(mine)
+
+        flat = [t for each in outputs for t in each]
+        return self._carry("all_gather", flat, self._others, flat, deliver)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Transfer:
         """`outputs[i]` is this rank's part of `inputs[i]`, as often as there are ranks."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            part = mine.view(self._of, -1)[self._number]
-            output.view(-1).copy_(part)
-            self._reduce(output, opts)
-        return self._start("reduce_scatter", inputs, self._others)
+
+        def deliver() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                output.view(-1).copy_(mine.view(self._of, -1)[self._number])
+            self._reduce(outputs, opts)
+
+        return self._carry("reduce_scatter", inputs, self._others, outputs, deliver)
 
     def reduce_scatter_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Transfer:
         """Of one tensor."""
@@ -259,23 +302,28 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Transfer:
         """From a tensor for each rank."""
-        for output, parts in zip(outputs, inputs, strict=True):
-            self._reduce(output.copy_(parts[self._number]), opts)
-        return self._start("reduce_scatter", [t for each in inputs for t in each], self._others)
+
+        def deliver() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                output.copy_(parts[self._number])
+            self._reduce(outputs, opts)
+
+        flat = [t for each in inputs for t in each]
+        return self._carry("reduce_scatter", flat, self._others, outputs, deliver)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
         """In place."""
-        for tensor in tensors:
-            self._reduce(tensor, opts)
-        return self._start("all_reduce", tensors, 2 * self._others)
+        return self._carry(
+            "all_reduce", tensors, 2 * self._others, tensors, lambda: self._reduce(tensors, opts)
+        )
 
     allreduce_coalesced = allreduce
 
-    def _reduce(self, tensor: Tensor, opts: Any) -> None:
+    def _reduce(self, tensors: Sequence[Tensor], opts: Any) -> None:
         """What all ranks have together, if all have this; other reductions leave it as it is."""
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        if op == dist.ReduceOp.SUM:
-            tensor.mul_(self._of)
+        if getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self._of)
 
     def all_to_all_single(
         self,
@@ -285,60 +333,66 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         input_splits: list[int] | None = None,
         opts: object = None,
     ) -> Transfer:
-        """What is sent to others comes back: rows of the input, repeated where more are awaited."""
-        rows = min(len(output), len(mine))
-        output[:rows].copy_(mine[:rows])
-        output[rows:].zero_()
-        return self._start("all_to_all", [mine], self._others)
+        """What is sent to others comes back: rows of the input, and zeros where more are awaited."""
+        return self._carry(
+            "all_to_all", [mine], self._others, [output], lambda: _come_back(output, mine)
+        )
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> Transfer:
         """A tensor for each rank."""
-        for output, mine in zip(outputs, inputs, strict=True):
-            self.all_to_all_single(output, mine) if output.shape == mine.shape else output.zero_()
-        return self._start("all_to_all", inputs, self._others)
+
+        def deliver() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                _come_back(output, mine) if output.shape == mine.shape else output.zero_()
+
+        return self._carry("all_to_all", inputs, self._others, outputs, deliver)
 
     def broadcast(self, tensors: list[Tensor], opts: object = None) -> Transfer:
         """All have this one's."""
-        return self._start("broadcast", tensors, 1.0)
+        return self._carry("broadcast", tensors, 1.0, tensors, _nothing)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
         """As `allreduce`; only one rank needs it."""
-        for tensor in tensors:
-            self._reduce(tensor, opts)
-        return self._start("reduce", tensors, 1.0)
+        return self._carry("reduce", tensors, 1.0, tensors, lambda: self._reduce(tensors, opts))
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> Transfer:
         """On one rank."""
-        for each, mine in zip(outputs, inputs, strict=False):
-            for output in each:
-                output.copy_(mine)
-        return self._start("gather", inputs, 1.0)
+
+        def deliver() -> None:
+            for each, mine in zip(outputs, inputs, strict=False):
+                for output in each:
+                    output.copy_(mine)
+
+        return self._carry("gather", inputs, 1.0, [t for e in outputs for t in e], deliver)
 
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None
     ) -> Transfer:
-        """From one rank."""
-        for output, each in zip(outputs, inputs, strict=False):
-            output.copy_(each[self._number])
-        return self._start("scatter", outputs, 1.0)
+        """From one rank; zeros from another."""
+
+        def deliver() -> None:
+            for output, each in zip(outputs, inputs or [[]] * len(outputs), strict=True):
+                output.copy_(each[self._number]) if each else output.zero_()
+
+        return self._carry("scatter", outputs, 1.0, outputs, deliver)
 
     def barrier(self, opts: object = None) -> Transfer:
         """Of no bytes."""
-        return self._start("barrier", [], 0.0)
+        return self._carry("barrier", [], 0.0, [], _nothing)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Transfer:
         """To one rank."""
-        return self._start("send", tensors, 1.0)
+        return self._carry("send", tensors, 1.0, tensors, _nothing)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Transfer:
-        """Zeros."""
-        for tensor in tensors:
-            tensor.zero_()
-        return self._start("recv", tensors, 0.0)
+        """Zeros, after the latency: when the other rank sends is not known."""
+        return self._carry(
+            "recv", tensors, 0.0, tensors, lambda: [tensor.zero_() for tensor in tensors]
+        )
 
     # names that torch has, or had
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -346,6 +400,21 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+def known_wire(group: dist.ProcessGroup) -> Wire | None:
+    """The wire of a timed group; None for another."""
+    return group.wire if isinstance(group, TimedGroup) else None
+
+
+def _come_back(output: Tensor, mine: Tensor) -> None:
+    rows = min(len(output), len(mine))
+    output[:rows].copy_(mine[:rows])
+    output[rows:].zero_()
+
+
+def _nothing() -> None:
+    """There is nothing to deliver."""
 
 
 def _make(store: object, rank: int, size: int, timeout: timedelta) -> TimedGroup:

@@ -125,7 +125,7 @@ def _used_anywhere(is_used: list[bool], groups: list[dist.ProcessGroup]) -> set[
     if shared:
         device = (
             torch.device("cpu")
-            if dist.get_backend(shared[0]) == "gloo"
+            if dist.get_backend(shared[0]) in ("gloo", "timed")
             else torch.accelerator.current_accelerator()
         )
         counts = torch.tensor(is_used, dtype=torch.int32, device=device)

@@ -62,7 +62,9 @@ def test_a_script_is_one_rank_of_many(
 ) -> None:
     out = tmp_path / "found.json"
     options = [*WORLD, "--link", "1e10", "--latency", "1e-3", "--json", str(out)]
-    options += ["--replace"] if kind == "ours" else []
+    options += ["--tokens", "512", "--peak-flops", "1e12"]
+    page = tmp_path / "page.html"
+    options += ["--replace", "--report", str(page)] if kind == "ours" else []
     assert cli.main([*options, script, kind, "6"]) == 0
     text = capsys.readouterr().out
     assert "rank 5 of 8, 4 on each node; link 10 GB/s, 1000 us; network 1 GB/s, 1000 us" in text
@@ -77,6 +79,86 @@ def test_a_script_is_one_rank_of_many(
     assert wire >= 1e-3 * sum(each["count"] for each in found["kinds"])
     assert 0 < found["exposed_s"] < found["slowest_s"]
     assert found["floor_s"] <= found["slowest_s"]
+    gathered = sum(each["exposed_s"] for each in found["kinds"])
+    assert gathered == pytest.approx(found["exposed_s"], rel=0.5)  # a mean, and a median of few
+    memory = found["memory"]
+    assert (memory["parameters"], memory["optimizer"]) == (numel, 0)  # 4 bytes, over 4 ranks
+    # the input of a matmul is no parameter: the first layer has no gradient of its input
+    assert found["flops"] == 5 * 2 * 2 * 64 * 64
+    assert found["used"] == pytest.approx(found["flops"] / found["step_s"] / 1e12)
+    assert memory["peak"] > numel * 4 / 2
+    assert bool(memory["by_kind"]) == (kind == "ours")
+    assert f"{512 / found['step_s']:.0f} /s  of all ranks, 512 in a step" in text
+
+
+STRANGER = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda:0"))
+dist.monitored_barrier()
+rank, world = dist.get_rank(), dist.get_world_size()
+if rank % 4 < 2:
+    dist.all_reduce(torch.ones(2), group=dist.new_subgroups(2)[0])
+everyones = [None] * world
+dist.all_gather_object(everyones, {"rank": rank})
+assert everyones == [{"rank": rank}] * world
+part = torch.ones(2)
+dist.scatter(part, [torch.full((2,), 7.0)] * world if rank == 0 else None, src=0)
+assert part.tolist() == [7.0 * (rank == 0)] * 2
+seed = [3 if rank == 0 else None]
+dist.broadcast_object_list(seed, src=0)
+assert seed == [3]
+mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+model = nn.Linear(16, 16)
+fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters())
+other = torch.optim.SGD(model.parameters())
+scaler = torch.amp.GradScaler("cpu")
+warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 3))
+for _ in range(5):
+    scaler.scale(model(torch.ones(2, 16)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    other.step()
+    warmup.step()
+    optimizer.zero_grad()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=sys.argv[1])
+raise RuntimeError("after its steps")
+"""
+
+
+def test_a_stranger_s_script(script: str, tmp_path: Path) -> None:
+    """What real ranks would wait for; and an error in the end does not lose what was found."""
+    Path(script).write_text(STRANGER)
+    options = ["simulate", "--world", "8", "--network", "1e9", script, str(tmp_path / "saved")]
+    with (
+        pytest.warns(UserWarning, match="one simulated rank has a part only: nothing was written"),
+        pytest.raises(RuntimeError, match="after its steps") as raised,
+    ):
+        cli.main(options)
+    assert not (tmp_path / "saved").exists()
+    if sys.version_info >= (3, 11):
+        assert "2 steps timed, the first 3 left out" in raised.value.__notes__[0]
+
+
+def test_objects_of_other_ranks_are_not_known(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(STRANGER)
+    options = ["simulate", "--world", "8", "--rank", "5", "--network", "1e9", script, "nowhere"]
+    assert cli.main(options) == 2
+    assert (
+        "simulated as rank 5, gets objects of rank 0 by broadcast_object_list, and nobody knows "
+        "what they are: pass --rank 0" in capsys.readouterr().err
+    )
 
 
 def test_what_the_script_says_goes_through(script: str) -> None:
@@ -97,3 +179,22 @@ def test_what_cannot_be_simulated(
     assert "'network' has a bandwidth of 0.0 bytes/s" in capsys.readouterr().err
     assert cli.main([*WORLD, str(tmp_path / "none.py")]) == 2
     assert "simulate: there is no file" in capsys.readouterr().err
+    for options, message in (
+        (
+            ["--report", "page.html"],
+            "the page is about compiled graphs of ours, and the script has",
+        ),
+        (["--plan", "budget=1"], "'budget' is no field of Plan; it has"),
+        (["--plan", "prefetch=-1"], "prefetch=-1; should be a number of units"),
+        (["--plan", "prefetch"], "'prefetch' should be like memory_budget=0.5"),
+        (
+            ["--machine", "h1"],
+            "there is no machine 'h1', and no such file: known are ['b200', 'h100",
+        ),
+        (["--machine", script], "should be JSON with the fields ['name', 'source', "),
+        (["--machine", "h100"], "the script trains in none: compile the sharded model"),
+    ):
+        assert cli.main([*WORLD, *options, script, "stock", "4"]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main([*WORLD[:-2], script]) == 2
+    assert "--network says how fast nodes reach each other" in capsys.readouterr().err

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "frontend": "leaves ir wire units eager planning dump inspection",
     "fsdp1": "leaves ir wire units eager compiler frontend",
     "fsdp2": "leaves ir wire units eager compiler frontend",
-    "command": "leaves ir wire inspection fsdp1 fsdp2",
+    "command": "leaves ir wire planning dump compiler inspection fsdp1 fsdp2",
 }
 
 

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import compiled_fsdp
+from compiled_fsdp.planning.calibrate import calibrate
+from compiled_fsdp.planning.costs import Link
+from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire.timed import TimedGroup, Wire, World, timed_world
 
 if TYPE_CHECKING:
@@ -94,6 +97,43 @@ def test_what_is_delivered() -> None:
         assert sent["all_reduce"] == 2 * 0.75 * 32
 
 
+def test_who_waits_where() -> None:
+    """By a functional collective, by a future, and not at all; waking late is counted apart."""
+    with ranks(4, latency=0.02) as world:
+        x = torch.ones(8)
+        started = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+        begin = time.perf_counter()
+        torch.ops._c10d_functional.wait_tensor(started)
+        waited = time.perf_counter() - begin
+        (carried,) = world.carried
+        assert 0.01 < carried.blocked <= 0.02
+        assert carried.blocked + carried.late <= waited
+        begin = time.perf_counter()
+        future = dist.all_reduce(x, async_op=True).get_future()
+        assert time.perf_counter() - begin < 0.02
+        assert future.wait()[0] is x
+        assert time.perf_counter() - begin >= 0.02
+        assert world.carried[1].is_by_future
+        time.sleep(0.02)
+        dist.all_reduce(x, async_op=True)
+        assert world.carried[2].blocked == 0.0
+
+
+def test_costs_are_those_of_the_wire() -> None:
+    """Nothing is gathered to measure it: 1,024 ranks of 8 MB would need 8 GB."""
+    with ranks(1024, bandwidth=3e9, latency=1e-4, per_node=8) as world:
+        shard = init_device_mesh("cpu", (128, 8), mesh_dim_names=("replicate", "shard"))
+        model = torch.nn.Linear(8, 8)
+        compiled_fsdp.fully_shard(model, mesh=shard)
+        costs = calibrate([model._get_fsdp_state().unit.mesh_info])
+        network, link = (
+            costs.link(common_name(shard.get_group(axis).group_name)) for axis in (0, 1)
+        )
+        assert network == Link(1e-4, 3e9, 0.0, 3e9, 3e9)
+        assert link == Link(0.0, FAST, 0.0, FAST, FAST)
+        assert max(each.num_bytes for each in world.carried) < 1e6
+
+
 def test_groups_within_a_node_use_the_link() -> None:
     with ranks(8, rank=5, per_node=4) as world:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("across", "within"))
@@ -159,9 +199,7 @@ def test_what_is_refused() -> None:
         TimedGroup(0, 2)
     with ranks(2):
         with pytest.raises(NotImplementedError, match="all_reduce got one on meta"):
-            dist.distributed_c10d._get_default_group()._start(
-                "all_reduce", [torch.empty(2, device="meta")], 1.0
-            )
+            dist.distributed_c10d._get_default_group().allreduce([torch.empty(2, device="meta")])
         with (
             pytest.raises(RuntimeError, match="in a timed world already"),
             timed_world(World(2, 0, Wire("a", 1.0), Wire("b", 1.0))),

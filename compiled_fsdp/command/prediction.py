@@ -1,0 +1,216 @@
+"""A training script predicted for a machine that is not here.
+
+The script runs as one rank of a timed world, its compiled graphs do not (`compiler/unrun.py`). What
+is said of a step is what planning predicts of the graphs that it ran, plus the optimizer by the
+bytes that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from compiled_fsdp.compiler.unrun import unrun
+from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.planning.plan import forced
+from compiled_fsdp.wire.runs import all_runs
+
+from .found import head, in_memory, speed
+from .simulate import as_rank
+from .steps import SimulationError, Steps
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from compiled_fsdp.wire.timed import Carried, World
+
+    from .found import Memory
+    from .machines import Machine
+
+LAST = 2  # the step that is predicted: the first makes the optimizer's states
+NOT_MODELLED = (
+    "kernels that share the device with collectives, gaps between kernels, the host, data loading, "
+    "what is not in a compiled graph, ranks that are late, what an allocator loses"
+)
+
+
+class _EnoughError(BaseException):
+    """The script has shown what it does; not for `except Exception` to catch."""
+
+
+@dataclass
+class Predicted:
+    """What is predicted of a step, in seconds and bytes; fields as in `Found`.
+
+    optimizer_s: of that, for the optimizer; forward_s, backward_s: for graphs.
+    floor_s: if nothing were exposed.
+    """
+
+    rank: int
+    world: int
+    ranks_per_node: int
+    wires: list[Any]
+    machine: Machine
+    efficiency: float
+    step_s: float
+    exposed_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    wire_s: float
+    sent_bytes: float
+    flops: float
+    peak_flops: float
+    memory: Memory
+    peak: int
+    tokens: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def floor_s(self) -> float:
+        """The larger of computing alone and the wires alone."""
+        return max(self.step_s - self.exposed_s, self.wire_s)
+
+    @property
+    def used(self) -> float:
+        """The share of the machine's peak."""
+        return self.flops / self.step_s / self.peak_flops
+
+    def __str__(self) -> str:
+        machine = self.machine
+        fits = "fits" if self.peak <= machine.memory_bytes else "DOES NOT FIT"
+        lines = [
+            f"PREDICTED, nothing was measured: {machine.name}, at {self.efficiency:g} of its "
+            "published peaks",
+            head(self.rank, self.world, self.ranks_per_node, self.wires),
+            f"step      {self.step_s * 1e3:9.2f} ms  forward {self.forward_s * 1e3:.2f}, backward "
+            f"{self.backward_s * 1e3:.2f}, optimizer {self.optimizer_s * 1e3:.2f}",
+            f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of the step",
+            f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and all wires",
+            f"wires     {self.wire_s * 1e3:9.2f} ms  {self.sent_bytes / 1e6:.2f} MB sent",
+            *speed(self.tokens, self.step_s, self.flops, self.peak_flops),
+            *in_memory(self.memory),
+            f"          {self.peak / 1e9:.3f} GB at the peak, of {machine.memory_bytes / 1e9:g} GB: "
+            f"{fits}",
+            *(f"note: {note}" for note in self.notes),
+            f"numbers from: {machine.source}",
+            f"not modelled: {NOT_MODELLED}",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps(
+            {"predicted": True, **asdict(self), "floor_s": self.floor_s, "used": self.used},
+            indent=1,
+        )
+
+
+def predicted(
+    run: Callable[[], None], world: World, machine: Machine, options: argparse.Namespace
+) -> Predicted:
+    """Call `run` as that rank, until its second step is over.
+
+    Raises:
+        SimulationError: it has made no two steps, or has no compiled graph of ours.
+    """
+    steps, counts = Steps(world, skip=0), list[dict[str, int]]()
+    flops: list[float] = []
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        before = len(steps.ends)
+        steps(optimizer)
+        if len(steps.ends) == before:
+            return
+        counts.append({r.record: r.count for r in all_runs() if r.last > steps.began})
+        flops.append(tally.flops)
+        if len(counts) == LAST:
+            raise _EnoughError
+
+    with unrun() as tally, forced(costs=machine.costs(options.efficiency)), as_rank(world):
+        hook = register_optimizer_step_post_hook(after)
+        try:
+            run()
+        except _EnoughError:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        finally:
+            hook.remove()
+        return _summed(steps, counts, flops, world, machine, options)
+
+
+def _summed(
+    steps: Steps,
+    counts: list[dict[str, int]],
+    flops: list[float],
+    world: World,
+    machine: Machine,
+    options: argparse.Namespace,
+) -> Predicted:
+    if len(counts) < LAST:
+        raise SimulationError(
+            f"the script ended after {len(counts)} steps of its optimizer, and the second is the one "
+            "that is predicted: let it run longer"
+        )
+    ran = [
+        (GraphRecord.parse(record), count - counts[0].get(record, 0))
+        for record, count in counts[1].items()
+    ]
+    ran = [(record, count) for record, count in ran if count > 0 and record.predicted]
+    if not any(record.kind == "backward" for record, _ in ran):
+        raise SimulationError(
+            "--machine predicts compiled graphs of ours, and the script trains in none: compile the "
+            "sharded model (torch.compile), with --replace if torch's FSDP shards it"
+        )
+
+    def total(what: str, kind: str = "") -> float:
+        found = [(r.predicted, n) for r, n in ran if kind in ("", r.kind)]
+        return sum(p[what] * n for p, n in found if p is not None)
+
+    memory = steps.memory()
+    memory.by_kind = max((record for record, _ in ran), key=lambda r: r.peak).peak_kinds
+    # reads parameters, states and gradients, and writes the first two
+    moved = 2 * (memory.parameters + memory.optimizer) + memory.parameters
+    optimizer_s = moved / (machine.memory_bandwidth * options.efficiency)
+    return Predicted(
+        rank=world.rank,
+        world=world.size,
+        ranks_per_node=world.ranks_per_node,
+        wires=[world.network] if world.ranks_per_node == 1 else [world.link, world.network],
+        machine=machine,
+        efficiency=options.efficiency,
+        step_s=total("total") + optimizer_s,
+        exposed_s=total("exposed"),
+        forward_s=total("total", "forward"),
+        backward_s=total("total", "backward"),
+        optimizer_s=optimizer_s,
+        wire_s=total("wire"),
+        sent_bytes=sum(
+            sum(bucket.sent for bucket in (*r.gathers, *r.reductions)) * n for r, n in ran
+        ),
+        flops=flops[1] - flops[0],
+        peak_flops=options.peak_flops or max(machine.flops.values()),
+        memory=memory,
+        peak=memory.parameters + memory.optimizer + max(record.peak for record, _ in ran),
+        tokens=options.tokens,
+        notes=_outside(world.carried[steps.ends[0][1] : steps.ends[1][1]]),
+    )
+
+
+def _outside(carried: list[Carried]) -> list[str]:
+    """What collectives of a step were not in graphs: those in graphs were not run."""
+    if not carried:
+        return []
+    seconds, kinds = sum(each.seconds for each in carried), {each.kind for each in carried}
+    return [
+        f"{len(carried)} collectives of the step ({', '.join(sorted(kinds))}; {seconds * 1e3:.2f} ms "
+        "on the wire) are outside compiled graphs, and the step does not count them, nor what is "
+        "computed there"
+    ]

@@ -1,0 +1,234 @@
+"""Steps of a script's optimizer: when they end, what was communicated between two ends, and what
+the step before the timed ones computes and allocates.
+
+A step is what lies between two ends of `optimizer.step()`, of the first optimizer that steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.inspection import measured
+from compiled_fsdp.options import now
+from compiled_fsdp.torch_private.tracing import is_profiling
+from compiled_fsdp.wire.runs import all_runs
+
+from .found import Found, Kind, Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from compiled_fsdp.wire.timed import Carried, World
+
+log = logging.getLogger(__name__)
+
+PROFILED = 2  # steps: what is freed in the first was allocated before, and its size is not known
+
+LAST = "compiled_fsdp::last step left out"
+
+
+class SimulationError(Exception):
+    """Nothing can be said of what was run."""
+
+
+class Probe:
+    """Looks at the last steps that are not timed: counting costs time."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.flops: float | None = None
+        self.peak: int | None = None
+        self.notes: list[str] = (
+            []
+            if skip > PROFILED
+            else [
+                f"operations and the peak of memory are counted in the last of the steps that are "
+                f"left out, which --skip {skip} has too few of: it needs {PROFILED + 1}"
+            ]
+        )
+        self.profile: Any = None
+        self._last: Any = None
+
+    def after(self, number: int) -> None:
+        """After so many steps."""
+        if self.skip <= PROFILED:
+            return
+        if number == self.skip - PROFILED:
+            self._start()
+        if number == self.skip - 1 and self.profile is not None:
+            self._last = torch.profiler.record_function(LAST)
+            self._last.__enter__()
+        if number == self.skip:
+            self.stop()
+
+    def _start(self) -> None:
+        if is_profiling():
+            self.notes.append(
+                "the script profiles its first steps itself, so the peak of memory was not measured"
+            )
+            return
+        self.profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            record_shapes=True,
+        )
+        self.profile.start()
+
+    def stop(self) -> None:
+        """Stop whatever is on."""
+        if self._last is not None:
+            self._last.__exit__(None, None, None)
+            self._last = None
+        if self.profile is not None and self.profile.profiler.kineto_results is None:
+            self.profile.stop()
+            self.peak = measured.peak(self.profile, "cpu")
+            self.flops, uncounted = flops_in(self.profile)
+            if uncounted:
+                self.notes.append(f"operations of {', '.join(sorted(uncounted))} were not counted")
+
+
+def flops_in(profile: Any) -> tuple[float, set[str]]:
+    """Operations of matmuls and attentions from the range `LAST` on, by torch's formulas, and the
+    kernels that a profile says too little of: a convolution has the size of its output.
+
+    torch's own counter is a dispatch mode, under which Dynamo gives compiled calls up for good.
+    """
+    events = profile.events()
+    begin = max((e.time_range.start for e in events if e.name == LAST), default=None)
+    total, uncounted = 0.0, set[str]()
+    formulas: dict[str, Any] = {
+        f"aten::{op.__name__}": formula for op, formula in flop_registry.items()
+    }
+    for event in events:
+        formula = formulas.get(event.name)
+        if formula is None or begin is None or event.time_range.start < begin:
+            continue
+        number = _number(formula, event.input_shapes)
+        total += number or 0.0
+        uncounted |= {event.name} if number is None else set()
+    return total, uncounted
+
+
+def _number(formula: Any, shapes: list[list[int]]) -> float | None:
+    """By the formula, from the shapes of arguments, which are empty for numbers; as many of the
+    first as it takes.
+    """
+    tensors = [torch.empty(shape, device="meta") if shape else None for shape in shapes]
+    for count in range(len(tensors), 1, -1):
+        try:
+            return float(formula(*tensors[:count]))
+        except Exception:  # noqa: BLE001  # formulas are torch's or anybody's, and assert what they like
+            log.debug("no formula for the first %d of %s", count, shapes)
+    return None
+
+
+class Steps:
+    """Ends of steps, and how many collectives there had been."""
+
+    def __init__(self, world: World, skip: int) -> None:
+        self.world, self.skip, self.began = world, skip, now()
+        self.ends: list[tuple[float, int]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.probe = Probe(skip)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """After a step of any optimizer."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        if optimizer is self.optimizers[0]:
+            self.ends.append((time.perf_counter(), len(self.world.carried)))
+            self.probe.after(len(self.ends))
+            if len(self.ends) == self.skip:  # what looking took is in no step
+                self.ends[-1] = (time.perf_counter(), len(self.world.carried))
+
+    def memory(self) -> Memory:
+        """What the optimizers hold, and what a step needs beside it."""
+        params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        states = [v for o in self.optimizers for state in o.state.values() for v in state.values()]
+        records = [GraphRecord.parse(run.record) for run in all_runs() if run.last > self.began]
+        largest = max(records, key=lambda record: record.peak, default=None)
+        return Memory(
+            parameters=_bytes(params),
+            optimizer=_bytes(states),
+            peak=self.probe.peak,
+            by_kind={} if largest is None else largest.peak_kinds,
+        )
+
+    def found(self) -> Found:
+        """The summary, without the first steps.
+
+        Raises:
+            SimulationError: too few steps.
+        """
+        ends = self.ends[max(self.skip - 1, 0) :]
+        if len(ends) < 2:
+            raise SimulationError(
+                f"the script ended after {len(self.ends)} steps of its optimizer. The first "
+                f"{self.skip} are left out, since they compile, and one more is needed at least: "
+                "let it run longer, or pass a smaller --skip"
+            )
+        times = [after - before for (before, _), (after, _) in pairwise(ends)]
+        carried = self.world.carried[ends[0][1] : ends[-1][1]]
+        kinds = _kinds(carried, len(times))
+        busy: dict[str, float] = defaultdict(float)
+        for kind in kinds:
+            busy[kind.wire] += kind.wire_s
+        blocked = [
+            sum(c.blocked for c in self.world.carried[begin:end])
+            for (_, begin), (_, end) in pairwise(ends)
+        ]
+        alone = median(t - waited for t, waited in zip(times, blocked, strict=True))
+        world = self.world
+        return Found(
+            rank=world.rank,
+            world=world.size,
+            ranks_per_node=world.ranks_per_node,
+            wires=[world.network] if world.ranks_per_node == 1 else [world.link, world.network],
+            num_skipped=len(self.ends) - len(times),
+            num_steps=len(times),
+            step_s=median(times),
+            fastest_s=min(times),
+            slowest_s=max(times),
+            exposed_s=median(blocked),
+            floor_s=max(alone, *busy.values()),
+            copying_s=sum(c.copying for c in carried) / len(times),
+            late_s=sum(c.late for c in carried) / len(times),
+            by_future=sum(c.is_by_future for c in carried) / len(times),
+            kinds=kinds,
+            memory=self.memory(),
+            flops=self.probe.flops,
+            notes=self.probe.notes,
+        )
+
+
+def _kinds(carried: list[Carried], num_steps: int) -> list[Kind]:
+    groups = defaultdict(list)
+    for each in carried:
+        groups[each.kind, each.wire].append(each)
+    return [
+        Kind(
+            *key,
+            len(found) / num_steps,
+            sum(c.num_bytes for c in found) / num_steps,
+            sum(c.seconds for c in found) / num_steps,
+            sum(c.blocked for c in found) / num_steps,
+        )
+        for key, found in sorted(groups.items())
+    ]
+
+
+def _bytes(values: Iterable[object]) -> int:
+    """Of the tensors among them, this rank's part of each, each once."""
+    tensors = {id(v): v for v in values if isinstance(v, torch.Tensor)}.values()
+    mine = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in mine)

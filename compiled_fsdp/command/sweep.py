@@ -1,0 +1,159 @@
+"""`simulate --sweep`: the same script under several plans and environments, each in a process of
+its own, one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .asked import ENVIRONMENT, AskedError, axis_of, plan_of
+from .script import say
+
+if TYPE_CHECKING:
+    import argparse
+
+# Options that each of the processes gets as they are; the others are the sweep's own.
+HANDED_ON = (
+    "world",
+    "rank",
+    "gpus_per_node",
+    "network",
+    "link",
+    "latency",
+    "skip",
+    "tokens",
+    "peak_flops",
+    "machine",
+    "efficiency",
+)
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """Try all combinations, print a table and what to write; returns the exit status: 1 if none
+    could run within the limit.
+
+    Raises:
+        AskedError: what is to be tried cannot be.
+    """
+    axes = [axis_of(text) for text in options.sweep]
+    if options.report is not None:
+        raise AskedError("--report: the page is about one run; leave --sweep out")
+    plan_of(options.plan)
+    rows: list[dict[str, Any]] = []
+    for values in itertools.product(*(values for _, values in axes)):
+        chosen = dict(zip((name for name, _ in axes), values, strict=True))
+        say(f"{len(rows) + 1}: {', '.join(f'{k}={v}' for k, v in chosen.items())}")
+        sys.stdout.flush()
+        rows.append({"chosen": chosen, **_measured(options, chosen)})
+    best = choose(rows, options.memory_limit)
+    say(table(rows, best, is_predicted=options.machine is not None))
+    say(_advice(best, options))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rows": rows, "best": best}, indent=1))
+    return 0 if best is not None else 1
+
+
+def choose(rows: list[dict[str, Any]], limit: float | None) -> dict[str, Any] | None:
+    """The fastest one that ran, with a peak of no more than `limit` bytes."""
+    fitting = [
+        row
+        for row in rows
+        if row["step_s"] is not None
+        and (limit is None or (row["peak"] is not None and row["peak"] <= limit))
+    ]
+    return min(fitting, key=lambda row: row["step_s"], default=None)
+
+
+def table(rows: list[dict[str, Any]], best: dict[str, Any] | None, *, is_predicted: bool) -> str:
+    """A line for each combination; `peak` includes what is at rest."""
+    names = list(rows[0]["chosen"])
+    widths = {
+        name: 2 + max(len(name), *(len(row["chosen"][name]) for row in rows)) for name in names
+    }
+    lines = [
+        "",
+        "PREDICTED, nothing was measured" if is_predicted else "measured here",
+        "".join(f"{name:<{width}}" for name, width in widths.items())
+        + f"{'step ms':>10}{'exposed ms':>12}{'peak MB':>12}",
+    ]
+    for row in rows:
+        text = "".join(f"{row['chosen'][name]:<{width}}" for name, width in widths.items())
+        if row["step_s"] is None:
+            lines.append(f"{text}  failed: {row['error']}")
+            continue
+        peak = "not known" if row["peak"] is None else f"{row['peak'] / 1e6:.2f}"
+        mark = "  best" if row is best else ""
+        lines.append(
+            f"{text}{row['step_s'] * 1e3:>10.2f}{row['exposed_s'] * 1e3:>12.2f}{peak:>12}{mark}"
+        )
+    return "\n".join(lines)
+
+
+def _advice(best: dict[str, Any] | None, options: argparse.Namespace) -> str:
+    if best is None:
+        limit = options.memory_limit
+        return "nothing ran" + ("" if limit is None else f" in at most {limit / 1e6:.2f} MB")
+    chosen = best["chosen"]
+    plan = plan_of(options.plan)
+    plan |= plan_of(",".join(f"{k}={v}" for k, v in chosen.items() if not _is_variable(k)))
+    text = ", ".join(f"{name}={value!r}" for name, value in plan.items())
+    lines = [f"compiled_fsdp.set_plan(compiled_fsdp.Plan({text}))"] if plan else []
+    lines += [
+        f"{name.removeprefix(ENVIRONMENT)}={value}"
+        for name, value in chosen.items()
+        if _is_variable(name)
+    ]
+    return "\n".join(["", "to use it:", *lines])
+
+
+def _is_variable(name: str) -> bool:
+    return name.startswith(ENVIRONMENT)
+
+
+def _measured(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, Any]:
+    """One combination, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        variables = {
+            name.removeprefix(ENVIRONMENT): value
+            for name, value in chosen.items()
+            if _is_variable(name)
+        }
+        command = [sys.executable, "-m", "compiled_fsdp", *_arguments(options, chosen, out)]
+        done = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        )
+        if done.returncode or not out.exists():
+            last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+            return {"step_s": None, "exposed_s": None, "peak": None, "error": last}
+        found = json.loads(out.read_text())
+        return {name: found[name] for name in ("step_s", "exposed_s")} | {"peak": _peak(found)}
+
+
+def _peak(found: dict[str, Any]) -> int | None:
+    """Bytes at the peak, with what is at rest."""
+    memory: dict[str, Any] = found["memory"]
+    above: int | None = memory["peak"]
+    predicted: int | None = found.get("peak")
+    if predicted is not None:
+        return predicted
+    return None if above is None else memory["parameters"] + memory["optimizer"] + above
+
+
+def _arguments(options: argparse.Namespace, chosen: dict[str, str], out: Path) -> list[str]:
+    given = {name: getattr(options, name) for name in HANDED_ON}
+    plan = [f"{k}={v}" for k, v in chosen.items() if not _is_variable(k)]
+    found = ["simulate", "--json", str(out)]
+    for name, value in given.items():
+        found += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    if options.plan or plan:
+        found += ["--plan", ",".join([*([options.plan] if options.plan else []), *plan])]
+    found += ["--replace"] * options.replace + ["-m"] * options.is_module
+    return [*found, options.script, *options.arguments]

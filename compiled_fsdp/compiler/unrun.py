@@ -1,0 +1,120 @@
+"""An executor that computes nothing: graphs are captured, planned and rewritten as for Inductor,
+and running one only tells our units what they need to go on. Outputs are zeros of the right size,
+or, where they are large, memory that nobody has written to.
+
+So a program goes through its steps with graphs that would not fit here, and `explain`, records and
+dumps know what is predicted of them.
+
+Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`,
+`torch._TorchCompileInductorWrapper`.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
+from torch.fx import Interpreter
+from torch.utils._pytree import tree_map
+
+from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.graph import is_matmul
+from compiled_fsdp.ir.schema import FREE, traits_of
+from compiled_fsdp.planning.costs import flops
+from compiled_fsdp.planning.plan import current_plan
+
+from .driver import run_half, run_joint
+from .partition import partition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.fx import GraphModule, Node
+
+LARGE = 1 << 22  # elements of a tensor from which on it stays as memory is
+BACKENDS = ("inductor", "compiled_fsdp", "compiled_fsdp_eager")
+
+
+@dataclass
+class Tally:
+    """What graphs would have computed since it began: flops, of matmuls and attentions."""
+
+    flops: float = 0.0
+
+
+@contextmanager
+def unrun() -> Iterator[Tally]:
+    """Inside, what is compiled by Inductor, or by our own backends, is not run."""
+    tally = Tally()
+
+    def backend(gm: GraphModule, inputs: list[torch.Tensor], **_: object) -> Any:
+        def half(gm: GraphModule, _: Any) -> Callable[..., Any]:
+            return _Unrun.of(gm, tally)
+
+        return aot_autograd(
+            fw_compiler=half,
+            bw_compiler=half,
+            inference_compiler=lambda gm, inputs: half(run_joint(gm, is_fused=True), inputs),
+            partition_fn=_partition,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+
+    wrapper: Any = vars(torch)["_TorchCompileInductorWrapper"]
+    with ExitStack() as stack:
+        for name in BACKENDS:
+            lookup_backend(name)  # so that it is in the table
+        stack.enter_context(mock.patch.dict(_COMPILER_FNS, dict.fromkeys(BACKENDS, backend)))
+        stack.enter_context(
+            mock.patch.object(wrapper, "__call__", lambda _, gm, inputs: backend(gm, inputs))
+        )
+        yield tally
+
+
+def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    joint = run_joint(joint, is_fused=True)
+    return partition(joint, inputs, current_plan(), **options)
+
+
+class _Unrun(Interpreter):
+    """Goes through a graph, and runs nothing but what tells a unit something."""
+
+    @classmethod
+    def of(cls, gm: GraphModule, tally: Tally) -> Callable[..., Any]:
+        """The runner of a half, before the passes for halves."""
+        number = sum(flops(node) for node in gm.graph.nodes if is_matmul(node))
+        gm = run_half(gm, is_fused=True)
+
+        def run(args: list[Any]) -> Any:
+            tally.flops += number
+            return cls(gm).boxed_run(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node, or make something of the size of its result."""
+        effect = traits_of(n.target).effect and n.target is not FREE
+        if n.op not in ("call_function", "call_module") or n.target is operator.getitem or effect:
+            return super().run_node(n)
+        return tree_map(_like, n.meta.get("val"))
+
+
+def _like(value: Any) -> Any:
+    """A tensor of this size, or the number that a symbol stands for."""
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(
+        [hint(size) for size in value.shape],
+        [hint(stride) for stride in value.stride()],
+        dtype=value.dtype,
+        device=value.device,
+    )
+    return made if made.numel() > LARGE else made.zero_()

@@ -1,0 +1,226 @@
+"""`simulate --machine`: a step predicted for a machine that is not here, and `--sweep` over it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import compiled_fsdp
+from compiled_fsdp.command import cli
+from compiled_fsdp.command.asked import AskedError, axis_of
+from compiled_fsdp.command.machines import machine_named
+from compiled_fsdp.command.sweep import choose, table
+from compiled_fsdp.planning.plan import current_plan, forced
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+WIDTH, LAYERS, BATCH = 64, 3, 8
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+before = [p.to_local().clone() for p in model.parameters()]
+call = torch.compile(model, backend=os.environ.get("BACKEND", "inductor"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+for step in range(10):
+    out = call(torch.ones(BATCH, WIDTH))
+    assert not out.any()  # nothing was computed
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert step < 2, "the second step is the last"
+"""
+WORLD = ("simulate", "--world", "4", "--gpus-per-node", "1", "--replace")
+NUMEL = 3 * (64 * 64 + 64)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "train_it.py"
+    path.write_text(SCRIPT)
+    torch._dynamo.reset()
+    before = current_plan()
+    yield str(path)
+    torch._dynamo.reset()
+    assert current_plan() == before
+
+
+def _predicted(script: str, folder: Path, *options: str) -> dict:
+    out = folder / "found.json"
+    assert cli.main([*WORLD, "--machine", "h100", "--json", str(out), *options, script]) == 0
+    return json.loads(out.read_text())
+
+
+def test_a_step_is_predicted_and_not_computed(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    found = _predicted(
+        script,
+        tmp_path,
+        "--network",
+        "1e6",
+        "--latency",
+        "1",
+        "--tokens",
+        "32",
+        "--report",
+        str(page),
+    )
+    text = capsys.readouterr().out
+    assert "PREDICTED, nothing was measured: NVIDIA H100 SXM, at 1 of its published peaks" in text
+    assert "numbers from: NVIDIA H100 Tensor Core GPU data sheet" in text
+    assert "not modelled: kernels that share" in text
+    assert "of 80 GB: fits" in text
+    assert page.stat().st_size > 10_000
+    # forward, and in backward weights and inputs, of which the first layer needs none
+    assert found["flops"] == (3 + 3 + 2) * 2 * 8 * 64 * 64
+    assert found["used"] == found["flops"] / found["step_s"] / 989.4e12
+    # gathered in forward, all or all but the last again in backward, and reduced; 3/4 is sent
+    once = NUMEL * 4 * 3 / 4
+    assert 2 * once <= found["sent_bytes"] <= 3 * once
+    count = found["wire_s"] - found["sent_bytes"] / 1e6
+    assert count == pytest.approx(round(count))  # a second for each collective
+    assert 2 <= round(count) <= 9
+    assert found["exposed_s"] == pytest.approx(found["wire_s"], rel=1e-3)  # computing takes none
+    rest = NUMEL * 4 // 4
+    assert found["memory"]["parameters"] == rest
+    assert found["optimizer_s"] == pytest.approx(7 * rest / 3.35e12, rel=1e-2)  # and step counts
+    assert found["peak"] >= 3 * rest + max(found["memory"]["by_kind"].values())
+
+
+def test_half_the_efficiency_is_twice_the_time(script: str, tmp_path: Path) -> None:
+    options = ("--latency", "0")
+    whole = _predicted(script, tmp_path, *options)
+    torch._dynamo.reset()
+    half = _predicted(script, tmp_path, *options, "--efficiency", "0.5")
+    assert half["wire_s"] == pytest.approx(2 * whole["wire_s"])
+    assert half["optimizer_s"] == pytest.approx(2 * whole["optimizer_s"])
+    launches = 8 * 5e-6  # of matmuls, which no efficiency changes
+    assert half["step_s"] - launches == pytest.approx(2 * (whole["step_s"] - launches), rel=0.5)
+
+
+def test_a_machine_of_one_s_own(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = asdict(machine_named("mi300x")) | {"name": "mine", "memory_bytes": 1e5}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(small))
+    assert cli.main([*WORLD, "--machine", str(path), script]) == 0
+    text = capsys.readouterr().out
+    assert "PREDICTED, nothing was measured: mine" in text
+    assert "of 0.0001 GB: DOES NOT FIT" in text
+
+
+@pytest.mark.parametrize("name", ["b200", "h100", "h200", "mi300x"])
+def test_machines_name_their_sources(name: str) -> None:
+    machine = machine_named(name)
+    assert "data sheet" in machine.source
+    assert machine.flops["float32"] < machine.flops["tf32"] < machine.flops["bfloat16"]
+    assert machine.network_bandwidth < machine.link_bandwidth < machine.memory_bandwidth
+    gigabytes, terabytes = machine.memory_bytes / 1e9, machine.memory_bandwidth / 1e12
+    assert f"{gigabytes:g} GB" in machine.source
+    assert f"{terabytes:g} TB/s" in machine.source
+    assert f"{machine.flops['float32'] / 1e12:g}" in machine.source
+
+
+def test_rates_are_by_dtype() -> None:
+    machine = machine_named("h100")
+    costs = machine.costs(0.5)
+    graph = torch.fx.Graph()
+    for dtype, rate in (
+        (torch.bfloat16, 989.4e12),
+        (torch.float32, 66.9e12),
+        (torch.float64, 66.9e12),
+    ):
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(2, 2, dtype=dtype, device="meta")
+        node = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        assert costs.rate(node) == pytest.approx(rate / 2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    x = graph.placeholder("y")
+    x.meta["val"] = torch.empty(2, 2, device="meta")
+    try:
+        node = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        assert costs.rate(node) == pytest.approx(494.7e12 / 2)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_sweep(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In processes of their own: a field of the plan that the script does not set, and a variable
+    that it reads.
+    """
+    out = tmp_path / "rows.json"
+    options = ["--machine", "h100", "--sweep", "bucket_bytes=0,10**7"]
+    assert cli.main([*WORLD, *options, script]) == 2
+    assert "bucket_bytes='10**7'; should be a number of bytes" in capfd.readouterr().err
+    options = ["--machine", "h100", "--sweep", "bucket_bytes=0,10000000", "--json", str(out)]
+    options += ["--sweep", "env:BACKEND=compiled_fsdp"]
+    assert cli.main([*WORLD, *options, script]) == 0
+    alone, together = json.loads(out.read_text())["rows"]
+    assert alone["chosen"] == {"bucket_bytes": "0", "env:BACKEND": "compiled_fsdp"}
+    assert together["step_s"] < alone["step_s"]  # fewer latencies
+    text = capfd.readouterr().out
+    assert "compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=10000000))" in text
+    assert "BACKEND=compiled_fsdp\n" in text
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    def row(name: str, step_s: float | None, peak: int | None) -> dict:
+        return {
+            "chosen": {"x": name},
+            "step_s": step_s,
+            "exposed_s": 0.0,
+            "peak": peak,
+            "error": "no",
+        }
+
+    rows = [
+        row("a", 3.0, 10),
+        row("b", 1.0, 30),
+        row("c", 2.0, 20),
+        row("d", None, 1),
+        row("e", 0.5, None),
+    ]
+    assert choose(rows, None) is rows[4]
+    assert choose(rows, 25) is rows[2]
+    assert choose(rows, 5) is None
+    lines = table(rows, rows[2], is_predicted=True).splitlines()
+    assert lines[1] == "PREDICTED, nothing was measured"
+    assert [line.endswith("best") for line in lines[3:]] == [False, False, True, False, False]
+    assert lines[6].endswith("failed: no")
+    assert lines[7].endswith("not known")
+
+
+def test_what_is_asked() -> None:
+    assert axis_of("env:SHARD=8, 64") == ("env:SHARD", ["8", "64"])
+    with pytest.raises(AskedError, match="'costs' is no field of Plan"):
+        axis_of("costs=1")
+
+
+def test_forced_fields_win() -> None:
+    before = current_plan()
+    with forced(prefetch=3.0):
+        compiled_fsdp.set_plan(compiled_fsdp.Plan(prefetch=1.0, bucket_bytes=0))
+        assert (current_plan().prefetch, current_plan().bucket_bytes) == (3.0, 0)
+        with compiled_fsdp.planned(prefetch=0.0):
+            assert current_plan().prefetch == 3.0
+    assert current_plan() == before
