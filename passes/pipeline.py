@@ -38,6 +38,7 @@ from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
 from .outline import outline
+from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
 from .read_strided import read_strided
 from .reshard import reshard
@@ -117,6 +118,7 @@ PIPELINE = check_order(
             P.STEPPED,
             consumes=OVERLAP,
         ),
+        Pass(place_updates, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.UPDATED),
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),

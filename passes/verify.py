@@ -22,7 +22,6 @@ from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
-    is_backward,
     is_view,
     last_read,
     order,
@@ -48,6 +47,7 @@ from compiled_fsdp.ir.schema import (
     traits_of,
 )
 from compiled_fsdp.ir.sequence import sequence
+from compiled_fsdp.ir.spec import AGAIN
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -111,11 +111,15 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once over a group in a graph."""
-    seen: dict[tuple[str, str, str], Node] = {}
+    """Every parameter is gathered at most once over a group in a graph; in that of a whole step,
+    once more for backward.
+    """
+    seen: dict[tuple[str, str, str, bool], Node] = {}
     for region in find_regions(gm.graph, "gather"):
         for spec in region.tag.specs:
-            before = seen.setdefault((spec.unit, spec.fqn, spec.group), region.nodes[0])
+            before = seen.setdefault(
+                (spec.unit, spec.fqn, spec.group, spec.reshard == AGAIN), region.nodes[0]
+            )
             if before is not region.nodes[0]:
                 yield region.nodes[0], f"{spec.fqn} is gathered here and at %{before.name}"
 
@@ -445,15 +449,11 @@ def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tup
             return inf, reduction_room(regions, plan.reduction_bytes)
         by_default = DISTANCES["reduces_in_flight"] if distance is None else distance
         return max([1, *(ceil(number or by_default) for number in asked)]), inf
-    name, lists = (
-        ("backward_prefetch", "backward_after")
-        if is_backward(gm.graph)
-        else ("prefetch", "forward_after")
-    )
-    if any(getattr(r.spec, lists) for r in regions):
+    sides = {r.is_in_backward for r in regions}
+    if any(r.spec.backward_after if r.is_in_backward else r.spec.forward_after for r in regions):
         return inf, inf
-    distance = plan.distance(name)
-    return (AHEAD if distance is None else floor(distance)) + 1, inf
+    distances = [plan.distance("backward_prefetch" if side else "prefetch") for side in sides]
+    return max((AHEAD if d is None else floor(d) for d in distances), default=0) + 1, inf
 
 
 def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
