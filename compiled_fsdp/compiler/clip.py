@@ -76,7 +76,9 @@ def clipped(
     total = found[0] if len(found) == 1 else norm(run, _stacked(run, found))
     inverse = run(aten.reciprocal.default, run(aten.add.Tensor, total, EPSILON))
     factor = run(aten.mul.Tensor, inverse, max_norm)
-    factor = run(aten.minimum.default, factor, run(aten.full_like.default, factor, 1.0))
+    val = value(factor)
+    one = run(aten.full.default, [], 1.0, dtype=val.dtype, device=val.device, pin_memory=False)
+    factor = run(aten.minimum.default, factor, one)
     scaled = []
     for grad in grads:
         dtype, own = value(grad.node).dtype, factor
