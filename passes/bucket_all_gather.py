@@ -24,9 +24,10 @@ Large, if both are large (a message each, whose rows come out side by side):
 
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the
-    place of the first, and in the graph of a whole step another for what is gathered again; a small parameter is copied out where it was gathered before, so that only
-    those in use exist twice. Units share it while together they are no larger than
-    `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
+    place of the first, and in that of a whole step another for what is gathered again; a small
+    parameter is copied out where it was gathered before, so that only those in use exist twice.
+    Units share it while together they are no larger than `plan.bucket_limit`; one larger than
+    `plan.split_bytes` is gathered in parts of about that.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What
     is computed only after the first gather of its bucket, as slices are under activation
     checkpointing: it begins a bucket of its own. Each unit for itself, whatever its size: where the

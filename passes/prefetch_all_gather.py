@@ -72,11 +72,15 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
             for name, distance in zip(names, distances, strict=True)
         ]
         begin = {
-            name: beginnings(graph, [r for r, its in zip(regions, names, strict=True) if its == name])
+            name: beginnings(
+                graph, [r for r, its in zip(regions, names, strict=True) if its == name]
+            )
             for name in dict.fromkeys(names)
         }
         decided = decide(regions, by_default, after, [begin[name] for name in names])
-        _note_lists(gm, [(name, units, begin[name]) for name, units in zip(names, after, strict=True)])
+        _note_lists(
+            gm, [(name, units, begin[name]) for name, units in zip(names, after, strict=True)]
+        )
     for name in dict.fromkeys(names):
         consume(gm, f"Plan.{name}")
     for region, anchor in bounded(decided):
@@ -118,9 +122,7 @@ def beginnings(graph: Graph, regions: list[Region]) -> dict[str, Node]:
     for region in regions:
         found.setdefault(region.spec.unit, region.waits[0])
     before = found[""]
-    for region in (
-        find_regions(graph, "reduce") if is_half or regions[0].is_in_backward else ()
-    ):
+    for region in find_regions(graph, "reduce") if is_half or regions[0].is_in_backward else ():
         found.setdefault(region.spec.unit, before)
         before = region.nodes[0]
     return found
@@ -150,9 +152,7 @@ def decide(
     return decided
 
 
-def _note_lists(
-    gm: GraphModule, lists: list[tuple[str, tuple[str, ...], dict[str, Node]]]
-) -> None:
+def _note_lists(gm: GraphModule, lists: list[tuple[str, tuple[str, ...], dict[str, Node]]]) -> None:
     """Notes whose explicit lists were followed."""
     for name, units, begin in lists:
         direction = "backward" if name == "backward_prefetch" else "forward"

@@ -38,10 +38,12 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     FREE,
     GATHER_AHEAD,
+    MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
     STEP,
     TO_LOWER,
+    UPDATE,
     WATCH_HEADS,
     param_spec,
     traits_of,
@@ -407,10 +409,38 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
     awaited by then.
     """
     position = order(gm.graph)
-    for step in find(gm.graph, STEP):
+    for step in find(gm.graph, STEP, UPDATE):
         flat: Any = step.args[1]
         if last_read(flat, position) > position[step]:
             yield step, f"%{step.name} writes %{flat.name}, which is still to be read"
+
+
+def updated_once(gm: GraphModule, plan: Plan) -> Violations:
+    """In the graph of a whole step, every flat gradient that is reduced goes to exactly one
+    update_, of its own buffer and parameters, and all are scaled by the same factor or none is.
+    """
+    updates: dict[tuple[object, object, str], list[Node]] = {}
+    factors: dict[object, Node] = {}
+    for update in find(gm.graph, UPDATE):
+        grad, flat, offsets, _ = cast("tuple[Any, ...]", update.args)
+        factor = None
+        if grad.target is torch.ops.aten.mul.Tensor:
+            grad, factor = grad.args
+            if factor.target is comm.CONVERT:
+                factor = factor.args[0]
+        updates.setdefault((grad, flat, str(offsets)), []).append(update)
+        factors.setdefault(factor, update)
+    marks = {(m.args[0], m.args[1], str(m.args[2])): m for m in find(gm.graph, MARK_GRADS)}
+    for key, found in updates.items():
+        if key not in marks:
+            yield found[0], f"%{found[0].name} updates what is not the gradient of its buffer"
+        elif len(found) > 1:
+            yield found[1], f"%{found[1].name} and %{found[0].name} take the same gradient"
+    for key, mark in marks.items() if updates else ():
+        if key not in updates:
+            yield mark, f"%{mark.name} marks a gradient that no update_ takes"
+    if len(factors) > 1:
+        yield list(factors.values())[1], f"gradients are scaled by {list(factors)}"
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
@@ -526,6 +556,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     nothing_gathered_saved,
     reduced_once,
     gradients_marked,
+    updated_once,
     stepped_last,
     bounded_in_flight,
     bounded_left,

@@ -92,7 +92,9 @@ def stitch(
             _gather_again(into[node])
     for node in find(graph, UNSHARD, REDUCE_GRAD, UNSHARD_SLICE):
         set_param_spec(node, replace(param_spec(node), overlap=""))
-    grads = [_flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node]
+    grads = [
+        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
+    ]
     if not grads:
         raise NotImplementedError(
             "compile_step: backward yields no gradient of any parameter of the model's units, so "

@@ -158,7 +158,9 @@ class Step:
         inner = uncompiled(model)
 
         def whole_step(*batch: Any, **more: Any) -> Tensor:
-            loss: Tensor = inner(*batch, **more) if loss_fn is None else loss_fn(inner, *batch, **more)
+            loss: Tensor = (
+                inner(*batch, **more) if loss_fn is None else loss_fn(inner, *batch, **more)
+            )
             return loss
 
         wanted = {
@@ -257,9 +259,7 @@ class Step:
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
                 )
 
-    def _update(
-        self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]
-    ) -> None:
+    def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
         self._updated[flat] = None
