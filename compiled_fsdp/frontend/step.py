@@ -53,6 +53,7 @@ def compile_step(
     accumulate: int = 1,
     scaler: object = None,
     backend: str = "compiled_fsdp",
+    dynamic: bool | None = None,
 ) -> Step:
     """Compile a whole training step: `loss = step(*batch)` does what the ordinary loop does, with
     the same numbers.
@@ -83,6 +84,7 @@ def compile_step(
         scaler: a `GradScaler`; not there yet.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
+        dynamic: as for `torch.compile`.
 
     Returns:
         The step. `step(*batch, **more)` returns the loss, detached.
@@ -100,7 +102,7 @@ def compile_step(
     _check_arguments(clip, accumulate, scaler, backend)
     _check_units(units, optimizer)
     check_one_by_one(optimizer, "compile_step")
-    return Step(model, units, optimizer, loss_fn, clip, backend)
+    return Step(model, units, optimizer, loss_fn, clip, backend, dynamic)
 
 
 def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
@@ -150,6 +152,7 @@ class Step:
         loss_fn: Callable[..., Tensor] | None,
         clip: float | None,
         backend: str,
+        dynamic: bool | None,
     ) -> None:
         self.name = f"step{next(_numbers)}"
         self.optimizer = optimizer
@@ -172,6 +175,7 @@ class Step:
             _own(whole_step, self.name),
             backend=backend,
             fullgraph=True,
+            dynamic=dynamic,
             options={"whole_step": wanted},  # type: ignore[dict-item]
         )
         for unit in units:
