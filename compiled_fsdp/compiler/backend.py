@@ -93,7 +93,7 @@ def _partition_step(
     step: WholeStep, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
     halves = _partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-    return stitch(*halves, num_fwd_outputs, step, is_fused=False)
+    return stitch(*halves, num_fwd_outputs, step, current_plan(), is_fused=False)
 
 
 def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:

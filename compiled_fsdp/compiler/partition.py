@@ -75,7 +75,7 @@ class StepPartitioner(Partitioner):
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
         """Split and stitch."""
         halves = super().__call__(gm, joint_inputs, **options)
-        return stitch(*halves, options["num_fwd_outputs"], self.step, is_fused=True)
+        return stitch(*halves, options["num_fwd_outputs"], self.step, current_plan(), is_fused=True)
 
     def uuid(self) -> Any:
         """Part of the key of every compiled graph."""

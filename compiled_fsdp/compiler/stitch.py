@@ -5,6 +5,9 @@ A joint graph is split as ever, so that the passes before it and torch's partiti
 computed and gathered again. Then what forward saves becomes a value inside of one graph, the
 gradient of the loss is 1, and each flat gradient goes to an `update_` instead of to autograd. What
 is left for autograd is a backward without a node, which nobody runs.
+
+Where forward turns into backward, dropping parameters and gathering them again at once would gain
+nothing: backward reads what forward has gathered last.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from .clip import FlatGrad, clipped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from compiled_fsdp.ir.spec import ParamSpec
+    from compiled_fsdp.planning.plan import Plan
 
     Halves = tuple[GraphModule, GraphModule]
 
@@ -62,12 +68,14 @@ def stitch(
     backward: GraphModule,
     num_outputs: int,
     step: WholeStep,
+    plan: Plan,
     *,
     is_fused: bool,
 ) -> Halves:
     """One graph of both halves, and a backward without a node.
 
     num_outputs: of the values that forward returns, how many are not for backward.
+    plan: how large a bucket may be.
     is_fused: as for `driver.run_half`.
 
     Raises:
@@ -78,6 +86,7 @@ def stitch(
     pairs = returned(end)
     into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]])
     set_returned(end, pairs[:num_outputs])
+    kept = _gathered_last(graph, plan)
     into[_tangent(backward.graph)] = _one(_tangent(backward.graph), end)
     for node in backward.graph.nodes:
         if node.op == "get_attr":
@@ -86,6 +95,8 @@ def stitch(
             with graph.inserting_before(end):
                 into[node] = graph.get_attr(name)
             into[node].meta = dict(node.meta)
+        elif node.target is UNSHARD and (into[node.args[0]], param_spec(node)) in kept:
+            into[node] = kept[into[node.args[0]], param_spec(node)]
         elif node.op not in ("placeholder", "output"):
             with graph.inserting_before(end):
                 into[node] = graph.node_copy(node, into.__getitem__)
@@ -127,6 +138,24 @@ def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
             f"computed again on a GPU, are not supported in the graph of a whole step. {INSTEAD}"
         )
     return dict(zip(taken, given, strict=True))
+
+
+def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec], Node]:
+    """The parameters that are to be gathered again of the last unit that forward gathers, and of
+    those before it that fit into a bucket with it: by flat buffer and settings.
+    """
+    units: dict[str, list[Node]] = {}
+    for node in find(forward, UNSHARD):
+        if param_spec(node).reshard == "gather" and param_spec(node).group_size > 1:
+            units.setdefault(param_spec(node).unit, []).append(node)
+    kept: list[Node] = []
+    for nodes in reversed(units.values()):
+        together = [*kept, *nodes]
+        limit = plan.bucket_limit(param_spec(nodes[0]).group)
+        if kept and sum(param_spec(n).full_bytes() for n in together) > limit:
+            break
+        kept = together
+    return {(node.args[0], param_spec(node)): node for node in kept}
 
 
 def _is_symbol(node: Node) -> bool:

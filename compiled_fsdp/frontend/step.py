@@ -100,7 +100,7 @@ def compile_step(
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
     _check_arguments(clip, accumulate, scaler, backend)
-    _check_units(units, optimizer)
+    _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
     return Step(model, units, optimizer, loss_fn, clip, backend, dynamic)
 
@@ -125,11 +125,17 @@ def _check_arguments(clip: object, accumulate: object, scaler: object, backend: 
         raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
 
 
-def _check_units(units: list[Unit], optimizer: optim.Optimizer) -> None:
+def _check_units(units: list[Unit], optimizer: optim.Optimizer, clip: float | None) -> None:
     if any(unit.is_flat for unit in units):
         raise NotImplementedError(
             "compile_step: flat parameters of FullyShardedDataParallel are not supported yet. Use "
             f"fully_shard. {LOOP}"
+        )
+    parallel = [p.fqn for unit in units for p in unit.params if p.full is not None]
+    if clip is not None and parallel:
+        raise NotImplementedError(
+            f"compile_step: clip={clip!r}, and parameters are tensor-parallel ({shortened(parallel)}): "
+            f"the norm over a second mesh is not supported yet. Leave clip out, or: {LOOP}"
         )
     if hasattr(optimizer, "_fsdp_overlap") or any(unit.settings.overlap for unit in units):
         raise ValueError(
@@ -227,6 +233,10 @@ class Step:
         """What a graph cannot see, and the loop would have done."""
         optimizer = self.optimizer
         name = type(optimizer).__name__
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "compile_step: called in inference mode, where nothing can be trained. Call it outside"
+            )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise RuntimeError(
                 f"compile_step: the {name} has hooks on its step, which is taken inside of a graph, "

@@ -182,9 +182,7 @@ def resumed(folder: str) -> None:
         set_state_dict(
             again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer
         )
-        losses = [
-            again.step(i) if is_loop else other(*batch_of("odd", i)).item() for i in (2, 3)
-        ]
+        losses = [again.step(i) if is_loop else other(*batch_of("odd", i)).item() for i in (2, 3)]
         check_equal(losses, wanted, f"resumed, loop {is_loop}")
         check_equal(again.state(), run.state(), f"resumed, loop {is_loop}")
 
@@ -274,7 +272,7 @@ def refused_when_made() -> None:
             compile_step(model, optimizer, **arguments)
     with pytest.raises(TypeError, match="has no sharded module"):
         compile_step(plain, torch.optim.SGD(plain.parameters()))
-    with pytest.raises(TypeError, match="torch.optim.lbfgs.LBFGS is not an optimizer"):
+    with pytest.raises(TypeError, match=r"torch.optim.lbfgs.LBFGS is not an optimizer"):
         compile_step(model, torch.optim.LBFGS(model.parameters()))
     compiled_fsdp.overlap_optimizer(model, optimizer)
     with pytest.raises(ValueError, match="overlaps already"):
@@ -292,7 +290,7 @@ def refused_when_called() -> None:
         with pytest.raises(error, match=words):
             made(model, optimizer, loss)(x)
     model, optimizer = plain_model()
-    with pytest.raises(NotImplementedError, match="gradient of shape .* of no sharded parameter"):
+    with pytest.raises(NotImplementedError, match=r"gradient of shape .* of no sharded parameter"):
         made(model, optimizer)(x.clone().requires_grad_())
     model, optimizer = plain_model()
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
@@ -315,11 +313,11 @@ def refused_between() -> None:
     step, x, first = made(model, optimizer), torch.randn(3, 6), next(model.parameters())
     step(x)
     model(x).sum().backward()
-    with pytest.raises(RuntimeError, match="0.weight has a gradient of an earlier backward"):
+    with pytest.raises(RuntimeError, match=r"0.weight has a gradient of an earlier backward"):
         step(x)
     optimizer.zero_grad()
     handle = first.register_hook(lambda grad: grad)
-    with pytest.raises(RuntimeError, match="0.weight has hooks on its gradient"):
+    with pytest.raises(RuntimeError, match=r"0.weight has hooks on its gradient"):
         step(x)
     handle.remove()
     handle = optimizer.register_step_post_hook(lambda *_: None)
@@ -332,7 +330,7 @@ def refused_between() -> None:
         step(x)
     optimizer.param_groups.pop()
     held = optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(ValueError, match="does not hold 1.bias, which the model trains"):
+    with pytest.raises(ValueError, match=r"does not hold 1.bias, which the model trains"):
         step(x)
     optimizer.param_groups[0]["params"].append(held)
     assert step(x) > step(x)
