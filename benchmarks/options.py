@@ -33,6 +33,7 @@ FREE = (
     "compare",
     "resume",
     "report",
+    "whole_step",
     "out",
     "text",
 )
@@ -68,6 +69,7 @@ class Options:
     compare: bool
     resume: bool
     report: bool
+    whole_step: bool
     out: Path
     text: Path | None
 
@@ -242,6 +244,8 @@ def _parser() -> Parser:
         " given are the checkpoint's")  # fmt: skip
     add("--report", action="store_true", help="write report.html to --out: timeline, memory, buckets and passes of the compiled"
         " step, with a profiled step laid over the predicted one; compiles without caches")  # fmt: skip
+    add("--whole-step", action="store_true", help="forward, loss, backward, clipping and optimizer as one"
+        " graph (compile_step)")  # fmt: skip
     add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
     add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
     return parser
@@ -308,6 +312,12 @@ def _excluding(options: Options) -> list[str]:
         )
     if options.model == "moe" and options.front_end == "fsdp1":
         wrong.append("--model moe leaves its experts to their ranks, by fully_shard; give gpt")
+    is_loop = options.impl == "stock" or options.backend == "eager" or options.front_end == "fsdp1"
+    if options.whole_step and (is_loop or options.model == "moe"):
+        wrong.append(
+            "--whole-step is for --model gpt with --impl compiled_fsdp, --front-end fsdp2 and a "
+            "backend other than eager; leave it out"
+        )
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
             f"--report shows our compiled graphs, and --impl {options.impl} --backend "

@@ -101,6 +101,15 @@ class Trainer:
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
+        self.whole_step: Callable[..., Tensor] | None = None
+        if options.whole_step and variant.impl == "compiled_fsdp":
+            from compiled_fsdp import compile_step
+
+            backend = "compiled_fsdp_eager" if "eager" in variant.backend else "compiled_fsdp"
+            self.whole_step = compile_step(
+                self.model, self.optimizer, clip=options.clip or None, backend=backend
+            )
+
     @property
     def tokens_per_step(self) -> int:
         """Bytes of text that all ranks together train on in a step."""
@@ -114,6 +123,9 @@ class Trainer:
         tokens, targets = random_crops(
             self.text.train, options.seed, index, self.part, options.batch, options.length
         )
+        if self.whole_step is not None:
+            with phase("the step"):
+                return self.whole_step(tokens, targets)
         with phase("forward"):
             loss = self.forward(tokens, targets)
         with phase("backward"):

@@ -102,6 +102,18 @@ def build_ours_overlap(job: Job, **options: float) -> Step:
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job, overlap=overlap)
 
 
+def build_ours_whole_step(job: Job) -> Step:
+    """Forward, backward and the optimizer as one graph."""
+    from compiled_fsdp import compile_step, fully_shard
+
+    model = make_model(job)
+    shard(model, fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    whole_step = compile_step(model, optimizer, dynamic=False)
+    batches = make_batches(job)
+    return lambda index: whole_step(*batches[index % NUM_BATCHES])
+
+
 def build_ours_planned(
     job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str
 ) -> Step:
@@ -356,6 +368,9 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 BY_DEFAULT = tuple(VARIANTS)
+VARIANTS["ours_whole_step"] = Variant(
+    build_ours_whole_step, "local_compile", "ours, the optimizer in the same graph (compile_step)"
+)
 VARIANTS["ours_regions_off"] = Variant(
     partial(build_ours_planned, regions="off"),
     "local_compile",

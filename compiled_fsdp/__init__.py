@@ -32,6 +32,8 @@ from compiled_fsdp.frontend.fallback import set_fallback as set_fallback
 from compiled_fsdp.frontend.kernel_times import measure_kernels as measure_kernels
 from compiled_fsdp.frontend.overlap import overlap_optimizer as overlap_optimizer
 from compiled_fsdp.frontend.scalars import log_scalars as log_scalars
+from compiled_fsdp.frontend.step import Step as Step
+from compiled_fsdp.frontend.step import compile_step as compile_step
 from compiled_fsdp.frontend.warmup import warmup as warmup
 from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 from compiled_fsdp.fsdp2.api import fully_shard as fully_shard
@@ -93,9 +95,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Step",
     "UnshardHandle",
     "UnusedOptionError",
     "__version__",
+    "compile_step",
     "current_plan",
     "dumped_to",
     "explain",

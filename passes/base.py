@@ -44,6 +44,7 @@ class Property(Enum):
     DELAYED = "reductions are awaited late"
     LEFT = "the last reductions are awaited by who reads the gradients"
     STEPPED = "the optimizer steps what backward has reduced"
+    UPDATED = "the optimizer updates each unit as soon as its gradient is there"
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     FREED = "every gathered buffer has a visible end"
     AHEAD = "the first all-gathers may be under way already"

@@ -24,9 +24,10 @@ Large, if both are large (a message each, whose rows come out side by side):
 
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the
-    place of the first; a small parameter is copied out where it was gathered before, so that only
-    those in use exist twice. Units share it while together they are no larger than
-    `plan.bucket_limit`; one larger than `plan.split_bytes` is gathered in parts of about that.
+    place of the first, and in that of a whole step another for what is gathered again; a small
+    parameter is copied out where it was gathered before, so that only those in use exist twice.
+    Units share it while together they are no larger than `plan.bucket_limit`; one larger than
+    `plan.split_bytes` is gathered in parts of about that.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What
     is computed only after the first gather of its bucket, as slices are under activation
     checkpointing: it begins a bucket of its own. Each unit for itself, whatever its size: where the
@@ -41,6 +42,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import Builder, erase_all, value
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.regions import Region, find_regions, together
+from compiled_fsdp.ir.spec import AGAIN
 
 from .base import consume
 
@@ -57,10 +59,9 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     units: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         spec = region.spec
-        is_kept = (
-            spec.reshard == "keep"
-        )  # a view of a bucket that backward keeps would keep all of it
-        units.setdefault((spec.dtype, spec.group, spec.group_size, is_kept, spec.unit), []).append(
+        # a view of a bucket that backward keeps would keep all of it
+        lives = spec.reshard if spec.reshard in ("keep", AGAIN) else ""
+        units.setdefault((spec.dtype, spec.group, spec.group_size, lives, spec.unit), []).append(
             region
         )
     alike: dict[tuple[object, ...], list[list[Region]]] = {}

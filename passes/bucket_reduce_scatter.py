@@ -39,6 +39,7 @@ from compiled_fsdp.ir.graph import (
     Builder,
     erase_all,
     erase_unused,
+    is_step,
     sum_leaves,
     sum_root,
     value,
@@ -115,7 +116,8 @@ class Unit:
         )
         readers = {user.target for user in self.root.users}
         is_bound = bool(spec.overlap or spec.reduces_in_flight) or spec.group_size == 1
-        return len(ways) > 1 or not is_plain or is_bound or not readers <= {MARK_GRADS, "output"}
+        is_read = not readers <= {MARK_GRADS, "output"} and not is_step(self.root.graph)
+        return len(ways) > 1 or not is_plain or is_bound or is_read
 
     @property
     def way(self) -> tuple[object, ...]:

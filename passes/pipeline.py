@@ -5,7 +5,8 @@ executors.
 is made by trying this very list on copies; they change the plan, not the graph:
 
 - before the joint graph: which parameters a memory budget lets backward keep (`compiler/budget.py`)
-- between the joint graph and its halves: where torch's partitioner cuts (`compiler/partition.py`)
+- between the joint graph and its halves: where torch's partitioner cuts (`compiler/partition.py`),
+  and what the graph of a whole step keeps where it turns (`compiler/stitch.py`)
 - before a half: whether ranks take its nodes to cost the same (`planning/consensus.py`), and into
   parts of which size large units are cut (`compiler/splitting.py`)
 """
@@ -38,6 +39,7 @@ from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
 from .outline import outline
+from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
 from .read_strided import read_strided
 from .reshard import reshard
@@ -117,6 +119,7 @@ PIPELINE = check_order(
             P.STEPPED,
             consumes=OVERLAP,
         ),
+        Pass(place_updates, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.UPDATED),
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),

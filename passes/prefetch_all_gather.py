@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir.graph import is_backward, move_before, point
+from compiled_fsdp.ir.graph import is_step, move_before, point
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import gather_anchors
@@ -44,6 +44,8 @@ from compiled_fsdp.planning.planner import gather_anchors
 from .base import consume
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
@@ -55,23 +57,33 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     regions = sorted(
         (r for r in find_regions(graph, "gather") if r.starts), key=lambda r: r.waits[0]
     )
-    specs = [region.spec for region in regions]
-    name = "backward_prefetch" if is_backward(graph) else "prefetch"
-    after = [spec.backward_after if is_backward(graph) else spec.forward_after for spec in specs]
-    distance = plan.distance(name)
-    if distance is None and not any(after):
-        assert plan.costs is not None
-        consume(gm, "Plan.costs")
-        anchors = gather_anchors(graph, plan.costs)
+    after = [r.spec.backward_after if r.is_in_backward else r.spec.forward_after for r in regions]
+    names = ["backward_prefetch" if r.is_in_backward else "prefetch" for r in regions]
+    distances = [plan.distance(name) for name in names]
+    if not any(after) and all(distance is None for distance in distances):
+        if regions:
+            assert plan.costs is not None
+            consume(gm, "Plan.costs")
+            anchors = gather_anchors(graph, plan.costs)
         decided = [(region, anchors[region.starts[0]]) for region in regions]
     else:
-        by_default = DISTANCES[name] if distance is None else distance
-        begin = beginnings(graph, regions)
-        decided = decide(regions, by_default, after, begin)
-        _note_lists(gm, after, begin)
-    if regions:
+        by_default = [
+            DISTANCES[name] if distance is None else distance
+            for name, distance in zip(names, distances, strict=True)
+        ]
+        begin = {
+            name: beginnings(
+                graph, [r for r, its in zip(regions, names, strict=True) if its == name]
+            )
+            for name in dict.fromkeys(names)
+        }
+        decided = decide(regions, by_default, after, [begin[name] for name in names])
+        _note_lists(
+            gm, [(name, units, begin[name]) for name, units in zip(names, after, strict=True)]
+        )
+    for name in dict.fromkeys(names):
         consume(gm, f"Plan.{name}")
-    for region, anchor in bounded(decided, is_backward(graph)):
+    for region, anchor in bounded(decided):
         start = region.starts[0]
         moved = [n for n in region.nodes if n is start or n < start]
         while (
@@ -83,12 +95,13 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def bounded(decided: list[tuple[Region, Node]], in_backward: bool) -> list[tuple[Region, Node]]:
+def bounded(decided: list[tuple[Region, Node]]) -> list[tuple[Region, Node]]:
     """The same pairs, none further ahead of the use than the unit's settings allow."""
     waits = [region.waits[0] for region, _ in decided]
     found = []
     for i, (region, anchor) in enumerate(decided):
-        limit = region.spec.backward_ahead if in_backward else region.spec.forward_ahead
+        spec = region.spec
+        limit = spec.backward_ahead if region.is_in_backward else spec.forward_ahead
         found.append(
             (
                 region,
@@ -99,29 +112,36 @@ def bounded(decided: list[tuple[Region, Node]], in_backward: bool) -> list[tuple
 
 
 def beginnings(graph: Graph, regions: list[Region]) -> dict[str, Node]:
-    """Where each unit's work begins: where it awaits its gather, or, in backward and without one,
-    where the unit before reduces.
+    """Where each unit's work begins, in forward or in backward, of which these are the gathers:
+    where it awaits its gather, or, in backward and without one, where the unit before reduces.
     """
+    is_half = not is_step(graph)
     found = {"": next(n for n in graph.nodes if n.op != "placeholder")}
+    if not is_half and regions[0].is_in_backward:
+        found[""] = regions[0].waits[0]
     for region in regions:
         found.setdefault(region.spec.unit, region.waits[0])
     before = found[""]
-    for region in find_regions(graph, "reduce"):
+    for region in find_regions(graph, "reduce") if is_half or regions[0].is_in_backward else ():
         found.setdefault(region.spec.unit, before)
         before = region.nodes[0]
     return found
 
 
 def decide(
-    regions: list[Region], distance: float, after: list[tuple[str, ...]], begin: dict[str, Node]
+    regions: list[Region],
+    distances: Sequence[float],
+    after: list[tuple[str, ...]],
+    begins: list[dict[str, Node]],
 ) -> list[tuple[Region, Node]]:
     """Pairs (all-gather, the node that it starts before), in order; `after` names the units whose
-    lists name each.
+    lists name each, `begins` says where units begin in that direction.
     """
     waits = [region.waits[0] for region in regions]
     lists = {unit for units in after for unit in units}
     decided = []
     for i, (region, units) in enumerate(zip(regions, after, strict=True)):
+        distance, begin = distances[i], begins[i]
         position = max(0, i - distance)
         while position < i and regions[int(position)].spec.unit in lists:
             position = int(position) + 1
@@ -132,11 +152,12 @@ def decide(
     return decided
 
 
-def _note_lists(gm: GraphModule, after: list[tuple[str, ...]], begin: dict[str, Node]) -> None:
+def _note_lists(gm: GraphModule, lists: list[tuple[str, tuple[str, ...], dict[str, Node]]]) -> None:
     """Notes whose explicit lists were followed."""
-    option = f"set_modules_to_{'backward' if is_backward(gm.graph) else 'forward'}_prefetch"
-    for unit in dict.fromkeys(unit for units in after for unit in units if unit in begin):
-        consume(gm, option, unit=unit)
+    for name, units, begin in lists:
+        direction = "backward" if name == "backward_prefetch" else "forward"
+        for unit in (unit for unit in units if unit in begin):
+            consume(gm, f"set_modules_to_{direction}_prefetch", unit=unit)
 
 
 def _say_missing(region: Region, units: list[str]) -> None:

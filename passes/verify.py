@@ -22,7 +22,6 @@ from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
-    is_backward,
     is_view,
     last_read,
     order,
@@ -39,15 +38,18 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     FREE,
     GATHER_AHEAD,
+    MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
     STEP,
     TO_LOWER,
+    UPDATE,
     WATCH_HEADS,
     param_spec,
     traits_of,
 )
 from compiled_fsdp.ir.sequence import sequence
+from compiled_fsdp.ir.spec import AGAIN
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 from compiled_fsdp.verification.invariant import GraphInvariantError
@@ -111,11 +113,15 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once over a group in a graph."""
-    seen: dict[tuple[str, str, str], Node] = {}
+    """Every parameter is gathered at most once over a group in a graph; in that of a whole step,
+    once more for backward.
+    """
+    seen: dict[tuple[str, str, str, bool], Node] = {}
     for region in find_regions(gm.graph, "gather"):
         for spec in region.tag.specs:
-            before = seen.setdefault((spec.unit, spec.fqn, spec.group), region.nodes[0])
+            before = seen.setdefault(
+                (spec.unit, spec.fqn, spec.group, spec.reshard == AGAIN), region.nodes[0]
+            )
             if before is not region.nodes[0]:
                 yield region.nodes[0], f"{spec.fqn} is gathered here and at %{before.name}"
 
@@ -403,10 +409,38 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
     awaited by then.
     """
     position = order(gm.graph)
-    for step in find(gm.graph, STEP):
+    for step in find(gm.graph, STEP, UPDATE):
         flat: Any = step.args[1]
         if last_read(flat, position) > position[step]:
             yield step, f"%{step.name} writes %{flat.name}, which is still to be read"
+
+
+def updated_once(gm: GraphModule, plan: Plan) -> Violations:
+    """In the graph of a whole step, every flat gradient that is reduced goes to exactly one
+    update_, of its own buffer and parameters, and all are scaled by the same factor or none is.
+    """
+    updates: dict[tuple[object, object, str], list[Node]] = {}
+    factors: dict[object, Node] = {}
+    for update in find(gm.graph, UPDATE):
+        grad, flat, offsets, _ = cast("tuple[Any, ...]", update.args)
+        factor = None
+        if grad.target is torch.ops.aten.mul.Tensor:
+            grad, factor = grad.args
+            if factor.target is comm.CONVERT:
+                factor = factor.args[0]
+        updates.setdefault((grad, flat, str(offsets)), []).append(update)
+        factors.setdefault(factor, update)
+    marks = {(m.args[0], m.args[1], str(m.args[2])): m for m in find(gm.graph, MARK_GRADS)}
+    for key, found in updates.items():
+        if key not in marks:
+            yield found[0], f"%{found[0].name} updates what is not the gradient of its buffer"
+        elif len(found) > 1:
+            yield found[1], f"%{found[1].name} and %{found[0].name} take the same gradient"
+    for key, mark in marks.items() if updates else ():
+        if key not in updates:
+            yield mark, f"%{mark.name} marks a gradient that no update_ takes"
+    if len(factors) > 1:
+        yield list(factors.values())[1], f"gradients are scaled by {list(factors)}"
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
@@ -445,15 +479,11 @@ def _limit(gm: GraphModule, plan: Plan, kind: str, regions: list[Region]) -> tup
             return inf, reduction_room(regions, plan.reduction_bytes)
         by_default = DISTANCES["reduces_in_flight"] if distance is None else distance
         return max([1, *(ceil(number or by_default) for number in asked)]), inf
-    name, lists = (
-        ("backward_prefetch", "backward_after")
-        if is_backward(gm.graph)
-        else ("prefetch", "forward_after")
-    )
-    if any(getattr(r.spec, lists) for r in regions):
+    sides = {r.is_in_backward for r in regions}
+    if any(r.spec.backward_after if r.is_in_backward else r.spec.forward_after for r in regions):
         return inf, inf
-    distance = plan.distance(name)
-    return (AHEAD if distance is None else floor(distance)) + 1, inf
+    distances = [plan.distance("backward_prefetch" if side else "prefetch") for side in sides]
+    return max((AHEAD if d is None else floor(d) for d in distances), default=0) + 1, inf
 
 
 def bounded_left(gm: GraphModule, plan: Plan) -> Violations:
@@ -526,6 +556,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     nothing_gathered_saved,
     reduced_once,
     gradients_marked,
+    updated_once,
     stepped_last,
     bounded_in_flight,
     bounded_left,

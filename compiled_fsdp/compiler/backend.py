@@ -10,6 +10,7 @@ Private torch used here (tried on 2.13): `torch._dynamo.backends.common.aot_auto
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from compiled_fsdp.wire.ranges import title
 
 from .driver import run_half, run_joint
 from .inductor import install_passes
-from .partition import partition
+from .partition import StepPartitioner, partition
+from .stitch import WholeStep, stitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,18 +89,27 @@ class Named(Interpreter):
             return super().run_node(n)
 
 
+def _partition_step(
+    step: WholeStep, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
+) -> tuple[GraphModule, GraphModule]:
+    halves = _partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    return stitch(*halves, num_fwd_outputs, step, current_plan(), is_fused=False)
+
+
 def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
     return _compile_half(run_joint(gm), inputs)
 
 
 @register_backend(name="compiled_fsdp_eager")
 def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-    """All passes, no Inductor."""
+    """All passes, no Inductor; of a whole step with the options that `compile_step` gives."""
+    step = WholeStep.of(options)
+    options.pop("options", None)
     compile_graph = aot_autograd(
         fw_compiler=_compile_half,
         bw_compiler=_compile_half,
         inference_compiler=_compile_inference,
-        partition_fn=_partition,
+        partition_fn=_partition if step is None else partial(_partition_step, step),
         keep_inference_input_mutations=True,
     )
     return compile_graph(gm, inputs, **options)
@@ -110,4 +121,8 @@ def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -
     from torch._inductor.compile_fx import compile_fx
 
     install_passes()
+    step = WholeStep.of(options)
+    if step is not None:
+        del options["options"]
+        options["config_patches"] = {"custom_partitioner_fn": StepPartitioner(step)}
     return compile_fx(gm, inputs, **options)

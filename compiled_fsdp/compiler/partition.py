@@ -25,12 +25,16 @@ from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
 
+from .stitch import stitch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.fx import GraphModule
 
     from compiled_fsdp.planning.plan import Plan
+
+    from .stitch import WholeStep
 
     Halves = tuple[GraphModule, GraphModule]
 
@@ -60,6 +64,22 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Part of the key of every compiled graph; those of ours have the plan in theirs."""
         return f"compiled_fsdp partition {current_plan().recompute}"
+
+
+class StepPartitioner(Partitioner):
+    """The same for a whole step: the halves, stitched together."""
+
+    def __init__(self, step: WholeStep) -> None:
+        self.step = step
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
+        """Split and stitch."""
+        halves = super().__call__(gm, joint_inputs, **options)
+        return stitch(*halves, options["num_fwd_outputs"], self.step, current_plan(), is_fused=True)
+
+    def uuid(self) -> Any:
+        """Part of the key of every compiled graph."""
+        return f"{super().uuid()} {self.step}"
 
 
 def install_partitioner() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir.collectives import group_of
-from compiled_fsdp.ir.graph import is_backward
+from compiled_fsdp.ir.graph import phase_of
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
@@ -70,7 +70,7 @@ class Bucket:
 class GraphRecord:
     """A graph after all passes.
 
-    kind: "forward" or "backward".
+    kind: "forward", "backward" or "step".
     is_fused: whether Inductor compiles it.
     gathers, reductions: those that it starts.
     retained: units whose gradients it keeps for a later backward, unreduced.
@@ -138,7 +138,7 @@ class GraphRecord:
             repeats = find_repeats(graph)
             inline = repeats.why_none
         return cls(
-            kind="backward" if is_backward(graph) else "forward",
+            kind=phase_of(graph),
             is_fused=is_fused,
             num_nodes=len(graph.nodes),
             gathers=[Bucket.of(r) for r in regions["gather"] if r.starts],

@@ -112,7 +112,7 @@ class GraphSettings(Settings):
 
 
 class Head(TypedDict):
-    """The head of a record. kind: "forward" or "backward"; executor: which of `EXECUTORS` runs."""
+    """The head of a record. kind: "forward", "backward" or "step"; executor: which of `EXECUTORS` runs."""
 
     format: int
     kind: str

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import group_of
-from compiled_fsdp.ir.graph import is_backward, starts
+from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
 from compiled_fsdp.ir.repeats import called_by
 from compiled_fsdp.planning.memory import profile
@@ -96,7 +96,7 @@ def write_records(graph: Graph, path: Path, is_fused: bool) -> None:
     """Write what is expected of a finished graph, for programs, into its folder."""
     head: Head = {
         "format": layout.FORMAT,
-        "kind": "backward" if is_backward(graph) else "forward",
+        "kind": phase_of(graph),
         "executor": "fused" if is_fused else "plain",
     }
     for name, record in (

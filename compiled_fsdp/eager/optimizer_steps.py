@@ -55,6 +55,16 @@ def after(call: OnStep) -> None:
         _after.append(call)
 
 
+def begun(optimizer: Optimizer) -> None:
+    """A step of an optimizer begins that its own hooks do not see."""
+    _call(_before, optimizer)
+
+
+def ended(optimizer: Optimizer) -> None:
+    """It has ended."""
+    _call(_after, optimizer)
+
+
 def catch_up() -> None:
     """Make the calls for compiled steps since the last time; several steps of an optimizer count as
     one.

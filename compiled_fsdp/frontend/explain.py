@@ -103,7 +103,7 @@ def _has_trained(unit: Unit, options: Options, name: str, runs: list[Ran]) -> bo
     since = options.asked[name].moment
     eager = unit.options.consumed.get("mp_policy.reduce_dtype", {})
     graphs = [
-        run.last for run, record in runs if record.kind == "backward" and unit.key in record.units
+        run.last for run, record in runs if record.kind != "forward" and unit.key in record.units
     ]
     return max([*eager.values(), *graphs], default=0) > since
 

@@ -34,6 +34,8 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
 from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
+from .parts import ONE_BY_ONE as ONE_BY_ONE
+from .parts import check_one_by_one, step_part
 from .state import states_below
 
 if TYPE_CHECKING:
@@ -48,21 +50,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
-
-# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts
-# of a step make up the whole.
-ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.SGD,
-)
 
 
 def overlap_optimizer(
@@ -135,12 +122,7 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
         )
     if hasattr(optimizer, "_fsdp_overlap"):
         raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")
-    if type(optimizer) not in ONE_BY_ONE:
-        raise TypeError(
-            f"overlap_optimizer: {type(optimizer).__module__}.{name} is not an optimizer whose "
-            f"step can be taken unit by unit; known are {[kind.__name__ for kind in ONE_BY_ONE]} "
-            "of torch.optim, not subclasses. Leave out overlap_optimizer"
-        )
+    check_one_by_one(optimizer, "overlap_optimizer")
     if "step" in vars(optimizer):
         raise RuntimeError(
             f"overlap_optimizer: step of this {name} was replaced already, as a learning rate "
@@ -210,10 +192,6 @@ class Overlap:
         self._backward = -1
         self._said: set[str] = set()
         self._held_now: dict[FlatBuffer | None, set[int]] = {}
-        step: Any = base.step
-        self._plain_step: Callable[[optim.Optimizer], None] = (
-            step.__wrapped__ if getattr(step, "hooked", False) else step
-        )
         self._base = base
 
     def note(self, gather: Gather) -> None:
@@ -243,7 +221,7 @@ class Overlap:
         ahead = self._first_gathers(held)
         waiting = self._sorted(remaining)
         for part in list(waiting):
-            self._step_part(optimizer, remaining[part])
+            step_part(optimizer, self._base, remaining[part])
             waiting.remove(part)
             while ahead and not any(flat in waiting for flat in ahead[0].flats):
                 ahead.pop(0).start()
@@ -282,7 +260,7 @@ class Overlap:
         for param in params:
             for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(param.sharded)
-        self._step_part(optimizer, {id(p.sharded) for p in params})
+        step_part(optimizer, self._base, {id(p.sharded) for p in params})
         for param in params:
             stepped = SteppedGrad(param.fqn).make_grad(param.sharded)  # type: ignore[arg-type]
             param.sharded.grad = stepped
@@ -402,19 +380,6 @@ class Overlap:
                 break
             found.append(gather)
         return found
-
-    def _step_part(self, optimizer: optim.Optimizer, params: set[int]) -> None:
-        """The optimizer's own step, for some parameters: on a stand-in that shares its state,
-        settings and hyperparameters.
-        """
-        groups = []
-        for group in optimizer.param_groups:
-            part: list[Tensor] = [p for p in group["params"] if id(p) in params]
-            if part:
-                groups.append({**group, "params": part})
-        stand_in = object.__new__(self._base)
-        stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
-        self._plain_step(stand_in)
 
 
 def _trained(flat: FlatBuffer) -> set[int]:

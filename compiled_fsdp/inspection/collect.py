@@ -73,7 +73,7 @@ def has_trained(units: Sequence[Unit]) -> bool:
     """Returns whether a backward has come to one of these units, in a graph or eagerly."""
     keys = {unit.key for unit in units}
     return any(unit.options.consumers("mp_policy.reduce_dtype") for unit in units) or any(
-        record.kind == "backward" and not keys.isdisjoint(record.units)
+        record.kind != "forward" and not keys.isdisjoint(record.units)
         for record in (GraphRecord.parse(run.record) for run in all_runs())
     )
 

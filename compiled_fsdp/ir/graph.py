@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS
-from .schema import traits_of
+from .schema import UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -216,9 +216,18 @@ def is_backward(graph: Graph) -> bool:
     return any(n.name.startswith("tangents") for n in placeholders(graph))
 
 
+def is_step(graph: Graph) -> bool:
+    """Whether this is the graph of a whole training step: it updates parameters, and is the
+    backward half of nothing.
+    """
+    return bool(find(graph, UPDATE)) and not is_backward(graph)
+
+
 def phase_of(graph: Graph) -> str:
-    """Forward or backward, by the inputs."""
-    return "backward" if is_backward(graph) else "forward"
+    """Backward, by the inputs; a whole step, by its updates; or forward."""
+    if is_backward(graph):
+        return "backward"
+    return "step" if is_step(graph) else "forward"
 
 
 def begin(graph: Graph, like: Node, op: Callable[..., Any], *args: Any) -> None:

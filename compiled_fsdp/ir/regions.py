@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from . import meta
 from .collectives import STARTS, WAIT
-from .graph import value
+from .graph import is_backward, value
+from .spec import AGAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,6 +34,13 @@ class Region:
     def spec(self) -> ParamSpec:
         """The spec of the only parameter, or of the first."""
         return self.tag.specs[0]
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this is for backward: in a backward graph, or gathered again in that of a whole
+        step.
+        """
+        return self.spec.reshard == AGAIN or is_backward(self.nodes[0].graph)
 
     @property
     def source(self) -> Node:

@@ -14,6 +14,7 @@ them.
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
+| `update_(flat_grad, flat, offsets, step)` | the optimizer of a whole step updates these parameters, and drops their gradient |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
@@ -80,6 +81,7 @@ SCHEMAS = (
     "Tensor",
     f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
+    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
     "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
@@ -156,6 +158,7 @@ OURS = {
     "custom_reduce_scatter":  "0  -      reduce_scatter bandwidth -      no  no  -       no  yes",
     "reduce_later_":          "3  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
+    "update_":                "0  -      -              kernel    -      no  no  program no  yes",
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
     "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
     "copy_columns":           "0  -      -              copy      -      no  no  -       no  no",
@@ -230,6 +233,7 @@ CUSTOM_ALL_GATHER = fsdp.custom_all_gather.default
 CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
 STEP = fsdp.step_.default
+UPDATE = fsdp.update_.default
 GATHER_AHEAD = fsdp.gather_ahead.default
 FLATTEN_GRAD = fsdp.flatten_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default

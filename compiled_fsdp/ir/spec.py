@@ -27,6 +27,7 @@ OWN_MESSAGE = 1 << 18
 
 MEAN = "mean:"  # before a hook's key
 IN_BACKWARD = "backward"  # `ParamSpec.overlap`
+AGAIN = "again"  # `ParamSpec.reshard`
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an
 # op's arguments.
@@ -92,7 +93,8 @@ class ParamSpec:
     gather_algorithm: "" (all-gather) or "custom:KEY".
     reduce_group: the group of the reduction over the shard axis; the same ranks.
     reshard: "gather" (drop after forward, gather again in backward), "keep" (no second gather), or
-        "slice" (keep a 1/post_size slice and gather that over `post_group`).
+        "slice" (keep a 1/post_size slice and gather that over `post_group`); AGAIN: this is the
+        second gather, in the graph of a whole step, which has both.
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see
     `Reduction`. overlap: "step": the optimizer's step may overlap with the last reductions and the
     first gathers; IN_BACKWARD: backward itself

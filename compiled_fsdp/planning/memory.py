@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.ir.graph import is_backward
+from compiled_fsdp.ir.graph import phase_of
 
 from .halves import boundary_of, lifetimes_after, saved_inputs
 from .lifetimes import Curve, Lifetimes
@@ -105,7 +105,7 @@ def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> Mem
                 Alive(storage.kind_at(curve.where, position), storage.owner, storage.num_bytes)
             )
     alive.sort(key=lambda a: -a.num_bytes)
-    title = "backward" if is_backward(lifetimes.graph) else "forward"
+    title = phase_of(lifetimes.graph)
     return MemoryProfile(title, nodes, curve, lifetimes.at_rest, tuple(alive))
 
 

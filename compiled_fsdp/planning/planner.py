@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import is_backward, is_matmul
+from compiled_fsdp.ir.graph import is_matmul, phase_of
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 
@@ -106,7 +106,7 @@ class Timeline:
 def predict(graph: Graph, costs: Costs) -> Timeline:
     """Returns what a finished graph is expected to take."""
     line = simulate(program(graph, costs))
-    line.title = "backward" if is_backward(graph) else "forward"
+    line.title = phase_of(graph)
     return line
 
 

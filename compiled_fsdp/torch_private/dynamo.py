@@ -11,7 +11,7 @@ import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.exc import RestartAnalysis, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -241,3 +241,19 @@ def recompiles() -> list[tuple[str, str]]:
         for reason in reasons:
             found[f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})", str(reason)] = None
     return list(found)
+
+
+def error_of_backend(error: Exception) -> BaseException | None:
+    """What a backend has raised, inside of what Dynamo makes of it; None of another error. Tried on
+    2.13.
+    """
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else None
+
+
+def why_no_graph(error: Exception) -> str:
+    """Why Dynamo could not make one graph of a function, with `fullgraph=True`; "" of another
+    error. Tried on 2.13.
+    """
+    if not isinstance(error, Unsupported):
+        return ""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "unknown")

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from .gathers import Gather
 
+    OnReduced = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], object]
+
 _unit_numbers = itertools.count()
 
 # Originals that were cut -> (unit, sharded parameter). An entry lives as long as something still
@@ -93,6 +95,8 @@ class Unit:
         # Called with gradients that a backward has reduced, before anybody sees them: whether they
         # were used up.
         self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
+        # Called with gradients that the graph of a whole step has reduced, by the step's name.
+        self.on_update: dict[str, OnReduced] = {}
         # Called when a backward keeps gradients of a buffer for a later one.
         self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
         # Called when a module of another unit holds one of its parameters too.

@@ -77,6 +77,9 @@ class Owner(unused_outputs.Buffer, Protocol):
         or kept for the optimizer.
         """
 
+    def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
+        """Reduced gradients of these, for the optimizer of the whole step of this name."""
+
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
 
@@ -274,6 +277,11 @@ def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: 
 def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
     if owner := _reached(flat, "step_"):
         owner.step(flat_grad, offsets)
+
+
+@_kernel("update_")
+def _update(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int], step: str) -> None:
+    owner_of(flat, "update_").update(flat_grad, offsets, step)
 
 
 @_kernel("gather_ahead")

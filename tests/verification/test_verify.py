@@ -32,9 +32,10 @@ from compiled_fsdp.ir.schema import (
     MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
+    UPDATE,
     WATCH_HEADS,
 )
-from compiled_fsdp.ir.spec import IN_BACKWARD
+from compiled_fsdp.ir.spec import AGAIN, IN_BACKWARD
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.invariant import GraphInvariantError
 
@@ -186,7 +187,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             lower(hand.returns(*twice), PLAN),
             """\
 after the pipeline: w is gathered here and at %all_gather_into_tensor_default.
-Invariant: Every parameter is gathered at most once over a group in a graph.
+Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once more for backward.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
    %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
@@ -216,7 +217,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(),
             """\
 after the pipeline: w is gathered here and at %cat_default.
-Invariant: Every parameter is gathered at most once over a group in a graph.
+Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once more for backward.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %trained: f32[4]
    %frozen: f32[4]
@@ -395,6 +396,71 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             "Invariant: No flat buffer is read after the optimizer has stepped it, nor by a "
             "collective that is not awaited by then.",
         )
+
+    def step(self, scaled: tuple[int, ...] = (), taken: tuple[int, ...] = (0, 1)) -> GraphModule:
+        """The graph of a whole step of two units, whose gradients of these numbers are scaled, and
+        go to these buffers; lowered.
+        """
+        hand = Hand()
+        x = hand.input("x", 4)
+        flats = [hand.input(f"flat{i}", 2) for i in range(2)]
+        grads = []
+        for i, flat in enumerate(flats):
+            (spec,) = unit(f"u{i}", {f"w{i}": (4,)})
+            x = hand.add(x, hand.unshard(flat, spec))
+            grads.append(hand.reduce_grad(x, flat, spec))
+        factor = hand(aten.sum.default, x)
+        for i in scaled:
+            grads[i] = hand(aten.mul.Tensor, grads[i], factor)
+        for i, to in enumerate(taken):
+            hand(UPDATE, grads[i], flats[to], [0], "step0")
+        return lower(hand.returns(x), PLAN)
+
+    def test_updated_once(self):
+        """No update, two of one gradient, one of another buffer, one without the factor."""
+        check(self.step(), PLAN, "the pipeline")
+        check(self.step(scaled=(0, 1)), PLAN, "the pipeline")
+        rule = (
+            "\nInvariant: In the graph of a whole step, every flat gradient that is reduced goes to "
+            "exactly one update_, of its own buffer and parameters, and all are scaled by the same "
+            "factor or none is."
+        )
+        graphs = {
+            "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
+            "%update__default_1 updates what is not the gradient of its buffer": self.step(
+                taken=(0, 0)
+            ),
+            "gradients are scaled by [sum_default, None]": self.step(scaled=(0,)),
+            "%update__default_2 and %update__default take the same gradient": self.step(),
+        }
+        twice = next(reversed(graphs.values())).graph
+        first = find(twice, UPDATE)[0]
+        Builder(output(twice), first)(UPDATE, *first.args)
+        for detail, gm in graphs.items():
+            self.assertEqual(self.broken_detail(gm), f"after the pipeline: {detail}.{rule}")
+
+    def test_stepped_last_in_a_whole_step(self):
+        """A gather of the next step's forward, started before the update that it should follow."""
+        gm = self.step()
+        update, (gather, _) = find(gm.graph, UPDATE)[0], find(gm.graph, ALL_GATHER)
+        stale = Builder(output(gm.graph), update)(aten.neg.default, gather.all_input_nodes[0])
+        self.assertIn(
+            "%update__default writes %flat0, which is still to be read", self.broken_detail(gm)
+        )
+        gm.graph.erase_node(stale)
+        check(gm, PLAN, "the pipeline")
+
+    def test_gathered_again(self):
+        """Backward gathers what forward has gathered; a third gather breaks the rule."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4,)})
+        flat = hand.input("flat", 2)
+        again = replace(spec, reshard=AGAIN)
+        gathered = [hand.unshard(flat, s) for s in (spec, again)]
+        check(lower(hand.returns(*map(hand.compute, gathered)), PLAN), PLAN, "the pipeline")
+        gathered = [hand.unshard(flat, s) for s in (spec, again, again)]
+        gm = lower(hand.returns(*map(hand.compute, gathered)), PLAN)
+        self.assertIn("w is gathered here and at", self.broken_detail(gm))
 
     def test_meaning_of_what_is_left(self):
         """The unit completes what was captured; with other offsets it would not."""

@@ -1,0 +1,104 @@
+"""Clipping by the global norm of all gradients, as nodes of the graph of a whole step: what
+`torch.nn.utils.clip_grad_norm_` computes, op by op.
+
+    %n = cat([vector_norm(%g0), vector_norm(%g1), ...])              # of this rank's shards
+    %s = wait(all_reduce(pow(%n, 2), "sum"))
+    %t = vector_norm(pow(%s, 0.5))                                   # the global norm
+    %c = minimum(mul(reciprocal(add(%t, 1e-6)), clip), 1)
+    %g = mul(%flat_grad, %c)                                         # of each flat gradient
+
+A shard is read with the zeros that fill it up, so that the graph is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.graph import value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import Node
+
+    from compiled_fsdp.ir.graph import Builder
+    from compiled_fsdp.ir.spec import ParamSpec
+
+aten = torch.ops.aten
+EPSILON = 1e-6  # clip_grad_norm_'s
+
+
+class FlatGrad(NamedTuple):
+    """A reduced flat gradient in a graph, its flat buffer, and the parameters that it is of."""
+
+    node: Node
+    flat: Node
+    specs: list[ParamSpec]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where they begin."""
+        return [spec.offset for spec in self.specs]
+
+
+def clipped(
+    run: Builder,
+    grads: Sequence[FlatGrad],
+    max_norm: float,
+    order: Sequence[str],
+    *,
+    is_fused: bool,
+) -> list[Node]:
+    """The gradients times one coefficient, which keeps their global norm from exceeding
+    `max_norm`.
+
+    order: the names of the parameters, in which their norms are put together.
+    is_fused: in ops that a compiler makes kernels of, where some of torch's no longer are.
+    """
+    norm = _fused_norm if is_fused else _norm
+    place = {name: i for i, name in enumerate(order)}
+    shards = [(place[spec.fqn], grad.node, spec) for grad in grads for spec in grad.specs]
+    norms: dict[tuple[str, int], list[Node]] = {}
+    for _, node, spec in sorted(shards, key=lambda shard: shard[0]):
+        shard = run(aten.slice.Tensor, node, 0, spec.offset, spec.offset + spec.shard_numel)
+        norms.setdefault((spec.group, spec.group_size), []).append(norm(run, shard))
+    found = []
+    for (group, group_size), local in norms.items():
+        shards_of = _stacked(run, local)
+        if group_size > 1:
+            squares = run(aten.pow.Tensor_Scalar, shards_of, 2)
+            summed = run(comm.WAIT, run(comm.ALL_REDUCE, squares, "sum", group))
+            shards_of = run(aten.pow.Tensor_Scalar, summed, 0.5)
+        found.append(norm(run, shards_of))
+    total = found[0] if len(found) == 1 else norm(run, _stacked(run, found))
+    inverse = run(aten.reciprocal.default, run(aten.add.Tensor, total, EPSILON))
+    factor = run(aten.mul.Tensor, inverse, max_norm)
+    val = value(factor)
+    one = run(aten.full.default, [], 1.0, dtype=val.dtype, device=val.device, pin_memory=False)
+    factor = run(aten.minimum.default, factor, one)
+    scaled = []
+    for grad in grads:
+        dtype, own = value(grad.node).dtype, factor
+        if value(factor).dtype != dtype:
+            own = run(comm.CONVERT, factor, dtype)
+        scaled.append(run(aten.mul.Tensor, grad.node, own))
+    return scaled
+
+
+def _norm(run: Builder, x: Node) -> Node:
+    result: Node = run(aten.linalg_vector_norm.default, x)
+    return result
+
+
+def _fused_norm(run: Builder, x: Node) -> Node:
+    squares = run(aten.sum.default, run(aten.mul.Tensor, x, x))
+    result: Node = run(aten.sqrt.default, squares)
+    return result
+
+
+def _stacked(run: Builder, norms: Sequence[Node]) -> Node:
+    result: Node = run(aten.cat.default, [run(aten.reshape.default, n, [1]) for n in norms])
+    return result

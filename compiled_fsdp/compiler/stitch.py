@@ -1,0 +1,235 @@
+"""The graph of a whole training step: a forward and its backward in one, with the optimizer behind
+them.
+
+A joint graph is split as ever, so that the passes before it and torch's partitioner decide what is
+computed and gathered again. Then what forward saves becomes a value inside of one graph, the
+gradient of the loss is 1, and each flat gradient goes to an `update_` instead of to autograd. What
+is left for autograd is a backward without a node, which nobody runs.
+
+Where forward turns into backward, dropping parameters and gathering them again at once would gain
+nothing: backward reads what forward has gathered last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from compiled_fsdp.ir.graph import Builder, find, output, placeholders, sum_leaves, value
+from compiled_fsdp.ir.meta import returned, set_returned
+from compiled_fsdp.ir.schema import (
+    REDUCE_GRAD,
+    UNSHARD,
+    UNSHARD_SLICE,
+    UPDATE,
+    param_spec,
+    set_param_spec,
+)
+from compiled_fsdp.ir.spec import AGAIN
+
+from .clip import FlatGrad, clipped
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from compiled_fsdp.ir.spec import ParamSpec
+    from compiled_fsdp.planning.plan import Plan
+
+    Halves = tuple[GraphModule, GraphModule]
+
+INSTEAD = "Write the loop instead: loss.backward(), optimizer.step(), optimizer.zero_grad()"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """What `compile_step` wants of a graph.
+
+    name: by which `update_` finds the optimizer.
+    clip: the largest global norm of the gradients; None: they are not clipped.
+    order: the names of all parameters, in the order in which their norms are put together.
+    """
+
+    name: str
+    clip: float | None = None
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
+        """From the options of a backend; None if they are not about a whole step."""
+        wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
+        return None if wanted is None else cls(**wanted)
+
+
+def stitch(
+    forward: GraphModule,
+    backward: GraphModule,
+    num_outputs: int,
+    step: WholeStep,
+    plan: Plan,
+    *,
+    is_fused: bool,
+) -> Halves:
+    """One graph of both halves, and a backward without a node.
+
+    num_outputs: of the values that forward returns, how many are not for backward.
+    plan: how large a bucket may be.
+    is_fused: as for `driver.run_half`.
+
+    Raises:
+        NotImplementedError: a half has what the graph of a whole step cannot have; the text says
+            what, and what to write instead.
+    """
+    graph, end = forward.graph, output(forward.graph)
+    pairs = returned(end)
+    into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]])
+    set_returned(end, pairs[:num_outputs])
+    kept = _gathered_last(graph, plan)
+    into[_tangent(backward.graph)] = _one(_tangent(backward.graph), end)
+    for node in backward.graph.nodes:
+        if node.op == "get_attr":
+            name = f"backward_{node.target}".replace(".", "_")
+            setattr(forward, name, getattr(backward, node.target))
+            with graph.inserting_before(end):
+                into[node] = graph.get_attr(name)
+            into[node].meta = dict(node.meta)
+        elif node.target is UNSHARD and (into[node.args[0]], param_spec(node)) in kept:
+            into[node] = kept[into[node.args[0]], param_spec(node)]
+        elif node.op not in ("placeholder", "output"):
+            with graph.inserting_before(end):
+                into[node] = graph.node_copy(node, into.__getitem__)
+            _gather_again(into[node])
+    for node in find(graph, UNSHARD, REDUCE_GRAD, UNSHARD_SLICE):
+        set_param_spec(node, replace(param_spec(node), overlap=""))
+    grads = [
+        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
+    ]
+    if not grads:
+        raise NotImplementedError(
+            "compile_step: backward yields no gradient of any parameter of the model's units, so "
+            "there is nothing to update. Compute the loss from the sharded model's output"
+        )
+    updated = [grad.node for grad in grads]
+    if step.clip is not None:
+        updated = clipped(
+            Builder(end, grads[-1].node), grads, step.clip, step.order, is_fused=is_fused
+        )
+    for node, grad in zip(updated, grads, strict=True):
+        Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name)
+    nothing = _without_nodes(backward)
+    graph.lint()
+    forward.recompile()
+    return forward, nothing
+
+
+def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
+    """What each input of backward is in forward: first the symbols, then the tensors, each in
+    order.
+    """
+    taken = [p for p in placeholders(backward) if not p.name.startswith("tangents")]
+    given = [n for n in saved if n is not None and _is_symbol(n)]
+    given += [n for n in saved if n is not None and not _is_symbol(n)]
+    if len(taken) != len(given) or any(_type(a) != _type(b) for a, b in zip(taken, given)):  # noqa: B905
+        raise NotImplementedError(
+            f"compile_step: backward takes {[p.name for p in taken]}, which are not what forward "
+            f"saves, {[n.name for n in given]}: states of random generators, as when dropout is "
+            f"computed again on a GPU, are not supported in the graph of a whole step. {INSTEAD}"
+        )
+    return dict(zip(taken, given, strict=True))
+
+
+def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec], Node]:
+    """The parameters that are to be gathered again of the last unit that forward gathers, and of
+    those before it that fit into a bucket with it: by flat buffer and settings.
+    """
+    units: dict[str, list[Node]] = {}
+    for node in find(forward, UNSHARD):
+        if param_spec(node).reshard == "gather" and param_spec(node).group_size > 1:
+            units.setdefault(param_spec(node).unit, []).append(node)
+    kept: list[Node] = []
+    for nodes in reversed(units.values()):
+        together = [*kept, *nodes]
+        limit = plan.bucket_limit(param_spec(nodes[0]).group)
+        if kept and sum(param_spec(n).full_bytes() for n in together) > limit:
+            break
+        kept = together
+    return {(node.args[0], param_spec(node)): node for node in kept}
+
+
+def _is_symbol(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _type(node: Node) -> str:
+    val = node.meta.get("val")
+    return f"{val.dtype}{list(val.shape)}" if isinstance(val, torch.Tensor) else type(val).__name__
+
+
+def _tangent(backward: Graph) -> Node:
+    """The gradient of the loss.
+
+    Raises:
+        NotImplementedError: there are others.
+    """
+    found = [p for p in placeholders(backward) if p.name.startswith("tangents")]
+    if len(found) != 1 or value(found[0]).numel() != 1:
+        shapes = [list(value(p).shape) for p in found]
+        raise NotImplementedError(
+            f"compile_step: values of the shapes {shapes} require a gradient behind loss_fn; it "
+            "should be one, the loss, of one element. Let loss_fn return the loss alone, and write "
+            "to no input or buffer what requires a gradient"
+        )
+    return found[0]
+
+
+def _one(tangent: Node, end: Node) -> Node:
+    """What `loss.backward()` begins with."""
+    val = value(tangent)
+    made = Builder(end, tangent)(
+        torch.ops.aten.full.default,
+        list(val.shape),
+        1.0,
+        dtype=val.dtype,
+        device=val.device,
+        pin_memory=False,
+    )
+    return made
+
+
+def _gather_again(node: Node) -> None:
+    """What backward gathers, forward has gathered before."""
+    if node.target in (UNSHARD, UNSHARD_SLICE):
+        set_param_spec(node, replace(param_spec(node), reshard=AGAIN))
+
+
+def _flat_grad(root: Node, kind: object) -> FlatGrad:
+    """A gradient that backward returns, as the flat gradient that it has to be."""
+    terms = sum_leaves(root)
+    if any(term.target is not REDUCE_GRAD for term in terms):
+        raise NotImplementedError(
+            f"compile_step: backward yields a gradient of shape {list(value(root).shape)} that is "
+            f"of no sharded parameter ({kind}): an input that requires a gradient, or a parameter "
+            "that fully_shard was told to ignore. Shard all parameters, detach the inputs, or "
+            f"leave compile_step out. {INSTEAD}"
+        )
+    specs = [param_spec(term) for term in terms]
+    for spec in specs:
+        if spec.sync != "reduce" or spec.is_accumulating:
+            raise NotImplementedError(
+                f"compile_step: gradients of {spec.fqn} are not reduced in every backward "
+                "(set_requires_gradient_sync, set_requires_all_reduce, or a pipeline schedule), "
+                f"and a step without gradients updates nothing. {INSTEAD}"
+            )
+    flat: Any = terms[0].args[1]
+    return FlatGrad(root, flat, specs)
+
+
+def _without_nodes(backward: GraphModule) -> GraphModule:
+    """A backward of the same outputs, all of them None."""
+    graph, end = Graph(), output(backward.graph)
+    graph.node_copy(_tangent(backward.graph))
+    made = graph.output(tuple(None for _ in returned(end)))
+    made.meta = dict(end.meta)
+    return GraphModule(torch.nn.Module(), graph)

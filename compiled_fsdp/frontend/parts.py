@@ -1,0 +1,55 @@
+"""An optimizer's step, taken for some of its parameters at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import optim
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Each parameter's step depends on that parameter alone, and all state is the parameter's: so parts
+# of a step make up the whole.
+ONE_BY_ONE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+)
+
+
+def check_one_by_one(optimizer: optim.Optimizer, doing: str) -> None:
+    """Check that parts of this optimizer's step make up the whole.
+
+    Raises:
+        TypeError: it is of another class than those of which that is known.
+    """
+    if type(optimizer) not in ONE_BY_ONE:
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{doing}: {type(optimizer).__module__}.{name} is not an optimizer whose "
+            f"step can be taken unit by unit; known are {[kind.__name__ for kind in ONE_BY_ONE]} "
+            f"of torch.optim, not subclasses. Leave out {doing}"
+        )
+
+
+def step_part(optimizer: optim.Optimizer, base: type[optim.Optimizer], params: set[int]) -> None:
+    """The optimizer's own step, as `base` has it and without hooks, for the parameters of these
+    identities: on a stand-in that shares its state, settings and hyperparameters.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        part: list[Tensor] = [p for p in group["params"] if id(p) in params]
+        if part:
+            groups.append({**group, "params": part})
+    stand_in = object.__new__(base)
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
+    step: Any = base.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)

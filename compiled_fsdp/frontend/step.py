@@ -1,0 +1,293 @@
+"""`compile_step`: a whole training step as one graph.
+
+Forward, loss, backward, reductions, clipping and the optimizer's update are nodes of one graph,
+which the passes schedule and `verify` checks as a whole (`compiler/stitch.py`). The update is the
+user's own optimizer, stepped for the parameters of a unit where the unit's gradients are there:
+learning rates, schedules and state dicts are its own, and no recompile follows from them.
+
+Private torch used here (tried on 2.13): what optimizers and learning rate schedulers leave on each
+other, and the hooks of tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from compiled_fsdp.eager import optimizer_steps
+from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
+
+from .parts import check_one_by_one, step_part
+from .warmup import sharded_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from compiled_fsdp.units.flat import FlatBuffer
+    from compiled_fsdp.units.param import ShardedParam
+    from compiled_fsdp.units.unit import Unit
+
+BACKENDS = ("compiled_fsdp", "compiled_fsdp_eager")
+LOOP = (
+    "Write the loop instead: loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()"
+)
+
+_numbers = itertools.count()
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    clip: float | None = None,
+    accumulate: int = 1,
+    scaler: object = None,
+    backend: str = "compiled_fsdp",
+    dynamic: bool | None = None,
+) -> Step:
+    """Compile a whole training step: `loss = step(*batch)` does what the ordinary loop does, with
+    the same numbers.
+
+    The ordinary loop is
+
+        loss = loss_fn(model, *batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # if there is one
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Call it on every rank, after `fully_shard` and after building the optimizer. The first call
+    compiles. Learning rates may change between steps, by hand or by a scheduler, without a
+    recompile; state dicts and checkpoints are as ever. The model may run outside of it too, for
+    evaluation or in ordinary steps. `.grad` is None afterwards: a gradient is dropped where it is
+    used, which is what makes room for others.
+
+    Args:
+        model: the sharded module, or what `torch.compile` made of it.
+        optimizer: of one of the classes in `parts.ONE_BY_ONE`, over all parameters of the model that
+            are trained, and no others.
+        loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
+            element, and has to be one graph. None: `model(*batch)` is the loss.
+        clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
+            Nothing is updated before all gradients are reduced then.
+        accumulate: micro-batches for each update; only 1 is there yet.
+        scaler: a `GradScaler`; not there yet.
+        backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
+            without Inductor).
+        dynamic: as for `torch.compile`.
+
+    Returns:
+        The step. `step(*batch, **more)` returns the loss, detached.
+
+    Raises:
+        NotImplementedError: what is asked for is not supported in a whole step; from `step(...)`,
+            the loss cannot be captured as one graph, or has gradients that no update takes.
+        TypeError: the model has no sharded module, or the optimizer is of another class.
+        ValueError: an argument is out of its range, or the optimizer's parameters are not those
+            that the model trains.
+        RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
+            would not be called.
+    """
+    units = [state.unit for state in sharded_below(model, "compile_step")]
+    _check_arguments(clip, accumulate, scaler, backend)
+    _check_units(units, optimizer, clip)
+    check_one_by_one(optimizer, "compile_step")
+    return Step(model, units, optimizer, loss_fn, clip, backend, dynamic)
+
+
+def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
+    is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
+    if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
+        raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
+    if accumulate != 1:
+        raise NotImplementedError(
+            f"compile_step: accumulate={accumulate!r}; micro-batches are not supported in the graph "
+            f"of a whole step yet. {LOOP}, with model.set_requires_gradient_sync(False) in all but "
+            "the last"
+        )
+    if scaler is not None:
+        raise NotImplementedError(
+            f"compile_step: scaler={type(scaler).__name__}; scaled gradients are not supported in "
+            "the graph of a whole step yet. Train in bfloat16, or write the loop with "
+            "scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
+
+
+def _check_units(units: list[Unit], optimizer: optim.Optimizer, clip: float | None) -> None:
+    if any(unit.is_flat for unit in units):
+        raise NotImplementedError(
+            "compile_step: flat parameters of FullyShardedDataParallel are not supported yet. Use "
+            f"fully_shard. {LOOP}"
+        )
+    parallel = [p.fqn for unit in units for p in unit.params if p.full is not None]
+    if clip is not None and parallel:
+        raise NotImplementedError(
+            f"compile_step: clip={clip!r}, and parameters are tensor-parallel ({shortened(parallel)}): "
+            f"the norm over a second mesh is not supported yet. Leave clip out, or: {LOOP}"
+        )
+    if hasattr(optimizer, "_fsdp_overlap") or any(unit.settings.overlap for unit in units):
+        raise ValueError(
+            "compile_step: the model has an optimizer that overlaps already (overlap_optimizer). A "
+            "whole step does all of that; call one of the two"
+        )
+
+
+class Step:
+    """A compiled training step, made by `compile_step`.
+
+    name: what its graphs call it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        optimizer: optim.Optimizer,
+        loss_fn: Callable[..., Tensor] | None,
+        clip: float | None,
+        backend: str,
+        dynamic: bool | None,
+    ) -> None:
+        self.name = f"step{next(_numbers)}"
+        self.optimizer = optimizer
+        self._units = units
+        self._updated: dict[FlatBuffer, None] = {}
+        inner = uncompiled(model)
+
+        def whole_step(*batch: Any, **more: Any) -> Tensor:
+            loss: Tensor = (
+                inner(*batch, **more) if loss_fn is None else loss_fn(inner, *batch, **more)
+            )
+            return loss
+
+        wanted = {
+            "name": self.name,
+            "clip": None if clip is None else float(clip),
+            "order": tuple(self._names(inner)),
+        }
+        self._run: Callable[..., Tensor] = torch.compile(
+            _own(whole_step, self.name),
+            backend=backend,
+            fullgraph=True,
+            dynamic=dynamic,
+            options={"whole_step": wanted},  # type: ignore[dict-item]
+        )
+        for unit in units:
+            unit.on_update[self.name] = self._update
+
+    def _names(self, model: nn.Module) -> list[str]:
+        """The names of all sharded parameters, in the order in which the model yields them."""
+        owners = {id(p.sharded): p.fqn for unit in self._units for p in unit.params}
+        return [owners[id(p)] for p in model.parameters() if id(p) in owners]
+
+    @untraced
+    def __call__(self, *batch: Any, **more: Any) -> Tensor:
+        """One training step; returns the loss, detached."""
+        self._check()
+        optimizer_steps.begun(self.optimizer)
+        self._updated.clear()
+        try:
+            with torch.enable_grad():
+                loss = self._run(*batch, **more)
+        except Exception as error:
+            self._explain(error)
+            raise
+        if not self._updated:
+            raise RuntimeError(
+                "compile_step: the loss depends on no parameter that is trained, so nothing was "
+                "updated. Let loss_fn return a loss of the model's output, and train a parameter"
+            )
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
+        optimizer_steps.ended(self.optimizer)
+        return loss.detach()
+
+    def _explain(self, error: Exception) -> None:
+        """Say in our words what Dynamo says; and that a step has ended halfway."""
+        inner = error_of_backend(error)
+        if isinstance(inner, NotImplementedError):
+            raise inner from None
+        if why := why_no_graph(error):
+            raise NotImplementedError(
+                f"compile_step: the model with its loss is not one graph: {why}. Make it one "
+                f"(torch.compile(..., fullgraph=True) of it says where it breaks). {LOOP}"
+            ) from error
+        if self._updated:
+            warn_once(
+                "compile_step: an exception left a step when some units were updated and others "
+                "were not. Load a checkpoint before going on"
+            )
+
+    def _check(self) -> None:
+        """What a graph cannot see, and the loop would have done."""
+        optimizer = self.optimizer
+        name = type(optimizer).__name__
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "compile_step: called in inference mode, where nothing can be trained. Call it outside"
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise RuntimeError(
+                f"compile_step: the {name} has hooks on its step, which is taken inside of a graph, "
+                f"unit by unit. Remove them, or call them around the step. {LOOP}"
+            )
+        own: Any = vars(optimizer).get("step")
+        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+            raise RuntimeError(
+                f"compile_step: step of this {name} was replaced, and a whole step does not call "
+                f"it. Leave it as it is. {LOOP}"
+            )
+        params = [p for unit in self._units for p in unit.params]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p.sharded): p.fqn for p in params if p.sharded.requires_grad and p.owners}
+        if missing := [fqn for key, fqn in trained.items() if key not in held]:
+            raise ValueError(
+                f"compile_step: the {name} does not hold {shortened(missing)}, which the model "
+                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
+            )
+        if strange := len(held - {id(p.sharded) for p in params}):
+            raise ValueError(
+                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
+                f"model's units, which a whole step does not update. {LOOP}"
+            )
+        for p in params:
+            if p.sharded.grad is not None:
+                raise RuntimeError(
+                    f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
+                    "would not add to. Call optimizer.zero_grad() before"
+                )
+            if p.sharded._backward_hooks or p.sharded._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"compile_step: {p.fqn} has hooks on its gradient, which would not be called: "
+                    f"it goes from the reduction to the update. Remove them. {LOOP}"
+                )
+
+    def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
+        flat.settle()
+        self._updated[flat] = None
+        for param in params:
+            param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        try:
+            step_part(self.optimizer, type(self.optimizer), {id(p.sharded) for p in params})
+        finally:
+            for param in params:
+                param.sharded.grad = None
+
+
+def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with a code object of its own, since Dynamo keeps what it compiles there."""
+    made: Any = function
+    code = made.__code__.replace(co_name=name)
+    return FunctionType(code, made.__globals__, name, made.__defaults__, made.__closure__)

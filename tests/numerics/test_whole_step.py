@@ -1,0 +1,341 @@
+"""`compile_step`: a whole training step as one graph, with the numbers of the ordinary loop."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit.compare import check_equal
+from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of
+from kit.models import loss_of
+from kit.overlap import BF16, OPTIMIZERS, Run, oracle_of, start, with_groups
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import compiled_fsdp
+from compiled_fsdp import compile_step, explain, fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kit.pool import Pool
+
+
+def loss_fn(model: Any, *batch: Any) -> Any:
+    return loss_of(model(*batch))
+
+
+def whole(
+    options: Options, optimizer: Any = OPTIMIZERS["adamw"], kind: str = "compiled"
+) -> tuple[Run, Any]:
+    """A model, and its step."""
+    run = start(False, "eager", options, optimizer)
+    backend = BACKENDS[kind].replace("inductor", "compiled_fsdp")
+    return run, compile_step(
+        run.model, run.optimizer, loss_fn, clip=options.max_norm, backend=backend
+    )
+
+
+def looped(run: Run, options: Options) -> list[float]:
+    losses = []
+    for step in range(options.steps):
+        losses.append(run.backward(step))
+        if options.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), options.max_norm)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses
+
+
+def compare(
+    options: Options,
+    optimizer: Any = OPTIMIZERS["adamw"],
+    kind: str = "compiled",
+    oracle: str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Losses, parameters, buffers and the optimizer's state, of the step and of the loop."""
+    loop = start(False, oracle or oracle_of(kind, options), options, optimizer)
+    run, step = whole(options, optimizer, kind)
+    wanted = looped(loop, options)
+    losses = [step(*batch_of(options.model, i)).item() for i in range(options.steps)]
+    assert len(set(wanted)) > 1, "the loop does not learn, so the comparison shows nothing"
+    assert all(p.grad is None for p in run.model.parameters())
+    check_equal(losses, wanted, f"losses, {kind}, {options}", rtol, atol)
+    check_equal(run.state(), loop.state(), f"state, {kind}, {options}", rtol, atol)
+    buffers = [dict(r.model.named_buffers()) for r in (run, loop)]
+    check_equal(*buffers, f"buffers, {kind}, {options}", rtol, atol)
+
+
+def compare_models() -> None:
+    compare(Options("odd", max_norm=0.05), OPTIMIZERS["sgd"])
+    compare(Options("odd", policies=(BF16,)), OPTIMIZERS["adamw_fused"])
+    compare(Options("gpt_of_one_layer", max_norm=0.1), OPTIMIZERS["adamw_foreach"])
+    for model in ("tied", "frozen", "unused", "called_twice", "conv"):
+        compare(Options(model, steps=3))
+
+
+def test_models(two: Pool) -> None:
+    """Bit for bit: uneven shards, mixed precision, clipping, buffers, tied, frozen and unused
+    parameters, units that are called twice.
+    """
+    two.run(compare_models, timeout=SLOW)
+
+
+def compare_meshes() -> None:
+    compare(Options("odd", mesh="hsdp", max_norm=0.05))
+    compare(Options("gpt_of_one_layer", reshard=2, max_norm=0.1))
+
+
+def test_meshes(four: Pool) -> None:
+    four.run(compare_meshes, timeout=SLOW)
+
+
+def compare_inductor() -> None:
+    rtol, atol = ROUNDING  # a graph of both halves is fused otherwise than each for itself
+    options = Options("gpt_of_one_layer", steps=3, max_norm=0.1)
+    compare(options, OPTIMIZERS["sgd"], "inductor", "eager", rtol, atol)
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(compare_inductor, timeout=SLOW)
+
+
+# -- what scripts do between
+
+
+def scheduled(run: Run, step: Callable[..., Any] | None) -> list[float]:
+    """A schedule, groups, evaluation, a write by hand, frozen and thawed parameters, and ordinary
+    steps in between.
+    """
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+    first = next(run.model.parameters())
+    losses = []
+    for i in range(8):
+        if i == 4:
+            with torch.no_grad():
+                first.mul_(0.5)
+        if i in (5, 6):
+            first.requires_grad_(i == 6)
+        if step is None or i == 3:
+            losses.append(run.step(i))
+        else:
+            losses.append(step(*batch_of(run.name, i)).item())
+        schedule.step()
+        if i % 3 == 0:
+            run.model.eval()
+            with torch.no_grad():
+                losses.append(float(loss_of(run.model(*batch_of(run.name, 50 + i)))))
+            run.model.train()
+    return losses
+
+
+def compare_scripts() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        plain = start(False, "eager", Options("odd"), with_groups)
+        wanted = scheduled(plain, None)
+        ours, step = whole(Options("odd"), with_groups)
+        check_equal(scheduled(ours, step), wanted, "scheduled")
+        check_equal(ours.state(), plain.state(), "scheduled")
+
+
+def test_scripts(two: Pool) -> None:
+    two.run(compare_scripts, timeout=SLOW)
+
+
+def count_recompiles() -> int:
+    """Learning rates, also as tensors, make no graph anew."""
+    run, step = whole(Options("odd"))
+    step(*batch_of("odd", 0))
+    before = len(compiled_fsdp.torch_private.dynamo.recompiles())
+    for lr in (0.1, 0.2, torch.tensor(0.3)):
+        run.optimizer.param_groups[0]["lr"] = lr
+        step(*batch_of("odd", 1))
+    return len(compiled_fsdp.torch_private.dynamo.recompiles()) - before
+
+
+def test_no_recompile(two: Pool) -> None:
+    assert two.run(count_recompiles) == [0, 0]
+
+
+def resumed(folder: str) -> None:
+    """State dicts through `torch.distributed.checkpoint`, into a loop and into a step again."""
+    options = Options("odd")
+    run, step = whole(options)
+    for i in range(2):
+        step(*batch_of("odd", i))
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    wanted = [step(*batch_of("odd", i)).item() for i in (2, 3)]
+    for is_loop in (True, False):
+        again, other = whole(options)
+        other(*batch_of("odd", 9))
+        model, optimizer = get_state_dict(again.model, again.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(
+            again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+        losses = [again.step(i) if is_loop else other(*batch_of("odd", i)).item() for i in (2, 3)]
+        check_equal(losses, wanted, f"resumed, loop {is_loop}")
+        check_equal(again.state(), run.state(), f"resumed, loop {is_loop}")
+
+
+def test_checkpoint(two: Pool, tmp_path: Path) -> None:
+    two.run(resumed, str(tmp_path / "checkpoint"), timeout=SLOW)
+
+
+def two_at_once() -> None:
+    """Two models, and two steps of one model that share its optimizer."""
+    plain = [start(False, "eager", Options(name)) for name in ("odd", "odd", "unused")]
+    wanted = [looped(run, Options(run.name, steps=2)) for run in plain]
+    runs = [whole(Options(name)) for name in ("odd", "unused")]
+    other = compile_step(
+        runs[0][0].model, runs[0][0].optimizer, loss_fn, backend="compiled_fsdp_eager"
+    )
+    found: list[list[float]] = [[], []]
+    for i in range(2):
+        found[0].append((other if i else runs[0][1])(*batch_of("odd", i)).item())
+        found[1].append(runs[1][1](*batch_of("unused", i)).item())
+    check_equal(found, [wanted[0], wanted[2]], "two at once")
+    check_equal(runs[0][0].state(), plain[0].state(), "two at once")
+
+
+def test_two_at_once(two: Pool) -> None:
+    two.run(two_at_once, timeout=SLOW)
+
+
+# -- what is seen
+
+
+def seen(folder: str) -> tuple[str, list[str]]:
+    with compiled_fsdp.dumped_to(folder):
+        run, step = whole(Options("odd", max_norm=1.0))
+        step(*batch_of("odd", 0))
+    return str(explain(run.model)), [path.name for path in sorted(_rank_folder(folder).iterdir())]
+
+
+def _rank_folder(folder: str) -> Path:
+    from pathlib import Path
+
+    return Path(folder) / f"rank{dist.get_rank()}"
+
+
+def test_seen(two: Pool, tmp_path: Path) -> None:
+    """One graph, called step, in dumps and in `explain`."""
+    text, names = two.run(seen, str(tmp_path / "dump"))[0]
+    assert [name for name in names if name[0].isdigit()] == ["000_joint", "001_step"]
+    assert " step: " in text
+    assert "backward:" not in text
+
+
+# -- what is refused
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+def plain_model() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def made(model: nn.Module, optimizer: Any, fn: Any = None, **more: Any) -> Any:
+    mean = fn or (lambda model, x: model(x).square().mean())
+    return compile_step(model, optimizer, mean, backend="compiled_fsdp_eager", **more)
+
+
+def refused_when_made() -> None:
+    model, optimizer = plain_model()
+    plain = nn.Linear(2, 2)
+    for error, words, arguments in (
+        (ValueError, "clip=0; should be None", {"clip": 0}),
+        (NotImplementedError, "accumulate=2; micro-batches", {"accumulate": 2}),
+        (NotImplementedError, "scaler=GradScaler", {"scaler": torch.amp.GradScaler("cpu")}),
+        (ValueError, "backend='inductors'; should be one of", {"backend": "inductors"}),
+    ):
+        with pytest.raises(error, match=words):
+            compile_step(model, optimizer, **arguments)
+    with pytest.raises(TypeError, match="has no sharded module"):
+        compile_step(plain, torch.optim.SGD(plain.parameters()))
+    with pytest.raises(TypeError, match=r"torch.optim.lbfgs.LBFGS is not an optimizer"):
+        compile_step(model, torch.optim.LBFGS(model.parameters()))
+    compiled_fsdp.overlap_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="overlaps already"):
+        compile_step(model, optimizer)
+
+
+def refused_when_called() -> None:
+    x = torch.randn(3, 6)
+    for error, words, loss in (
+        (NotImplementedError, r"values of the shapes \[\[\], \[3, 4\]\]", _two_outputs),
+        (NotImplementedError, r"values of the shapes \[\[3, 4\]\]", lambda model, x: model(x)),
+        (RuntimeError, "depends on no parameter that is trained", lambda model, x: x.sum()),
+    ):
+        model, optimizer = plain_model()
+        with pytest.raises(error, match=words):
+            made(model, optimizer, loss)(x)
+    model, optimizer = plain_model()
+    with pytest.raises(NotImplementedError, match=r"gradient of shape .* of no sharded parameter"):
+        made(model, optimizer)(x.clone().requires_grad_())
+    model, optimizer = plain_model()
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    with pytest.raises(NotImplementedError, match="not reduced in every backward"):
+        made(model, optimizer)(x)
+    broken = Broken()
+    fully_shard(broken)
+    with pytest.raises(NotImplementedError, match="the model with its loss is not one graph"):
+        made(broken, torch.optim.SGD(broken.parameters()))(x)
+
+
+def _two_outputs(model: Any, x: Any) -> Any:
+    y = model(x)
+    return y.square().mean(), y
+
+
+def refused_between() -> None:
+    """And after each, the step goes on as if nothing had been."""
+    model, optimizer = plain_model()
+    step, x, first = made(model, optimizer), torch.randn(3, 6), next(model.parameters())
+    step(x)
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"0.weight has a gradient of an earlier backward"):
+        step(x)
+    optimizer.zero_grad()
+    handle = first.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"0.weight has hooks on its gradient"):
+        step(x)
+    handle.remove()
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="hooks on its step"):
+        step(x)
+    handle.remove()
+    other = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(ValueError, match="holds 1 parameters that are not sharded"):
+        step(x)
+    optimizer.param_groups.pop()
+    held = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match=r"does not hold 1.bias, which the model trains"):
+        step(x)
+    optimizer.param_groups[0]["params"].append(held)
+    assert step(x) > step(x)
+
+
+def test_refused(two: Pool) -> None:
+    for worker in (refused_when_made, refused_when_called, refused_between):
+        two.run(worker, timeout=SLOW)
