@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import schema
+from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     Violations = Iterator[tuple[Node, str]]
+
+MUL = torch.ops.aten.mul.Tensor
 
 
 def verify(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -186,13 +188,16 @@ def _wanted_gather(region: Region) -> list[str]:
     spec = region.spec
     if spec.group_size == 1:
         return []
-    sent = f"{sum(s.shard_numel for s in region.tag.specs)} x {spec.dtype}"
+    specs = region.tag.specs
+    sent = f"{sum(s.shard_numel for s in specs)} x {spec.dtype}"
+    if quantized.gathers_bytes(specs):
+        sent = f"{sum(quantized.gathered_payloads(specs))} x {quantized.WIRE}"
     if spec.gather_algorithm:
         return [
             f"{_op(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, "
             f"{spec.gather_algorithm})"
         ]
-    sizes = [message.numel for message in comm.gather_messages(region.tag.specs)]
+    sizes = [message.numel for message in comm.gather_messages(specs)]
     if len(sizes) > 1:
         return [f"{_op(schema.ALL_GATHER)}({sent}, {sizes}, {spec.group_size}, {spec.group})"]
     return [f"{_op(comm.ALL_GATHER)}({sent}, {spec.group_size}, {spec.group})"]
@@ -205,7 +210,10 @@ def _wanted_reduction(region: Region) -> list[str]:
     rows, wanted = f"{size * numel} x {how.dtype}", []
     if how.sync == "retain":
         return []
-    if size > 1 and how.algorithm == "all_to_all":
+    if quantized.reduces_bytes(region.tag.specs):
+        sent = f"{quantized.reduced_bytes(region.tag.specs)} x {quantized.WIRE}"
+        wanted = [f"{_op(ALL_TO_ALL)}({sent}, {size}, {spec.reduce_group})"]
+    elif size > 1 and how.algorithm == "all_to_all":
         wanted = [f"{_op(ALL_TO_ALL)}({rows}, {size}, {spec.reduce_group})"]
     elif size > 1 and how.algorithm.startswith(comm.CUSTOM):
         wanted = [
@@ -274,7 +282,7 @@ def _is_in_flight(region: Region) -> bool:
 
 def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
     """Parameters are cast to the compute dtype before they are gathered, gradients to the reduce
-    dtype and back around it.
+    dtype and back around it; codes are cast back only to be scaled.
     """
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
@@ -284,6 +292,8 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                     continue
                 source, target = value(node.all_input_nodes[0]).dtype, node.args[1]
                 is_before = not starts_ or node < starts_[0]
+                if _is_coding(node, region, is_before):
+                    continue
                 if kind == "gather":
                     is_right = target == spec.dtype and is_before
                 else:
@@ -301,6 +311,26 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                         f"%{node.name} casts from {source} to {target} {place} the {kind} of "
                         f"{spec.fqn} in {wanted}",
                     )
+
+
+def _is_coding(cast: Node, region: Region, is_before: bool) -> bool:
+    """Whether a cast belongs to making codes, before they travel, or to what they stand for."""
+    is_gather = region.tag.kind == "gather"
+    name, dtype = ("gather_quantized", "dtype") if is_gather else ("reduce_quantized", "reduce_dtype")
+    codes = {getattr(spec, name) for spec in region.tag.specs} - {None}
+    source, target = value(cast.all_input_nodes[0]).dtype, value(cast).dtype
+    if not codes:
+        return False
+    if is_before:
+        return target == quantized.SCALE or (source == quantized.SCALE and target in codes)
+    if source in codes:
+        return target == quantized.SCALE and {u.target for u in _readers(cast)} == {MUL}
+    return (source, target) == (quantized.SCALE, getattr(region.spec, dtype))
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads a value or a view of it, other views left out."""
+    return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
 
 
 def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:
