@@ -19,6 +19,7 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
+from compiled_fsdp.ir.fusion import readers
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
@@ -324,13 +325,8 @@ def _is_coding(cast: Node, region: Region, is_before: bool) -> bool:
     if is_before:
         return target == quantized.SCALE or (source == quantized.SCALE and target in codes)
     if source in codes:
-        return target == quantized.SCALE and {u.target for u in _readers(cast)} == {MUL}
+        return target == quantized.SCALE and {u.target for u in readers(cast)} == {MUL}
     return (source, target) == (quantized.SCALE, getattr(region.spec, dtype))
-
-
-def _readers(node: Node) -> list[Node]:
-    """What reads a value or a view of it, other views left out."""
-    return [u for alias in aliases(node) for u in alias.users if not is_view(u)]
 
 
 def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:

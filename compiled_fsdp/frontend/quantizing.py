@@ -32,7 +32,7 @@ def follow(unit: Unit, plan: Plan | None = None) -> None:
     unit.publish()
     for name in ("gather_quantized", "reduce_quantized"):
         codes = [getattr(param.spec, name) for param in unit.params]
-        unit.options.ask(f"Plan.{name}", next(filter(None, codes), None))
+        unit.options.ask(name, next(filter(None, codes), None))
 
 
 def _follow_all(plan: Plan) -> None:

@@ -58,8 +58,8 @@ OPTIONS = (
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
     "set_all_reduce_hook",
-    "Plan.gather_quantized",
-    "Plan.reduce_quantized",
+    "gather_quantized",
+    "reduce_quantized",
 )
 
 
@@ -76,7 +76,7 @@ def to_host(run: Run, x: Value, spec: ParamSpec) -> Value:
 def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
     options = ["mesh", "mp_policy.param_dtype", *(["offload_policy"] if spec.device else [])]
-    options += ["Plan.gather_quantized"] if quantized.gathers_bytes([spec]) else []
+    options += ["gather_quantized"] if quantized.gathers_bytes([spec]) else []
     return (
         [*options, "set_custom_all_gather"]
         if spec.gather_algorithm and spec.group_size > 1
@@ -93,7 +93,7 @@ def reduce_options(spec: ParamSpec) -> list[str]:
     if how.sync == "retain":
         return ["mp_policy.reduce_dtype", *kept]
     found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
-    found += ["Plan.reduce_quantized"] if quantized.reduces_bytes([spec]) else []
+    found += ["reduce_quantized"] if quantized.reduces_bytes([spec]) else []
     if how.algorithm.startswith(CUSTOM):
         found.append("set_custom_reduce_scatter")
     if how.sync == "scatter":

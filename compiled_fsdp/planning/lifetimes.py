@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.ir import quantized
+from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
@@ -282,7 +284,8 @@ class Lifetimes:
         if tag.kind == "gather" and is_started:
             self._call(node, GATHERED, _copied(node, tag))
         elif tag.kind == "gather":
-            is_parameter = is_start and len(tag.specs) == 1
+            is_coded = quantized.gathers_bytes(tag.specs)
+            is_parameter = is_start and len(tag.specs) == 1 and not is_coded
             self._call(node, *((GATHERED, tag.specs[0].fqn) if is_parameter else (BUCKET, unit)))
         else:
             self._call(node, GRADIENT if is_started and not is_start else BUCKET, unit)
@@ -295,7 +298,10 @@ class Lifetimes:
         pieces = (
             joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]
         )
-        for piece, spec in zip(pieces, tag.specs, strict=False):  # type: ignore[arg-type]
+        specs = tag.specs
+        if quantized.reduces_bytes(specs):  # scales have a piece of their own
+            specs = tuple(s for s in specs for _ in range(1 + (s.reduce_quantized is not None)))
+        for piece, spec in zip(pieces, specs, strict=False):  # type: ignore[arg-type]
             source = _first_outside(piece)
             for storage in (s for s in self.of(source) if s.kind is TEMPORARY):
                 storage.kind, storage.owner = GRADIENT, spec.fqn
@@ -323,10 +329,15 @@ def _first_outside(node: Node, *stops: object) -> Node:
 
 def _copied(node: Node, tag: CommTag) -> str:
     """The parameter that a copy out of a bucket is, by the columns it reads; else the unit."""
-    columns = node.all_input_nodes[0]
+    is_bytes = quantized.gathers_bytes(tag.specs)
+    columns = current = node.all_input_nodes[0]
+    while is_bytes and get_tag(current) is not None and current.target is not WAIT:
+        current = current.all_input_nodes[0]  # up to where the bytes are cut out
+        columns = current if current.target is SLICE else columns
     start = 0
-    for spec in tag.specs:
+    sizes = quantized.gathered_payloads(tag.specs) if is_bytes else [s.shard_numel for s in tag.specs]
+    for spec, size in zip(tag.specs, sizes, strict=True):
         if columns.target is SLICE and columns.args[1:3] == (1, start):
             return spec.fqn
-        start += spec.shard_numel
+        start += size
     return tag.unit.split("#")[0]
