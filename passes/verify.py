@@ -19,7 +19,6 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
-from compiled_fsdp.ir.fusion import readers
 from compiled_fsdp.ir.graph import (
     aliases,
     find,
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     Violations = Iterator[tuple[Node, str]]
-
-MUL = torch.ops.aten.mul.Tensor
 
 
 def verify(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -283,7 +280,7 @@ def _is_in_flight(region: Region) -> bool:
 
 def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
     """Parameters are cast to the compute dtype before they are gathered, gradients to the reduce
-    dtype and back around it; codes are cast back only to be scaled.
+    dtype and back around it.
     """
     for kind in ("gather", "reduce"):
         for region in find_regions(gm.graph, kind):
@@ -293,8 +290,6 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                     continue
                 source, target = value(node.all_input_nodes[0]).dtype, node.args[1]
                 is_before = not starts_ or node < starts_[0]
-                if _is_coding(node, region, is_before):
-                    continue
                 if kind == "gather":
                     is_right = target == spec.dtype and is_before
                 else:
@@ -312,21 +307,6 @@ def cast_by_policy(gm: GraphModule, plan: Plan) -> Violations:
                         f"%{node.name} casts from {source} to {target} {place} the {kind} of "
                         f"{spec.fqn} in {wanted}",
                     )
-
-
-def _is_coding(cast: Node, region: Region, is_before: bool) -> bool:
-    """Whether a cast belongs to making codes, before they travel, or to what they stand for."""
-    is_gather = region.tag.kind == "gather"
-    name, dtype = ("gather_quantized", "dtype") if is_gather else ("reduce_quantized", "reduce_dtype")
-    codes = {getattr(spec, name) for spec in region.tag.specs} - {None}
-    source, target = value(cast.all_input_nodes[0]).dtype, value(cast).dtype
-    if not codes:
-        return False
-    if is_before:
-        return target == quantized.SCALE or (source == quantized.SCALE and target in codes)
-    if source in codes:
-        return target == quantized.SCALE and {u.target for u in readers(cast)} == {MUL}
-    return (source, target) == (quantized.SCALE, getattr(region.spec, dtype))
 
 
 def no_use_after_free(gm: GraphModule, plan: Plan) -> Violations:

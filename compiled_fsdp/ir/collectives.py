@@ -31,7 +31,7 @@ ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
-CONVERT = quantized.CONVERT
+CONVERT = torch.ops.prims.convert_element_type.default
 GATHERS = (ALL_GATHER, schema.ALL_GATHER)
 ALL_TO_ALL = schema.ALL_TO_ALL
 STARTS = tuple(op for op, traits in schema.TRAITS.items() if traits.is_collective)
@@ -379,7 +379,7 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
 
 def _payload(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
     """What this rank sends of a bucket that is gathered as bytes: [bytes]."""
-    parts: list[Value] = []
+    pieces: list[Value] = []
     for source, spec in members:
         start, numel = spec.offset, spec.shard_numel
         is_all = numel == source.numel
@@ -388,12 +388,12 @@ def _payload(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
             if is_all
             else run(aten.slice.Tensor, source.flat, 0, start, start + numel)
         )
-        is_coded = spec.gather_quantized is not None
-        dtype = source.dtype if is_coded else spec.dtype
-        x = from_host(run, shard, spec)
-        x = run(aten.view.default, convert(run, x, source.dtype, dtype), [1, numel])
-        parts += quantized.encode(run, x, 1, numel, dtype, spec.gather_quantized)
-    return run(aten.reshape.default, joined(run, parts), [-1])
+        if spec.gather_quantized is None:
+            shard = convert(run, shard, source.dtype, spec.dtype)
+        pieces.append(run(aten.view.default, shard, [1, numel]))
+    names = [quantized.NAMES[spec.gather_quantized] for _, spec in members]
+    total = sum(quantized.gathered_payloads([spec for _, spec in members]))
+    return run(aten.view.default, run(schema.ENCODE, pieces, names), [total])
 
 
 def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
@@ -420,7 +420,7 @@ class GatheredBucket:
         self.specs = specs
         self.messages = gather_messages(specs)
         self.is_bytes = quantized.gathers_bytes(specs)
-        widths = (
+        self.widths = (
             quantized.gathered_payloads(specs) if self.is_bytes else [s.shard_numel for s in specs]
         )
         self.places: list[tuple[Message, int]] = []
@@ -428,7 +428,7 @@ class GatheredBucket:
             start = 0
             for place in message.members:
                 self.places.append((message, start))
-                start += widths[place]
+                start += self.widths[place]
 
     def columns(self, run: Run, gathered: Value, place: int) -> Value:
         """Returns what the ranks hold of parameter `place`: a view of the bucket, [group_size,
@@ -437,11 +437,9 @@ class GatheredBucket:
         spec, (message, start) = self.specs[place], self.places[place]
         if self.is_bytes:
             table = run(aten.view.default, gathered, [spec.group_size, message.numel])
-            codes = spec.gather_quantized
-            found = quantized.decode(
-                run, table, start, spec.group_size, spec.shard_numel, spec.dtype, codes
-            )
-            return convert(run, found, quantized.SCALE if codes else spec.dtype, spec.dtype)
+            payload = run(aten.slice.Tensor, table, 1, start, start + self.widths[place])
+            name = quantized.NAMES[spec.gather_quantized]
+            return run(schema.DECODE, payload, spec.shard_numel, spec.dtype, name)
         rows = gathered
         if len(self.messages) > 1:
             first = spec.group_size * message.start
@@ -459,8 +457,8 @@ class GatheredBucket:
         spec, (message, _) = self.specs[place], self.places[place]
         rows = self.columns(run, gathered, place)
         is_apart = spec.group_size > 1 and len(message.members) > 1
-        if self.is_bytes and spec.gather_quantized:  # computed, so in one piece, but for padding
-            rows = run(aten.reshape.default, rows, [spec.group_size * spec.shard_numel])
+        if self.is_bytes:  # in one piece
+            rows = run(aten.view.default, rows, [spec.group_size * spec.shard_numel])
         elif is_apart and is_copied:
             rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
         elif is_apart:
@@ -517,20 +515,14 @@ def _exchange_bytes(run: Run, rows: Sequence[Value], specs: Sequence[ParamSpec])
         for each in specs:
             rows.append(run(aten.slice.Tensor, whole, 1, start, start + each.shard_numel))
             start += each.shard_numel
-    parts: list[Value] = []
-    for x, each in zip(rows, specs, strict=True):
-        if each.reduce_quantized is None:  # its bytes have to lie side by side; autograd's need not
-            x = run(aten.clone.default, x, memory_format=torch.contiguous_format)
-        parts += quantized.encode(
-            run, x, size, each.shard_numel, how.dtype, each.reduce_quantized
-        )
-    received = run(WAIT, run(ALL_TO_ALL, [joined(run, parts)], size, spec.reduce_group))
+    names = [quantized.NAMES[each.reduce_quantized] for each in specs]
+    coded = run(schema.ENCODE, list(rows), names)
+    received = run(WAIT, run(ALL_TO_ALL, [coded], size, spec.reduce_group))
     sums, start = [], 0
-    for each, width in zip(specs, quantized.reduced_payloads(specs), strict=True):
-        codes = each.reduce_quantized
-        x = quantized.decode(run, received, start, size, each.shard_numel, how.dtype, codes)
-        x = run(aten.sum.dim_IntList, x, [0])
-        sums.append(convert(run, x, quantized.SCALE if codes else how.dtype, how.dtype))
+    widths = quantized.reduced_payloads(specs)
+    for each, name, width in zip(specs, names, widths, strict=True):
+        payload = run(aten.slice.Tensor, received, 1, start, start + width)
+        sums.append(run(schema.DECODE_SUM, payload, each.shard_numel, how.dtype, name))
         start += width
     return sums[0] if len(sums) == 1 else run(aten.cat.default, sums)
 

@@ -1,5 +1,5 @@
-"""Parameters and gradients as codes of eight bits with a scale for each block: how they are packed
-into bytes, and what they are taken for where they arrive.
+"""Parameters and gradients as codes of eight bits with a scale for each block: which bytes they are
+on the wire. What makes the bytes, and reads them, is `wire/codes.py`.
 
 Blocks are `BLOCK` consecutive elements of what one rank holds of one parameter (or of the piece of
 a gradient that is for one rank), so the values do not depend on what shares a message. As in
@@ -14,29 +14,22 @@ so that scales can be read where they lie.
 - float8_e4m3fn: scale = largest magnitude / 448, code = x / scale in that dtype.
 
 A block of zeros has the least scale, `LEAST`; one with an inf or a nan has a scale of nan, so that
-all of it arrives as nan. All of it is arithmetic of torch's, so that compilers fuse it.
+all of it arrives as nan.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from .spec import ParamSpec
 
-    Value = Any  # a torch.Tensor, or an fx.Node standing for one
-    Run = Callable[..., Value]
-
-aten = torch.ops.aten
-CONVERT = torch.ops.prims.convert_element_type.default
-BITS = aten.view.dtype  # the same memory, as another dtype
-
 BLOCK = 256  # elements that share a scale
-ALIGNMENT = 4  # bytes
+ALIGNMENT = 8  # bytes: the largest element of what travels as it is
 LEAST = 2.0**-126  # the smallest scale: its reciprocal is finite
 SCALE = torch.float32
 WIRE = torch.uint8  # what travels
@@ -46,6 +39,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # The error of an element is at most so much of the largest magnitude in its block, apart from the
 # rounding of fp32: half the distance of two codes, at its largest.
 ERROR = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 16.0 / 448}
+
+
+# What an op's arguments call them; "" for what travels as it is.
+NAMES = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn"}
+CODES = {name: codes for codes, name in NAMES.items()}
 
 
 def gathers_bytes(specs: Sequence[ParamSpec]) -> bool:
@@ -61,9 +59,10 @@ def reduces_bytes(specs: Sequence[ParamSpec]) -> bool:
 
 def payload(numel: int, dtype: torch.dtype, codes: torch.dtype | None) -> int:
     """Bytes that `numel` elements of `dtype` take on the wire; `codes` None: as they are."""
-    if codes is None:
-        return -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return -(-numel // BLOCK) * (BLOCK + SCALE.itemsize)
+    num_bytes = (
+        numel * dtype.itemsize if codes is None else -(-numel // BLOCK) * (BLOCK + SCALE.itemsize)
+    )
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def gathered_payloads(specs: Sequence[ParamSpec]) -> list[int]:
@@ -88,62 +87,3 @@ def reduced_bytes(specs: Sequence[ParamSpec]) -> int:
     if reduces_bytes(specs):
         return specs[0].group_size * sum(reduced_payloads(specs))
     return sum(spec.full_bytes(spec.reduce_dtype) for spec in specs)
-
-
-def encode(
-    run: Run, x: Value, rows: int, numel: int, dtype: torch.dtype, codes: torch.dtype | None
-) -> list[Value]:
-    """The payload of [rows, numel] of `dtype`, as pieces [rows, bytes] to be laid side by side."""
-    if codes is None:
-        return _as_bytes(run, x, numel * dtype.itemsize)
-    blocks = -(-numel // BLOCK)
-    x = x if dtype == SCALE else run(CONVERT, x, SCALE)
-    if blocks * BLOCK > numel:
-        x = run(aten.constant_pad_nd.default, x, [0, blocks * BLOCK - numel])
-    x = run(aten.reshape.default, x, [rows, blocks, BLOCK])
-    largest = run(aten.amax.default, run(aten.abs.default, x), [2], True)
-    scale = run(aten.mul.Tensor, largest, 1.0 / LARGEST[codes])
-    scale = run(aten.clamp_min.default, scale, LEAST)
-    # Finite minus itself is 0; of an inf or a nan it is nan.
-    scale = run(aten.add.Tensor, scale, run(aten.sub.Tensor, scale, scale))
-    x = run(aten.mul.Tensor, x, run(aten.reciprocal.default, scale))
-    if not codes.is_floating_point:
-        x = run(aten.round.default, x)
-    coded = run(BITS, run(CONVERT, x, codes), WIRE)
-    scales = run(BITS, run(aten.reshape.default, scale, [rows, blocks]), WIRE)
-    return [run(aten.reshape.default, coded, [rows, blocks * BLOCK]), scales]
-
-
-def _as_bytes(run: Run, x: Value, num_bytes: int) -> list[Value]:
-    x = run(BITS, x, WIRE)
-    missing = -num_bytes % ALIGNMENT
-    return [run(aten.constant_pad_nd.default, x, [0, missing])] if missing else [x]
-
-
-def decode(
-    run: Run,
-    table: Value,
-    start: int,
-    rows: int,
-    numel: int,
-    dtype: torch.dtype,
-    codes: torch.dtype | None,
-) -> Value:
-    """What the payload from column `start` of `table` [rows, bytes] stands for: [rows, numel]; in
-    `dtype`, or of codes in fp32.
-    """
-    if codes is None:
-        end = start + numel * dtype.itemsize
-        return run(BITS, run(aten.slice.Tensor, table, 1, start, end), dtype)
-    blocks = -(-numel // BLOCK)
-    end = start + blocks * BLOCK
-    coded = run(BITS, run(aten.slice.Tensor, table, 1, start, end), codes)
-    scales = run(
-        BITS,
-        run(aten.slice.Tensor, table, 1, end, end + blocks * SCALE.itemsize),
-        SCALE,
-    )
-    coded = run(CONVERT, run(aten.view.default, coded, [rows, blocks, BLOCK]), SCALE)
-    x = run(aten.mul.Tensor, coded, run(aten.view.default, scales, [rows, blocks, 1]))
-    x = run(aten.view.default, x, [rows, blocks * BLOCK])
-    return x if blocks * BLOCK == numel else run(aten.slice.Tensor, x, 1, 0, numel)

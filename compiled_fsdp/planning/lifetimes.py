@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir import quantized
-from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from compiled_fsdp.ir.schema import GATHER_AHEAD, param_spec, traits_of
+from compiled_fsdp.ir.schema import ENCODE, GATHER_AHEAD, param_spec, traits_of
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -294,14 +293,10 @@ class Lifetimes:
 
     def _name_gradients(self, start: Node, tag: CommTag) -> None:
         """Name what goes into a reduction, before it is cast and put into the bucket."""
-        joined = _first_outside(start.all_input_nodes[0], CAT)
-        pieces = (
-            joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]
-        )
-        specs = tag.specs
-        if quantized.reduces_bytes(specs):  # scales have a piece of their own
-            specs = tuple(s for s in specs for _ in range(1 + (s.reduce_quantized is not None)))
-        for piece, spec in zip(pieces, specs, strict=False):  # type: ignore[arg-type]
+        joined = _first_outside(start.all_input_nodes[0], CAT, ENCODE)
+        is_joined = joined.target in (CAT, ENCODE) and get_tag(joined) is not None
+        pieces = joined.args[0] if is_joined else [joined]
+        for piece, spec in zip(pieces, tag.specs, strict=False):  # type: ignore[arg-type]
             source = _first_outside(piece)
             for storage in (s for s in self.of(source) if s.kind is TEMPORARY):
                 storage.kind, storage.owner = GRADIENT, spec.fqn
@@ -329,13 +324,12 @@ def _first_outside(node: Node, *stops: object) -> Node:
 
 def _copied(node: Node, tag: CommTag) -> str:
     """The parameter that a copy out of a bucket is, by the columns it reads; else the unit."""
-    is_bytes = quantized.gathers_bytes(tag.specs)
-    columns = current = node.all_input_nodes[0]
-    while is_bytes and get_tag(current) is not None and current.target is not WAIT:
-        current = current.all_input_nodes[0]  # up to where the bytes are cut out
-        columns = current if current.target is SLICE else columns
+    columns = node.all_input_nodes[0]
     start = 0
-    sizes = quantized.gathered_payloads(tag.specs) if is_bytes else [s.shard_numel for s in tag.specs]
+    is_bytes = quantized.gathers_bytes(tag.specs)
+    sizes = (
+        quantized.gathered_payloads(tag.specs) if is_bytes else [s.shard_numel for s in tag.specs]
+    )
     for spec, size in zip(tag.specs, sizes, strict=True):
         if columns.target is SLICE and columns.args[1:3] == (1, start):
             return spec.fqn
