@@ -1,4 +1,5 @@
-"""What the plan says of codes on the wire reaches the units: those that there are, and new ones.
+"""What the plan says of codes on the wire reaches the units: new ones, and others when their model
+is called next.
 
 A plan is for graphs, but codes change numbers, so what runs eagerly uses them too; and graphs that
 were compiled before are compiled again.
@@ -10,21 +11,18 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.planning import plan as plans
+from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.units.quantizing import refusal
-from compiled_fsdp.units.registered import UNITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.planning.plan import Plan
     from compiled_fsdp.units.unit import Unit
 
 
-def follow(unit: Unit, plan: Plan | None = None) -> None:
+def follow(unit: Unit) -> None:
     """Let a unit do as the plan says."""
-    plan = plan or plans.current_plan()
-    settings = unit.settings
+    plan, settings = current_plan(), unit.settings
     asked = plan.gather_quantized, plan.reduce_quantized, plan.exact
     if asked == (settings.gather_quantized, settings.reduce_quantized, settings.exact):
         return
@@ -35,27 +33,20 @@ def follow(unit: Unit, plan: Plan | None = None) -> None:
         unit.options.ask(name, next(filter(None, codes), None))
 
 
-def _follow_all(plan: Plan) -> None:
-    for unit in list(UNITS):
-        follow(unit, plan)
-
-
-plans.follow(_follow_all)
-
-
 def check_supported(unit: Unit) -> None:
-    """Before a unit is called.
+    """Before a unit is called: it does as the plan says.
 
     Raises:
-        NotImplementedError: it cannot do as the plan says; the text says why.
+        NotImplementedError: it cannot; the text says why.
     """
+    follow(unit)
     if text := refusal(unit):
         raise NotImplementedError(text)
 
 
 def check_names(units: Iterable[Unit]) -> None:
     """Announce names of `Plan.exact` that no parameter of a model has."""
-    patterns = plans.current_plan().exact
+    patterns = current_plan().exact
     names = [param.fqn for unit in units for param in unit.params]
     missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if missing:
