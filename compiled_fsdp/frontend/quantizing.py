@@ -1,5 +1,4 @@
-"""What the plan says of codes on the wire reaches the units: new ones, and others when their model
-is called next.
+"""What the plan says of codes on the wire reaches the units: those that there are, and new ones.
 
 A plan is for graphs, but codes change numbers, so what runs eagerly uses them too; and graphs that
 were compiled before are compiled again.
@@ -10,9 +9,12 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.planning.plan import current_plan, when_followed_fields_change
 from compiled_fsdp.units.quantizing import refusal
+from compiled_fsdp.units.registered import UNITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +33,24 @@ def follow(unit: Unit) -> None:
     for name in ("gather_quantized", "reduce_quantized"):
         codes = [getattr(param.spec, name) for param in unit.params]
         unit.options.ask(name, next(filter(None, codes), None))
+
+
+def _follow_all() -> None:
+    for unit in list(UNITS):
+        if _has_group(unit):  # or it follows when it is called, if it can be
+            follow(unit)
+
+
+def _has_group(unit: Unit) -> bool:
+    """Whether a unit's process group is there; it may have been destroyed before the model was."""
+    try:
+        dist.get_backend(unit.mesh_info.shard_group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+when_followed_fields_change(_follow_all)
 
 
 def check_supported(unit: Unit) -> None:

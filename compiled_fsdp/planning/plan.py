@@ -14,7 +14,7 @@ from compiled_fsdp.options import Options
 from compiled_fsdp.wire.runs import all_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -54,6 +54,7 @@ SIZES = {
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
+FOLLOWED = ("gather_quantized", "reduce_quantized", "exact")  # outside of graphs too
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class Plan:
         stand for is added in fp32, so that each value is coded once. HSDP's all-reduce over the
         replicas is exact.
     exact: names of parameters that travel as they are all the same, gradients too; `*` stands for
-        anything: ("head.*",). These three hold for units that run eagerly too, from the next call
-        of the model on, for which graphs of before are compiled again.
+        anything: ("head.*",). These three hold for units that run eagerly too, and from the next
+        call of a model on, for which it is compiled again.
     """
 
     prefetch: float | None = DISTANCES["prefetch"]
@@ -287,6 +288,7 @@ def _check_codes(plan: Plan) -> None:
 
 
 _current = _DEFAULT = Plan()
+_followers: list[Callable[[], None]] = []
 ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "regions", "memory_budget", "costs")
 # What users set of the plan; `Plan.kept` is decided, not set.
 options = Options()
@@ -324,7 +326,15 @@ def _ask(plan: Plan) -> None:
 def use(plan: Plan) -> None:
     """Put a plan in the place of the current one, without taking it for what the user set."""
     global _current
-    _current = plan
+    before, _current = _current, plan
+    if any(getattr(before, name) != getattr(plan, name) for name in FOLLOWED):
+        for fn in _followers:
+            fn()
+
+
+def when_followed_fields_change(fn: Callable[[], None]) -> None:
+    """Call `fn` once the plan has other values in fields that hold outside of graphs too."""
+    _followers.append(fn)
 
 
 @contextmanager

@@ -367,7 +367,7 @@ def explained(kind: str) -> str:
     with planned(**BOTH):
         model, call, _ = make(kind, Options("equal_units"))
         loss_of(call(*batch_of("equal_units", 0))).backward()
-        return str(explain(model, strict=True))
+        return str(explain(model, strict=kind != "eager"))  # eagerly, the plan's others do nothing
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
