@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import schema
+from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
@@ -192,13 +192,16 @@ def _wanted_gather(region: Region) -> list[str]:
     spec = region.spec
     if spec.group_size == 1:
         return []
-    sent = f"{sum(s.shard_numel for s in region.tag.specs)} x {spec.dtype}"
+    specs = region.tag.specs
+    sent = f"{sum(s.shard_numel for s in specs)} x {spec.dtype}"
+    if quantized.gathers_bytes(specs):
+        sent = f"{sum(quantized.gathered_payloads(specs))} x {quantized.WIRE}"
     if spec.gather_algorithm:
         return [
             f"{_op(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, "
             f"{spec.gather_algorithm})"
         ]
-    sizes = [message.numel for message in comm.gather_messages(region.tag.specs)]
+    sizes = [message.numel for message in comm.gather_messages(specs)]
     if len(sizes) > 1:
         return [f"{_op(schema.ALL_GATHER)}({sent}, {sizes}, {spec.group_size}, {spec.group})"]
     return [f"{_op(comm.ALL_GATHER)}({sent}, {spec.group_size}, {spec.group})"]
@@ -211,7 +214,10 @@ def _wanted_reduction(region: Region) -> list[str]:
     rows, wanted = f"{size * numel} x {how.dtype}", []
     if how.sync == "retain":
         return []
-    if size > 1 and how.algorithm == "all_to_all":
+    if quantized.reduces_bytes(region.tag.specs):
+        sent = f"{quantized.reduced_bytes(region.tag.specs)} x {quantized.WIRE}"
+        wanted = [f"{_op(ALL_TO_ALL)}({sent}, {size}, {spec.reduce_group})"]
+    elif size > 1 and how.algorithm == "all_to_all":
         wanted = [f"{_op(ALL_TO_ALL)}({rows}, {size}, {spec.reduce_group})"]
     elif size > 1 and how.algorithm.startswith(comm.CUSTOM):
         wanted = [

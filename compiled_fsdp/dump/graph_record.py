@@ -11,8 +11,9 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.collectives import group_of
-from compiled_fsdp.ir.graph import phase_of
+from compiled_fsdp.ir.graph import is_backward, phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
@@ -25,7 +26,7 @@ from compiled_fsdp.planning.planner import predict
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.fx import Graph
+    from torch.fx import Graph, Node
 
     from compiled_fsdp.options import Consumed
     from compiled_fsdp.planning.plan import Plan
@@ -37,7 +38,8 @@ class Bucket:
 
     units: keys, in order.
     params: names, in the order of the buffer.
-    num_bytes: of the full parameters or gradients, in the dtype that travels.
+    num_bytes: of the full parameters or gradients, in the dtype that travels (uint8 where some are
+        codes with scales).
     sent: bytes that each rank sends.
     """
 
@@ -53,13 +55,17 @@ class Bucket:
     def of(cls, region: Region) -> Bucket:
         """From a communication in a graph."""
         specs = region.tag.specs
-        dtypes = [s.reduce_dtype if region.tag.kind == "reduce" else s.dtype for s in specs]
-        sizes = [spec.full_bytes(dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
+        num_bytes, dtype = (
+            (quantized.reduced_bytes(specs), specs[0].reduce_dtype)
+            if region.tag.kind == "reduce"
+            else (quantized.gathered_bytes(specs), specs[0].dtype)
+        )
+        is_bytes = any(value(n).dtype == quantized.WIRE for n in _sent(region))
         return cls(
             units=list(dict.fromkeys(s.unit for s in specs)),
             params=[s.fqn for s in specs],
-            num_bytes=sum(sizes),
-            dtype=str(dtypes[0]).removeprefix("torch."),
+            num_bytes=num_bytes,
+            dtype=str(quantized.WIRE if is_bytes else dtype).removeprefix("torch."),
             ops=[getattr(n.target, "_opname", str(n.target)) for n in region.starts],
             groups=list(dict.fromkeys(group_of(n) for n in region.starts)),
             sent=int(sum(traffic(n)[0] for n in region.starts)),
@@ -181,6 +187,11 @@ class GraphRecord:
             values[name] = [Bucket(**bucket) for bucket in values[name]]
         values["consumed"] = [(option, by, units) for option, by, units in values["consumed"]]
         return cls(**values)
+
+
+def _sent(region: Region) -> list[Node]:
+    """What its first collective sends."""
+    return [n for start in region.starts[:1] for n in start.all_input_nodes]
 
 
 def _units(regions: Iterable[Region]) -> list[str]:

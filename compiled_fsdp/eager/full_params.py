@@ -325,7 +325,8 @@ class FullParams:
         gathers = []
         for members in buckets.values():
             names = ", ".join(param.fqn for _, _, param in members)
-            self.unit.options.consume(WHO, *comm.gather_options(members[0][1]))
+            options = dict.fromkeys(o for _, spec, _ in members for o in comm.gather_options(spec))
+            self.unit.options.consume(WHO, *options)
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
             gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
             run.advance()
@@ -408,7 +409,8 @@ def _fill(param: ShardedParam, gathered: Tensor, bucket: comm.GatheredBucket, pl
         or param.unsharded.dtype != spec.dtype
         or param.gathered.is_inference()  # `.data = x` under inference_mode; nobody may fill it
     ):
-        full = gathered.new_empty(spec.padded_shape).narrow(spec.dim, 0, spec.shape[spec.dim])
+        padded = gathered.new_empty(spec.padded_shape, dtype=spec.dtype)
+        full = padded.narrow(spec.dim, 0, spec.shape[spec.dim])
         param.set_gathered(full)
     full = param.gathered
     columns = bucket.columns(launch.call, gathered, place)

@@ -369,7 +369,8 @@ class Runtime(FullParams):
         """The reduction of these gradients, not started yet."""
         specs = [param.spec for param, _ in ready]
         names = ", ".join(param.fqn for param, _ in ready)
-        self.unit.options.consume(WHO, *comm.reduce_options(specs[0]))
+        options = dict.fromkeys(o for spec in specs for o in comm.reduce_options(spec))
+        self.unit.options.consume(WHO, *options)
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)

@@ -37,6 +37,7 @@ from compiled_fsdp.units.reads import begin_forward, end_forward
 from .beside_stock import check_not_taken
 from .fallback import AGREED, note_eager_unit, note_skipped, run_eagerly
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
+from .quantizing import check_names, check_supported, follow
 from .together import meet
 from .writes import watch_writes
 
@@ -66,6 +67,7 @@ class State:
         self.num_looked = 0
         self.together: Together | None = None
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        follow(unit)
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
         unit.on_shared = self._share
@@ -97,6 +99,7 @@ class State:
         check_not_taken(units)
         check_devices(units)
         check_same_model(units)
+        check_names(units)
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)
@@ -252,6 +255,7 @@ class State:
 
 def _follow_user(runtime: Runtime) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
+    check_supported(runtime.unit)
     if runtime.unit.was_assigned:
         adopt_assigned(runtime.unit)
     if runtime.unit.offload is not None:  # moved since the first forward

@@ -18,6 +18,7 @@ from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.limits import CALLS
+from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, module_by_key, states_below
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
@@ -104,6 +105,7 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
         `wait()` or its forward.
         """
         runtime = self._fsdp_own().runtime
+        check_supported(runtime.unit)
         runtime.start_unshard()
         handle = UnshardHandle(runtime)
         if async_op:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compiled_fsdp import log
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.ir import quantized
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.dynamo import recompiles
 from compiled_fsdp.torch_private.groups import common_name
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from compiled_fsdp.eager.tree import Tree
+    from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.units.unit import Unit
 
 Ran = tuple[Run, GraphRecord]
@@ -131,7 +133,39 @@ def _unit(
         groups=list(dict.fromkeys(name for info in infos for name in _groups(info))),
         gathers=_shared(unit, [record.gathers for record in graphs], keys),
         reductions=_shared(unit, [record.reductions for record in graphs], keys),
+        wire=_wire([p.spec for p in unit.params]),
     )
+
+
+def _wire(specs: list[ParamSpec]) -> list[str]:
+    """What of a unit travels as codes: the bytes that a rank sends in a step, with codes and
+    without, and the bound of the error.
+    """
+    gathers = [
+        (s, s.gather_quantized, n, s.dtype, 1 + (s.reshard == "gather"))
+        for s, n in zip(specs, quantized.gathered_payloads(specs), strict=True)
+    ]
+    reductions = [
+        (s, s.reduce_quantized, n, s.reduce_dtype, 1)
+        for s, n in zip(specs, quantized.reduced_payloads(specs), strict=True)
+    ]
+    found = []
+    for what, whose, way in (("gathered", "its", gathers), ("reduced", "a rank's", reductions)):
+        dtypes = [codes for _, codes, *_ in way if codes is not None]
+        if not dtypes:
+            continue
+        sent = sum((s.group_size - 1) * n * often for s, _, n, _, often in way)
+        exact = sum(
+            (s.group_size - 1) * s.shard_numel * dtype.itemsize * often
+            for s, _, _, dtype, often in way
+        )
+        found.append(
+            f"{what} as {_dtype(dtypes[0])}: {len(dtypes)} of {len(way)} parameters, with a scale "
+            f"for each {quantized.BLOCK} elements; a rank sends {sent} bytes a step instead of "
+            f"{exact}; an element is off by at most 1/{round(1 / quantized.ERROR[dtypes[0]])} of "
+            f"the largest in {whose} block"
+        )
+    return found
 
 
 def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:

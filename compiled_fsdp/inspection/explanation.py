@@ -57,6 +57,8 @@ class UnitInfo:
     compute_dtype: of the gathered parameters.
     reshard: "gather", "keep" or "slice", as in `fsdp::unshard`.
     mesh: axes and sizes.
+    wire: what travels as codes: how many bytes instead of how many, and how far off values are at
+        most.
     """
 
     name: str
@@ -70,6 +72,7 @@ class UnitInfo:
     groups: list[str]
     gathers: list[Shared]
     reductions: list[Shared]
+    wire: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,7 @@ def _table(units: list[UnitInfo]) -> str:
     first: dict[tuple[str, ...], str] = {}
     for unit in units:
         own = "\n".join(f"    {line}" for line in _collectives(unit))
-        alike = (_kept(unit), *(_param(p, unit.name) for p in unit.params))
+        alike = (_kept(unit), *(_param(p, unit.name) for p in unit.params), *unit.wire)
         if alike in first:
             entries.append((unit.name, f"as {first[alike]}", own))
         else:

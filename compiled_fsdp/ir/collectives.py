@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from . import schema
+from . import quantized, schema
 from .spec import MEAN
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ OPTIONS = (
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
     "set_all_reduce_hook",
+    "gather_quantized",
+    "reduce_quantized",
 )
 
 
@@ -74,6 +76,7 @@ def to_host(run: Run, x: Value, spec: ParamSpec) -> Value:
 def gather_options(spec: ParamSpec) -> list[str]:
     """The user's options that decide how this is gathered."""
     options = ["mesh", "mp_policy.param_dtype", *(["offload_policy"] if spec.device else [])]
+    options += ["gather_quantized"] if quantized.gathers_bytes([spec]) else []
     return (
         [*options, "set_custom_all_gather"]
         if spec.gather_algorithm and spec.group_size > 1
@@ -90,6 +93,7 @@ def reduce_options(spec: ParamSpec) -> list[str]:
     if how.sync == "retain":
         return ["mp_policy.reduce_dtype", *kept]
     found = ["mesh", "mp_policy.reduce_dtype", "set_separate_reduce_scatter_group", *kept]
+    found += ["reduce_quantized"] if quantized.reduces_bytes([spec]) else []
     if how.algorithm.startswith(CUSTOM):
         found.append("set_custom_reduce_scatter")
     if how.sync == "scatter":
@@ -122,6 +126,9 @@ def unshard(run: Run, flat: Value, numel: int, dtype: torch.dtype, spec: ParamSp
     """From a flat local buffer [numel] of `dtype` to one parameter of `spec.shape` and
     `spec.dtype`.
     """
+    if quantized.gathers_bytes([spec]):
+        gathered = gather_bucket(run, [(Source(flat, numel, dtype), spec)])
+        return GatheredBucket([spec]).copy_out(run, gathered, 0)
     end = spec.offset + spec.shard_numel
     shard = (
         flat
@@ -358,6 +365,8 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
     """
     specs = [s for _, s in members]
     spec = specs[0]
+    if quantized.gathers_bytes(specs):
+        return all_gather(run, _payload(run, members), spec)
     parts = _pieces(run, members)
     shard = parts[0] if len(parts) == 1 else run(aten.cat.default, parts)
     sizes = [piece.numel for piece in gather_messages(specs)]
@@ -368,10 +377,30 @@ def gather_bucket(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Valu
     return run(WAIT, run(schema.ALL_GATHER, shard, sizes, spec.group_size, spec.group))
 
 
+def _payload(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
+    """What this rank sends of a bucket that is gathered as bytes: [bytes]."""
+    pieces: list[Value] = []
+    for source, spec in members:
+        start, numel = spec.offset, spec.shard_numel
+        is_all = numel == source.numel
+        shard = (
+            source.flat if is_all else run(aten.slice.Tensor, source.flat, 0, start, start + numel)
+        )
+        if spec.gather_quantized is None:
+            shard = convert(run, shard, source.dtype, spec.dtype)
+        pieces.append(run(aten.view.default, shard, [1, numel]))
+    names = [quantized.NAMES[spec.gather_quantized] for _, spec in members]
+    total = sum(quantized.gathered_payloads([spec for _, spec in members]))
+    return run(aten.view.default, run(schema.ENCODE, pieces, names), [total])
+
+
 def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
-    """The messages of an all-gather of these; one row, or a user's all-gather, knows nothing of
-    pieces.
+    """The messages of an all-gather of these; one row, bytes, or a user's all-gather, know nothing
+    of pieces.
     """
+    if quantized.gathers_bytes(specs):
+        total = sum(quantized.gathered_payloads(specs))
+        return [Message(tuple(range(len(specs))), 0, total)]
     if specs[0].group_size == 1 or specs[0].gather_algorithm:
         return [Message(tuple(range(len(specs))), 0, sum(s.shard_numel for s in specs))]
     return messages_of(specs, specs[0].dtype)
@@ -382,23 +411,33 @@ class GatheredBucket:
 
     messages: the pieces that travelled.
     places: of each parameter, its message and its first column there.
+    is_bytes: whether columns are bytes, some of them codes (`quantized.py`), not elements.
     """
 
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         self.specs = specs
         self.messages = gather_messages(specs)
+        self.is_bytes = quantized.gathers_bytes(specs)
+        self.widths = (
+            quantized.gathered_payloads(specs) if self.is_bytes else [s.shard_numel for s in specs]
+        )
         self.places: list[tuple[Message, int]] = []
         for message in self.messages:
             start = 0
             for place in message.members:
                 self.places.append((message, start))
-                start += specs[place].shard_numel
+                start += self.widths[place]
 
     def columns(self, run: Run, gathered: Value, place: int) -> Value:
         """Returns what the ranks hold of parameter `place`: a view of the bucket, [group_size,
-        shard_numel], or flat if contiguous.
+        shard_numel], or flat if contiguous; what travelled as codes, of what they stand for.
         """
         spec, (message, start) = self.specs[place], self.places[place]
+        if self.is_bytes:
+            table = run(aten.view.default, gathered, [spec.group_size, message.numel])
+            payload = run(aten.slice.Tensor, table, 1, start, start + self.widths[place])
+            name = quantized.NAMES[spec.gather_quantized]
+            return run(schema.DECODE, payload, spec.shard_numel, spec.dtype, name)
         rows = gathered
         if len(self.messages) > 1:
             first = spec.group_size * message.start
@@ -416,7 +455,9 @@ class GatheredBucket:
         spec, (message, _) = self.specs[place], self.places[place]
         rows = self.columns(run, gathered, place)
         is_apart = spec.group_size > 1 and len(message.members) > 1
-        if is_apart and is_copied:
+        if self.is_bytes:  # in one piece
+            rows = run(aten.view.default, rows, [spec.group_size * spec.shard_numel])
+        elif is_apart and is_copied:
             rows = run(aten.clone.default, rows, memory_format=torch.contiguous_format)
         elif is_apart:
             rows = run(aten.reshape.default, rows, [spec.group_size * spec.shard_numel])
@@ -431,9 +472,10 @@ def reduce_bucket(
 
     None if the policy is to keep them for a later backward; the owner of `flat` has them then.
     """
-    spec = grads[0][2]
+    specs = [s for _, _, s in grads]
+    spec = specs[0]
     how = spec.reduction
-    offsets = [s.offset for _, _, s in grads]
+    offsets = [s.offset for s in specs]
     rows = [rank_rows(run, convert(run, g, d, s.reduction.first_dtype), s) for g, d, s in grads]
     if how.sync == "retain":
         run(schema.RETAIN, joined(run, rows), flat, offsets, "rows")
@@ -444,12 +486,43 @@ def reduce_bucket(
             whole = run(aten.clone.default, whole, memory_format=torch.contiguous_format)
         run(schema.ADD_RETAINED, whole, flat, offsets, "rows")
         rows = [convert(run, whole, how.first_dtype, how.dtype)]
-    elif how.algorithm == "all_to_all":
-        pieces = messages_of([s for _, _, s in grads], spec.reduce_dtype)
+    if quantized.reduces_bytes(specs):
+        reduced = _exchange_bytes(run, rows, specs)
+        reduced = _after_shard_axis(run, reduced, spec, flat, offsets)
+        return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
+    if how.algorithm == "all_to_all" and not how.is_accumulating:
+        pieces = messages_of(specs, spec.reduce_dtype)
         rows = [joined(run, [rows[n] for n in piece.members]) for piece in pieces]
-    total = sum(s.shard_numel for _, _, s in grads)
+    total = sum(s.shard_numel for s in specs)
     reduced = reduce_scatter(run, rows, spec, flat, offsets, total)
     return None if reduced is None else convert(run, reduced, spec.reduce_dtype, dtype)
+
+
+def _exchange_bytes(run: Run, rows: Sequence[Value], specs: Sequence[ParamSpec]) -> Value:
+    """Send each rank its rows of the gradients, some of them as codes, and add up what they stand
+    for: this rank's [sum of shard_numel], in the dtype of the reduction.
+
+    Each value is coded once, and added in fp32, as torch's sum adds what is not coded.
+    rows: [group_size, shard_numel] of each, or one of all of them, side by side.
+    """
+    spec, how, size = specs[0], specs[0].reduction, specs[0].group_size
+    if how.pre_divide != 1.0:
+        rows = [run(aten.div.Tensor, joined(run, rows), how.pre_divide)]
+    if len(rows) < len(specs):
+        (whole,), rows, start = rows, [], 0
+        for each in specs:
+            rows.append(run(aten.slice.Tensor, whole, 1, start, start + each.shard_numel))
+            start += each.shard_numel
+    names = [quantized.NAMES[each.reduce_quantized] for each in specs]
+    coded = run(schema.ENCODE, list(rows), names)
+    received = run(WAIT, run(ALL_TO_ALL, [coded], size, spec.reduce_group))
+    sums, start = [], 0
+    widths = quantized.reduced_payloads(specs)
+    for each, name, width in zip(specs, names, widths, strict=True):
+        payload = run(aten.slice.Tensor, received, 1, start, start + width)
+        sums.append(run(schema.DECODE_SUM, payload, each.shard_numel, how.dtype, name))
+        start += width
+    return sums[0] if len(sums) == 1 else run(aten.cat.default, sums)
 
 
 def part_of_bucket(run: Run, reduced: Value, start: int, stop: int) -> Value:

@@ -16,6 +16,7 @@ from . import meta
 from .collectives import CONVERT, WAIT
 from .graph import starts
 from .opaque import Opaque
+from .quantized import gathered_bytes
 from .regions import find_regions
 from .schema import FREE, param_spec, traits_of
 
@@ -31,6 +32,8 @@ _DTYPES = {
     torch.int32: "i32",
     torch.bool: "b8",
     torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "f8e4m3fn",
 }
 MOST_CHARACTERS, BEGIN = 200, 40  # of a text among the arguments
 
@@ -140,7 +143,7 @@ def collectives(graph: Graph) -> list[str]:
 def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
     """The first line of a dump: what made it, what holds of it, and what it communicates."""
     gathers, reduces = find_regions(graph, "gather"), find_regions(graph, "reduce")
-    moved = [sum(s.full_bytes() for s in r.tag.specs) for r in gathers if r.starts]
+    moved = [gathered_bytes(r.tag.specs) for r in gathers if r.starts]
     count = f"{sum(bool(r.starts) for r in gathers)} gathers, {sum(bool(r.starts) for r in reduces)} reductions"
     size = f"{sum(moved)} bytes gathered, largest bucket {max(moved, default=0)}"
     return f"# made by {made_by}; holds: {', '.join(held) or 'nothing yet'}; {count}; {size}"

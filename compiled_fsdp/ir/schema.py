@@ -25,6 +25,9 @@ them.
 | `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
 | `copy_to(x, device, pins) -> copied` | between host memory, where an offloaded unit rests, and the device that computes |
 | `start_copy(x, device, pins) -> copied` | the same, started, not awaited |
+| `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i], side by side: codes and scales, or as they are (`quantized.py`) |
+| `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
+| `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows, in order: [numel] |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,
@@ -94,6 +97,9 @@ SCHEMAS = (
     "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()",
     "copy_to(Tensor x, str device, bool pins) -> Tensor",
     "start_copy(Tensor x, str device, bool pins) -> Tensor",
+    "encode(Tensor[] pieces, str[] codes) -> Tensor",
+    "decode(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
+    "decode_sum(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "free(Tensor buffer) -> ()",
 )
 
@@ -169,6 +175,9 @@ OURS = {
     "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
     "copy_to":                "0  -      -              kernel    -      no  no  -       no  yes",
     "start_copy":             "0  -      copy           kernel    -      no  no  -       no  yes",
+    "encode":                 "0  -      -              kernel    -      no  no  -       no  no",
+    "decode":                 "0  -      -              kernel    -      no  no  -       no  no",
+    "decode_sum":             "0  -      -              kernel    -      no  no  -       no  no",
     "free":                   "0  -      -              none      -      no  no  notes   no  no",
 }
 TORCHS = {
@@ -244,6 +253,9 @@ AGREE = fsdp.agree.default
 WATCH_HEADS = fsdp.watch_heads.default
 COPY_TO = fsdp.copy_to.default
 START_COPY = fsdp.start_copy.default
+ENCODE = fsdp.encode.default
+DECODE = fsdp.decode.default
+DECODE_SUM = fsdp.decode_sum.default
 FREE = fsdp.free.default
 
 for _op, _traits in TRAITS.items():

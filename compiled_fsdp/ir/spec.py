@@ -109,6 +109,9 @@ class ParamSpec:
         negative: as the plan says.
     device: the type of the device that computes, where the shard rests in host memory instead (CPU
         offload), pinned if `pins`; "": the shard is where computation is.
+    gather_quantized: the dtype of the codes that travel when the parameter is gathered
+        (`quantized.py`); None: it travels as it is.
+    reduce_quantized: the same of its gradient, when it is sent to the ranks that reduce it.
     """
 
     offset: int
@@ -144,6 +147,8 @@ class ParamSpec:
     retained_dtype: torch.dtype | None = None
     device: str = ""
     pins: bool = False
+    gather_quantized: torch.dtype | None = None
+    reduce_quantized: torch.dtype | None = None
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

@@ -105,6 +105,7 @@ def _may_change(spec: ParamSpec) -> bool:
     return (
         spec.group_size > 1
         and not is_users
+        and spec.reduce_quantized is None
         and (spec.reduce_op == "sum" or spec.replicate_size == 1)
     )
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from compiled_fsdp.ir.schema import GATHER_AHEAD, param_spec, traits_of
+from compiled_fsdp.ir.schema import ENCODE, GATHER_AHEAD, param_spec, traits_of
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -282,7 +283,8 @@ class Lifetimes:
         if tag.kind == "gather" and is_started:
             self._call(node, GATHERED, _copied(node, tag))
         elif tag.kind == "gather":
-            is_parameter = is_start and len(tag.specs) == 1
+            is_coded = quantized.gathers_bytes(tag.specs)
+            is_parameter = is_start and len(tag.specs) == 1 and not is_coded
             self._call(node, *((GATHERED, tag.specs[0].fqn) if is_parameter else (BUCKET, unit)))
         else:
             self._call(node, GRADIENT if is_started and not is_start else BUCKET, unit)
@@ -291,10 +293,9 @@ class Lifetimes:
 
     def _name_gradients(self, start: Node, tag: CommTag) -> None:
         """Name what goes into a reduction, before it is cast and put into the bucket."""
-        joined = _first_outside(start.all_input_nodes[0], CAT)
-        pieces = (
-            joined.args[0] if joined.target is CAT and get_tag(joined) is not None else [joined]
-        )
+        joined = _first_outside(start.all_input_nodes[0], CAT, ENCODE)
+        is_joined = joined.target in (CAT, ENCODE) and get_tag(joined) is not None
+        pieces = joined.args[0] if is_joined else [joined]
         for piece, spec in zip(pieces, tag.specs, strict=False):  # type: ignore[arg-type]
             source = _first_outside(piece)
             for storage in (s for s in self.of(source) if s.kind is TEMPORARY):
@@ -325,8 +326,12 @@ def _copied(node: Node, tag: CommTag) -> str:
     """The parameter that a copy out of a bucket is, by the columns it reads; else the unit."""
     columns = node.all_input_nodes[0]
     start = 0
-    for spec in tag.specs:
+    is_bytes = quantized.gathers_bytes(tag.specs)
+    sizes = (
+        quantized.gathered_payloads(tag.specs) if is_bytes else [s.shard_numel for s in tag.specs]
+    )
+    for spec, size in zip(tag.specs, sizes, strict=True):
         if columns.target is SLICE and columns.args[1:3] == (1, start):
             return spec.fqn
-        start += spec.shard_numel
+        start += size
     return tag.unit.split("#")[0]

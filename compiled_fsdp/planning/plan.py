@@ -8,12 +8,15 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.errors import warn_once
+from compiled_fsdp.ir.quantized import LARGEST
 from compiled_fsdp.ir.spec import OWN_MESSAGE
 from compiled_fsdp.options import Options
 from compiled_fsdp.wire.runs import all_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from .costs import Costs
 
@@ -51,6 +54,7 @@ SIZES = {
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
+FOLLOWED = ("gather_quantized", "reduce_quantized", "exact")  # outside of graphs too
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,17 @@ class Plan:
         even a slice fits.
     costs: what computing and communicating cost, the same on every rank; None: measured in the
         first forward, see `calibrate`.
+    gather_quantized: `torch.int8` or `torch.float8_e4m3fn`: parameters travel as codes of that
+        dtype, with a scale in fp32 for each block of 256 elements of what a rank holds; every rank,
+        the owner too, computes with what the codes stand for, in the compute dtype. What the
+        optimizer steps stays exact. None: as they are. Exact in any case are parameters with fewer
+        than two dims (norms, biases), with less than a block on each rank, or in float64.
+    reduce_quantized: likewise what each rank sends of gradients, by all-to-all; what the codes
+        stand for is added in fp32, so that each value is coded once. HSDP's all-reduce over the
+        replicas is exact.
+    exact: names of parameters that travel as they are all the same, gradients too; `*` stands for
+        anything: ("head.*",). These three hold for units that run eagerly too, and from the next
+        call of a model on, for which it is compiled again.
     """
 
     prefetch: float | None = DISTANCES["prefetch"]
@@ -124,6 +139,9 @@ class Plan:
     kept: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
+    gather_quantized: torch.dtype | None = None
+    reduce_quantized: torch.dtype | None = None
+    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in FROM_COSTS:
@@ -133,6 +151,7 @@ class Plan:
         _check_sizes(self)
         _check_choices(self)
         _check_budget(self)
+        _check_codes(self)
 
     def shown(self, name: str) -> Any:
         """A field as users write it: "auto" for what costs decide."""
@@ -247,7 +266,29 @@ def _check_budget(plan: Plan) -> None:
         )
 
 
+def _check_codes(plan: Plan) -> None:
+    """Codes are of one of a few dtypes; names are a tuple of texts."""
+    for name in ("gather_quantized", "reduce_quantized"):
+        codes = getattr(plan, name)
+        if codes is not None and codes not in LARGEST:
+            raise ValueError(
+                f"Plan: {name}={codes!r}; should be one of {tuple(LARGEST)}, or None (exact)"
+            )
+    if not isinstance(plan.exact, tuple) or not all(isinstance(name, str) for name in plan.exact):
+        raise ValueError(
+            f"Plan: exact={plan.exact!r}; should be a tuple of names of parameters, for example "
+            '("head.*",)'
+        )
+    if plan.reduce_quantized is not None and plan.reductions == "reduce_scatter":
+        raise ValueError(
+            f"Plan: reductions='reduce_scatter' with reduce_quantized={plan.reduce_quantized}; "
+            "codes cannot be added on the way, so they are exchanged and added where they arrive. "
+            "Leave out one of the two"
+        )
+
+
 _current = _DEFAULT = Plan()
+_followers: list[Callable[[], None]] = []
 ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "regions", "memory_budget", "costs")
 # What users set of the plan; `Plan.kept` is decided, not set.
 options = Options()
@@ -286,7 +327,15 @@ def _ask(plan: Plan) -> None:
 def use(plan: Plan) -> None:
     """Put a plan in the place of the current one, without taking it for what the user set."""
     global _current
-    _current = replace(plan, **_forced) if _forced else plan
+    before, _current = _current, replace(plan, **_forced) if _forced else plan
+    if any(getattr(before, name) != getattr(_current, name) for name in FOLLOWED):
+        for fn in _followers:
+            fn()
+
+
+def when_followed_fields_change(fn: Callable[[], None]) -> None:
+    """Call `fn` once the plan has other values in fields that hold outside of graphs too."""
+    _followers.append(fn)
 
 
 _forced: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -320,3 +320,11 @@ def reduction(
         replicate_size=info.replicate_size,
         replicate_group=common_name(replicate.group_name) if replicate else "",
     )
+
+
+def by_exchange(how: Reduction, size: int) -> Reduction:
+    """The same reduction over `size` ranks by an all-to-all and a local sum, which knows no mean."""
+    if how.op == "sum":
+        return replace(how, algorithm="all_to_all")
+    factor = how.post_divide * size * how.replicate_size
+    return replace(how, algorithm="all_to_all", op="sum", post_divide=factor)

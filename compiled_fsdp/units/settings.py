@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class Settings:
         gradients until then.
     fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results
         mean nothing then.
+    gather_quantized, reduce_quantized, exact: what travels as codes, see `Plan`.
     """
 
     requires_gradient_sync: bool = True
@@ -45,6 +50,9 @@ class Settings:
     is_scheduled: bool = False
     fake_all_gather: bool = False
     fake_reduce: bool = False
+    gather_quantized: torch.dtype | None = None
+    reduce_quantized: torch.dtype | None = None
+    exact: tuple[str, ...] = ()
 
     @property
     def stays_full(self) -> bool:

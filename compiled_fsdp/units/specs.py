@@ -9,8 +9,9 @@ from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire.ablation import fake_group
 
-from .mesh import averages, reduction
+from .mesh import averages, by_exchange, reduction
 from .precision import reduce_dtype
+from .quantizing import codes_of
 
 if TYPE_CHECKING:
     from .flat import FlatBuffer
@@ -30,6 +31,9 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
     is_mean = averages(how.dtype, settings.divide_factor, is_sum=settings.force_sum)
     if is_mean and settings.reduce_scatter:  # a user's communication is asked for what stock asks
         how = replace(how, op="avg", post_divide=1.0)
+    gather_codes, reduce_codes = codes_of(unit, info, param)
+    if settings.reduce_quantized and info.shard_size > 1 and not settings.reduce_scatter:
+        how = by_exchange(how, info.shard_size)
     gather_group, reduce_group = _groups(unit, info)
     if settings.fake_reduce and how.replicate_size > 1:
         how = replace(how, replicate_group=fake_group(how.replicate_group))
@@ -68,6 +72,8 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         backward_ahead=settings.backward_ahead,
         device=unit.offload.device if unit.offload else "",
         pins=bool(unit.offload and unit.offload.device and unit.offload.pins),
+        gather_quantized=gather_codes,
+        reduce_quantized=reduce_codes,
     )
 
 

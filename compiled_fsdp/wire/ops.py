@@ -15,13 +15,14 @@ from torch import Tensor
 from compiled_fsdp import progress
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.quantized import WIRE
 from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
-from . import agreement, copies, gloo, launch, ranges, unused_outputs
+from . import agreement, codes, copies, gloo, launch, ranges, unused_outputs
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -486,6 +487,36 @@ def _copy_fake(x: Tensor, device: str, pins: bool) -> Tensor:
 
 for _copy in ("copy_to", "start_copy"):
     _fake(_copy)(_copy_fake)
+
+
+@_kernel("encode")
+def _encode(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+    return codes.encode(pieces, names)
+
+
+@_fake("encode")
+def _encode_fake(pieces: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+    return pieces[0].new_empty(pieces[0].shape[0], codes.width(pieces, names), dtype=WIRE)
+
+
+@_kernel("decode")
+def _decode(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    return codes.decode(payload, numel, dtype, name)
+
+
+@_fake("decode")
+def _decode_fake(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    return payload.new_empty(payload.shape[0], numel, dtype=dtype)
+
+
+@_kernel("decode_sum")
+def _decode_sum(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    return codes.decode_sum(payload, numel, dtype, name)
+
+
+@_fake("decode_sum")
+def _decode_sum_fake(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
+    return payload.new_empty(numel, dtype=dtype)
 
 
 @_kernel("free")

@@ -24,6 +24,7 @@ def test_options_are_those_that_specs_come_from() -> None:
         replace(SAMPLE, sync="retain"),
         replace(SAMPLE, sync="scatter"),
         replace(SAMPLE, device="cuda"),
+        replace(SAMPLE, gather_quantized=torch.int8, reduce_quantized=torch.int8),
     ]
     found = {o for spec in specs for o in (*gather_options(spec), *reduce_options(spec))}
     assert found == {*OPTIONS}
@@ -54,7 +55,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 33 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins']""",  # noqa: E501
+            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 35 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins', 'gather_quantized', 'reduce_quantized']""",  # noqa: E501
         )
 
     def test_rows_are_cut_as_torch_chunk_cuts(self):

@@ -317,6 +317,9 @@ CHANGES = {
     "kept": (("u", "w"),),
     "dropped": (("u", "w"),),
     "costs": costs(1.0, 1.0),
+    "gather_quantized": torch.int8,
+    "reduce_quantized": torch.float8_e4m3fn,
+    "exact": ("head.*",),
 }
 
 

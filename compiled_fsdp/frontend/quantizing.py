@@ -1,0 +1,76 @@
+"""What the plan says of codes on the wire reaches the units: those that there are, and new ones.
+
+A plan is for graphs, but codes change numbers, so what runs eagerly uses them too; and graphs that
+were compiled before are compiled again.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.planning.plan import current_plan, when_followed_fields_change
+from compiled_fsdp.units.quantizing import refusal
+from compiled_fsdp.units.registered import UNITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from compiled_fsdp.units.unit import Unit
+
+
+def follow(unit: Unit) -> None:
+    """Let a unit do as the plan says."""
+    plan, settings = current_plan(), unit.settings
+    asked = plan.gather_quantized, plan.reduce_quantized, plan.exact
+    if asked == (settings.gather_quantized, settings.reduce_quantized, settings.exact):
+        return
+    settings.gather_quantized, settings.reduce_quantized, settings.exact = asked
+    unit.publish()
+    for name in ("gather_quantized", "reduce_quantized"):
+        codes = [getattr(param.spec, name) for param in unit.params]
+        unit.options.ask(name, next(filter(None, codes), None))
+
+
+def _follow_all() -> None:
+    for unit in list(UNITS):
+        if _has_group(unit):  # or it follows when it is called, if it can be
+            follow(unit)
+
+
+def _has_group(unit: Unit) -> bool:
+    """Whether a unit's process group is there; it may have been destroyed before the model was."""
+    try:
+        dist.get_backend(unit.mesh_info.shard_group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+when_followed_fields_change(_follow_all)
+
+
+def check_supported(unit: Unit) -> None:
+    """Before a unit is called: it does as the plan says.
+
+    Raises:
+        NotImplementedError: it cannot; the text says why.
+    """
+    follow(unit)
+    if text := refusal(unit):
+        raise NotImplementedError(text)
+
+
+def check_names(units: Iterable[Unit]) -> None:
+    """Announce names of `Plan.exact` that no parameter of a model has."""
+    patterns = current_plan().exact
+    names = [param.fqn for unit in units for param in unit.params]
+    missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if missing:
+        warn_once(
+            f"compiled_fsdp: Plan(exact={patterns!r}): no parameter of the model matches {missing}. "
+            f"Names are those of named_parameters(), such as {names[0]!r}; * stands for anything"
+        )

@@ -1,0 +1,72 @@
+"""Which parameters of a unit travel as codes of eight bits (`Plan.gather_quantized`,
+`Plan.reduce_quantized`), and what they cannot be combined with.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from compiled_fsdp.ir.quantized import BLOCK
+
+if TYPE_CHECKING:
+    import torch
+
+    from .mesh import MeshInfo
+    from .param import ShardedParam
+    from .unit import Unit
+
+    Codes = torch.dtype | None
+
+
+def codes_of(unit: Unit, info: MeshInfo, param: ShardedParam) -> tuple[Codes, Codes]:
+    """The dtypes of the codes in which a parameter is gathered and its gradient is reduced; None:
+    as it is.
+
+    Exact are: what has fewer than two dims (norms, biases), or less than a block on each rank; what
+    is no floating point, or of 64 bits; what the user has named; and where nothing travels.
+    """
+    settings, dtype = unit.settings, param.sharded.dtype
+    is_exact = (
+        info.shard_size == 1
+        or len(param.layout.shape) < 2
+        or param.layout.numel < BLOCK
+        or not dtype.is_floating_point
+        or dtype.itemsize > 4
+        or any(fnmatchcase(param.fqn, pattern) for pattern in settings.exact)
+        or bool(refusal(unit))
+    )
+    return (None, None) if is_exact else (settings.gather_quantized, settings.reduce_quantized)
+
+
+def refusal(unit: Unit) -> str:
+    """Why a unit cannot do what the plan asks of it; "" if it can."""
+    settings = unit.settings
+    gathers, reduces = settings.gather_quantized, settings.reduce_quantized
+    if not (gathers or reduces):
+        return ""
+    asked = " and ".join(
+        f"Plan({name}={codes})"
+        for name, codes in (("gather_quantized", gathers), ("reduce_quantized", reduces))
+        if codes
+    )
+    reasons = {
+        "FullyShardedDataParallel, whose flat parameters": unit.is_flat,
+        "all-gather extensions of tensor subclasses (fsdp_pre_all_gather), which": (
+            unit.has_extensions
+        ),
+        "CPU offload beside an accelerator, which": bool(unit.offload and unit.offload.device),
+        "an int reshard_after_forward, which": bool(unit.post_meshes),
+        "overlap_optimizer, which": bool(settings.overlap),
+        "set_custom_all_gather, which": bool(gathers and settings.all_gather),
+        "set_custom_reduce_scatter, which": bool(reduces and settings.reduce_scatter),
+    }
+    found = next((what for what, applies in reasons.items() if applies), "")
+    if not found:
+        return ""
+    what, _, whose = found.partition(", ")
+    verb = "are" if whose.endswith("parameters") else "is"
+    return (
+        f"{asked}: unit {unit.name!r} uses {what}, {whose} {verb} not supported with it yet. Leave "
+        "out one of the two"
+    )

@@ -1,0 +1,122 @@
+"""Codes and scales of real tensors: any shape, dtype and values, beside the same by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_fsdp.ir.quantized import BLOCK, ERROR, LEAST, NAMES, payload
+from compiled_fsdp.ir.schema import DECODE, DECODE_SUM, ENCODE
+from compiled_fsdp.wire import codes as module
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+LIMIT = {INT8: 127.0, FP8: 448.0}
+ODD = (torch.nan, torch.inf, -torch.inf)
+
+
+def through(x: Tensor, dtype: torch.dtype, codes: torch.dtype | None) -> Tensor:
+    """[rows, n] as they arrive, in `dtype`."""
+    sent = ENCODE([x], [NAMES[codes]])
+    assert sent.shape == (x.shape[0], payload(x.shape[1], x.dtype, codes))
+    return DECODE(sent, x.shape[1], dtype, NAMES[codes])
+
+
+def by_hand(x: Tensor, codes: torch.dtype) -> Tensor:
+    rows = []
+    for row in x.float():
+        for block in row.split(BLOCK):
+            scale = (block.abs().max() * (1 / LIMIT[codes])).clamp_min(LEAST)
+            ratio = block * scale.reciprocal()
+            rows.append((ratio.round() if codes is INT8 else ratio).to(codes).float() * scale)
+    return torch.cat(rows).view(x.shape)
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
+def test_random_tensors(codes: torch.dtype) -> None:
+    """Exactly what is worked out by hand, and within the bound."""
+    generator = torch.Generator().manual_seed(0)
+    for case in range(60):
+        rows, numel = (int(torch.randint(1, n, (), generator=generator)) for n in (4, 900))
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[case % 3]
+        x = torch.randn(rows, numel, generator=generator)
+        x *= 10.0 ** torch.randint(-4, 4, (rows, numel), generator=generator)
+        x[torch.rand(rows, numel, generator=generator) < 0.2] = 0
+        x = x.to(dtype)
+        if case % 2:
+            x = x.t().contiguous().t()  # as gradients may lie
+        found = through(x, torch.float32, codes)
+        assert torch.equal(found, by_hand(x, codes))
+        for row, wrong in zip(x.float(), (found - x.float()).abs(), strict=True):
+            for block, error in zip(row.split(BLOCK), wrong.split(BLOCK), strict=True):
+                bound = ERROR[codes] * block.abs().max()
+                assert error.max() <= bound * (1 + 1e-5)
+        assert torch.equal(through(x, torch.bfloat16, codes), found.bfloat16())
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 7 * BLOCK + 30, generator=torch.Generator().manual_seed(0))
+    whole = ENCODE([x], ["int8"])
+    summed = DECODE_SUM(whole, x.shape[1], torch.float32, "int8")
+    monkeypatch.setattr(module, "AT_ONCE", 2)
+    assert torch.equal(ENCODE([x], ["int8"]), whole)
+    assert torch.equal(DECODE_SUM(whole, x.shape[1], torch.float32, "int8"), summed)
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_what_is_no_number_is_loud_in_its_block_alone(codes: torch.dtype, odd: float) -> None:
+    x = torch.randn(2, 3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    x[1, BLOCK + 7] = odd
+    found = through(x, torch.float32, codes)
+    assert found[1, BLOCK : 2 * BLOCK].isnan().all()
+    found[1, BLOCK : 2 * BLOCK] = 0
+    assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
+def test_extremes(codes: torch.dtype) -> None:
+    """Zeros are zeros; the largest and the smallest numbers neither overflow nor turn around."""
+    largest = torch.finfo(torch.float32).max
+    x = torch.stack(
+        [torch.zeros(BLOCK), torch.full((BLOCK,), largest), torch.full((BLOCK,), -1e-44)]
+    )
+    found = through(x, torch.float32, codes)
+    assert torch.equal(found[0], x[0])
+    assert torch.allclose(found[1], x[1], rtol=1e-6)
+    assert ((found[2] - x[2]).abs() <= LEAST / 2).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_exact_values_travel_beside_codes(dtype: torch.dtype) -> None:
+    """With their bits, aligned, wherever they lie among others, expanded or not."""
+    a = torch.randn(2, 300).to(dtype)
+    pieces = [torch.randn(2, 5).to(dtype), a, torch.ones(2, 1, dtype=dtype).expand(2, 3)]
+    names = ["", "int8", ""]
+    sent, start = ENCODE(pieces, names), 0
+    for piece, name in zip(pieces, names, strict=True):
+        width = payload(piece.shape[1], dtype, INT8 if name else None)
+        part = sent[:, start : start + width]
+        start += width
+        found = DECODE(part, piece.shape[1], dtype, name)
+        summed = DECODE_SUM(part, piece.shape[1], dtype, name)
+        if name:
+            assert torch.equal(found, by_hand(piece, INT8).to(dtype))
+            values = by_hand(piece, INT8)
+            assert torch.equal(summed, (values[0] + values[1]).to(dtype)), "added in fp32"
+        else:
+            assert torch.equal(found, piece)
+            assert torch.equal(summed, piece.sum(0))
+    assert start == sent.shape[1]
+
+
+def test_ops() -> None:
+    """Schemas and fake kernels against real ones."""
+    x = torch.randn(2, 300)
+    sent = ENCODE([x, x], ["int8", ""])
+    torch.library.opcheck(ENCODE, ([x, x], ["int8", ""]))
+    part = sent[:, :528]
+    for op in (DECODE, DECODE_SUM):
+        torch.library.opcheck(op, (part, 300, torch.bfloat16, "int8"))
