@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.dump.counts import Counts
 from compiled_fsdp.ir.collectives import CONVERT
-from compiled_fsdp.ir.graph import find, starts, value
+from compiled_fsdp.ir.graph import find, starts
 from compiled_fsdp.ir.meta import get_tag, set_captured
 from compiled_fsdp.ir.printer import collectives, printable, show
-from compiled_fsdp.ir.sequence import sequence_over
+from compiled_fsdp.ir.sequence import same_where_known, sequence_over
 from compiled_fsdp.passes.verify import check
+from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.verification.invariant import GraphInvariantError
 from compiled_fsdp.verification.meaning import Captured
@@ -41,12 +42,7 @@ def difference(before: Dumped, after: Dumped) -> str:
 def totals(gm: GraphModule) -> list[tuple[str, str]]:
     """How much a graph communicates, and its peak."""
     counts = Counts.of(gm.graph)
-    sent = sum(
-        value(n).nbytes
-        for start in starts(gm.graph)
-        for n in start.all_input_nodes
-        if "val" in n.meta
-    )
+    sent = int(sum(nbytes(n) for start in starts(gm.graph) for n in start.all_input_nodes))
     casts = sum(get_tag(node) is not None for node in find(gm.graph, CONVERT))
     return [
         ("all-gathers", str(counts.gathers)),
@@ -104,7 +100,7 @@ def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
                 for line in sequence_over(g.after(None).gm.graph, name)
             ]
             number, known = seen.setdefault(tuple(members), (rank.rank, lines))
-            if known != lines:
+            if not same_where_known(["\n".join(known), "\n".join(lines)]):
                 changes = list(
                     difflib.unified_diff(
                         known, lines, f"rank {number}", f"rank {rank.rank}", lineterm="", n=2

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 from compiled_fsdp import dumped_to, fully_shard
+from compiled_fsdp.inspection.dump_checks import totals, violations
+from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.inspection.profiles import _pieces
 from compiled_fsdp.report import add_profile, write_report
 
@@ -66,6 +68,10 @@ def test_rows_by_rank(two: Pool, tmp_path: Path) -> None:
     assert expected == ROUTED * CONFIG.width * 4 // 2  # half of the rows stay
     assert second["graphs"][0]["measured"]["routed"] == []
     assert "Routing" in (tmp_path / "page.html").read_text()
+    ranks = read_folder(tmp_path)
+    assert not [*violations(ranks)]
+    final = ranks[0].finished[0].after(None).gm
+    assert int(dict(totals(final))["bytes put into collectives"]) > 2 * ROUTED * CONFIG.width * 4
 
 
 @pytest.mark.parametrize(
