@@ -5,21 +5,18 @@ or, where they are large, memory that nobody has written to.
 So a program goes through its steps with graphs that would not fit here, and `explain`, records and
 dumps know what is predicted of them.
 
-Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`,
-`torch._TorchCompileInductorWrapper`.
+Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`.
 """
 
 from __future__ import annotations
 
 import operator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from torch.fx import Interpreter
 from torch.utils._pytree import tree_map
 
@@ -28,6 +25,7 @@ from compiled_fsdp.ir.graph import is_matmul
 from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.costs import flops
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.compiling import instead_of
 
 from .driver import run_half, run_joint
 from .partition import partition
@@ -65,14 +63,7 @@ def unrun() -> Iterator[Tally]:
             keep_inference_input_mutations=True,
         )(gm, inputs)
 
-    wrapper: Any = vars(torch)["_TorchCompileInductorWrapper"]
-    with ExitStack() as stack:
-        for name in BACKENDS:
-            lookup_backend(name)  # so that it is in the table
-        stack.enter_context(mock.patch.dict(_COMPILER_FNS, dict.fromkeys(BACKENDS, backend)))
-        stack.enter_context(
-            mock.patch.object(wrapper, "__call__", lambda _, gm, inputs: backend(gm, inputs))
-        )
+    with instead_of(BACKENDS, backend):
         yield tally
 
 

@@ -1,17 +1,20 @@
-"""Private torch: when a compilation ends, and what of torch it is in. Tried on torch 2.11, 2.13 and
-2.15.
+"""Private torch: when a compilation ends, what of torch it is in, and who compiles. Tried on torch
+2.11, 2.13 and 2.15; `instead_of` on 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
+from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
 TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -49,3 +52,18 @@ def doing(frame: FrameType | None) -> str:
                 return text
         frame = frame.f_back
     return ""
+
+
+@contextmanager
+def instead_of(names: Sequence[str], backend: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `backend` compiles whatever `torch.compile` is asked to compile by the backends of
+    these names, and by its default.
+    """
+    for name in names:
+        lookup_backend(name)  # so that it is in the table
+    wrapper: Any = vars(torch)["_TorchCompileInductorWrapper"]
+    with (
+        mock.patch.dict(_COMPILER_FNS, dict.fromkeys(names, backend)),
+        mock.patch.object(wrapper, "__call__", lambda _, gm, inputs: backend(gm, inputs)),
+    ):
+        yield

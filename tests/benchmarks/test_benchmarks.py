@@ -14,6 +14,7 @@ import compile as compile_bench
 import pytest
 import results
 import side_by_side
+import simulated
 import step_time
 from results import Panel, Report, Table
 from side_by_side import Comparison
@@ -66,6 +67,20 @@ class TestBenchmarks(unittest.TestCase):
             self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")
             for name in ("plan", "plan_experts"):
                 self.assertIn("| bucket_all_gather |", (Path(folder) / f"{name}.md").read_text())
+
+    def test_a_simulated_step_beside_a_measured_one(self):
+        """The simulated side for real, on a wire that a step has to wait for; two hosts need root."""
+        comparison = Comparison(Job(bench.wire.SIZES["tiny"], 2, 8), ("ours_eager",), 1, 2)
+        times = simulated.simulate_at(0.01, comparison)["ours_eager"]
+        self.assertEqual(len(times), 2)
+        sent = 2 * 60_000 * 4 / 2  # at least: all parameters, gathered and reduced
+        self.assertGreater(min(times), sent / (0.01 * 1e9 / 8))
+        measured = {"variants": {"ours_eager": {"times": [min(times) / 2] * 2}}}
+        found = simulated.report([(0.01, measured, {"ours_eager": times[:1] * 2})], comparison)
+        ((row,),) = [table.rows for table in found.tables]
+        self.assertEqual(row[0], "0.01 Gbit/s, ours_eager")
+        self.assertEqual(row[-1], f"{2 * times[0] / min(times):.2f}")
+        self.assertIn("(target: at most 10% at every rate)", found.notes[0])
 
     def test_a_comparison_survives_the_command_line(self):
         job = Job(bench.wire.SIZES["tiny"], batch=2, length=8)
