@@ -216,6 +216,40 @@ def test_two_at_once(two: Pool) -> None:
     two.run(two_at_once, timeout=SLOW)
 
 
+def failed_halfway() -> list[str]:
+    """An update raises when another unit has been updated: that is said, once, and the step can be
+    taken again.
+    """
+    run, step = whole(Options("odd"))
+    done = []
+
+    def fail(flat: Any, *rest: Any) -> None:
+        if done:
+            raise ZeroDivisionError("in the middle")
+        done.append(flat)
+        step._update(flat, *rest)
+
+    for unit in step._units:
+        unit.on_update[step.name] = fail
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            step(*batch_of("odd", 0))
+    for unit in step._units:
+        unit.on_update[step.name] = step._update
+    before = run.state()
+    step(*batch_of("odd", 1))
+    with pytest.raises(AssertionError):
+        check_equal(run.state(), before, "it trains on")
+    return [str(entry.message) for entry in caught if "updated" in str(entry.message)]
+
+
+def test_failed_halfway(two: Pool) -> None:
+    told, _ = two.run(failed_halfway)
+    assert len(told) == 1
+    assert "some units were updated and others were not. Load a checkpoint" in told[0]
+
+
 # -- what is seen
 
 
