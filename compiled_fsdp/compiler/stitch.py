@@ -19,14 +19,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_fsdp.ir.graph import Builder, find, output, placeholders, sum_leaves, value
-from compiled_fsdp.ir.meta import returned, set_returned
+from compiled_fsdp.ir.meta import returned, set_returned, take_over
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
+    TO_LOWER,
     UNSHARD,
-    UNSHARD_SLICE,
     UPDATE,
     param_spec,
     set_param_spec,
+    traits_of,
 )
 from compiled_fsdp.ir.spec import AGAIN
 
@@ -94,14 +95,14 @@ def stitch(
             setattr(forward, name, getattr(backward, node.target))
             with graph.inserting_before(end):
                 into[node] = graph.get_attr(name)
-            into[node].meta = dict(node.meta)
+            take_over(into[node], node)
         elif node.target is UNSHARD and (into[node.args[0]], param_spec(node)) in kept:
             into[node] = kept[into[node.args[0]], param_spec(node)]
         elif node.op not in ("placeholder", "output"):
             with graph.inserting_before(end):
                 into[node] = graph.node_copy(node, into.__getitem__)
             _gather_again(into[node])
-    for node in find(graph, UNSHARD, REDUCE_GRAD, UNSHARD_SLICE):
+    for node in find(graph, *TO_LOWER):
         set_param_spec(node, replace(param_spec(node), overlap=""))
     grads = [
         _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
@@ -200,7 +201,7 @@ def _one(tangent: Node, end: Node) -> Node:
 
 def _gather_again(node: Node) -> None:
     """What backward gathers, forward has gathered before."""
-    if node.target in (UNSHARD, UNSHARD_SLICE):
+    if traits_of(node.target).lowers_to == "gather":
         set_param_spec(node, replace(param_spec(node), reshard=AGAIN))
 
 
@@ -230,6 +231,5 @@ def _without_nodes(backward: GraphModule) -> GraphModule:
     """A backward of the same outputs, all of them None."""
     graph, end = Graph(), output(backward.graph)
     graph.node_copy(_tangent(backward.graph))
-    made = graph.output(tuple(None for _ in returned(end)))
-    made.meta = dict(end.meta)
+    set_returned(graph.output(()), [(None, kind) for _, kind in returned(end)])
     return GraphModule(torch.nn.Module(), graph)

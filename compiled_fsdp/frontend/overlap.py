@@ -34,7 +34,6 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
 from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
-from .parts import ONE_BY_ONE as ONE_BY_ONE
 from .parts import check_one_by_one, step_part
 from .state import states_below
 
@@ -67,7 +66,7 @@ def overlap_optimizer(
 
     Args:
         model: the sharded module, compiled or not.
-        optimizer: of one of the classes in `ONE_BY_ONE`.
+        optimizer: of one of the classes in `parts.ONE_BY_ONE`.
         max_ahead_bytes: at most so many bytes of full parameters are gathered before the next
             forward begins; 0 for none. Inside backward, at most half of them.
         in_backward: step units in a compiled backward as soon as their gradients are reduced, and

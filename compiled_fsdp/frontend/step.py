@@ -276,11 +276,11 @@ class Step:
     def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
-        self._updated[flat] = None
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
         try:
             step_part(self.optimizer, type(self.optimizer), {id(p.sharded) for p in params})
+            self._updated[flat] = None
         finally:
             for param in params:
                 param.sharded.grad = None

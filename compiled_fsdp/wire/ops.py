@@ -209,9 +209,9 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by "
             "loss.backward() or torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is "
             "True). Gradients of sharded parameters arrive only in a backward that autograd runs: "
-            "nothing would be trained. Return the loss from the compiled function and call "
-            "loss.backward() outside, or set trace_autograd_ops to False, and Dynamo breaks the "
-            "graph there"
+            "nothing would be trained. For a whole step in one graph, use compiled_fsdp.compile_step. "
+            "Otherwise return the loss from the compiled function and call loss.backward() "
+            "outside, or set trace_autograd_ops to False, and Dynamo breaks the graph there"
         )
     return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
 

@@ -10,14 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_equal
-from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of
+from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of, compiled, local
 from kit.models import loss_of
 from kit.overlap import BF16, OPTIMIZERS, Run, oracle_of, start, with_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
-from compiled_fsdp import compile_step, explain, fully_shard
+from compiled_fsdp import compile_step, explain, fully_shard, planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +80,8 @@ def compare(
 def compare_models() -> None:
     compare(Options("odd", max_norm=0.05), OPTIMIZERS["sgd"])
     compare(Options("odd", policies=(BF16,)), OPTIMIZERS["adamw_fused"])
-    compare(Options("gpt_of_one_layer", max_norm=0.1), OPTIMIZERS["adamw_foreach"])
+    with planned(bucket_bytes=0):  # units are gathered one by one, and all but the last again
+        compare(Options("gpt_of_one_layer", max_norm=0.1), OPTIMIZERS["adamw_foreach"])
     for model in ("tied", "frozen", "unused", "called_twice", "conv"):
         compare(Options(model, steps=3))
 
@@ -211,12 +216,46 @@ def test_two_at_once(two: Pool) -> None:
     two.run(two_at_once, timeout=SLOW)
 
 
+def failed_halfway() -> list[str]:
+    """An update raises when another unit has been updated: that is said, once, and the step can be
+    taken again.
+    """
+    run, step = whole(Options("odd"))
+    done = []
+
+    def fail(flat: Any, *rest: Any) -> None:
+        if done:
+            raise ZeroDivisionError("in the middle")
+        done.append(flat)
+        step._update(flat, *rest)
+
+    for unit in step._units:
+        unit.on_update[step.name] = fail
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            step(*batch_of("odd", 0))
+    for unit in step._units:
+        unit.on_update[step.name] = step._update
+    before = run.state()
+    step(*batch_of("odd", 1))
+    with pytest.raises(AssertionError):
+        check_equal(run.state(), before, "it trains on")
+    return [str(entry.message) for entry in caught if "updated" in str(entry.message)]
+
+
+def test_failed_halfway(two: Pool) -> None:
+    told, _ = two.run(failed_halfway)
+    assert len(told) == 1
+    assert "some units were updated and others were not. Load a checkpoint" in told[0]
+
+
 # -- what is seen
 
 
 def seen(folder: str) -> tuple[str, list[str]]:
-    with compiled_fsdp.dumped_to(folder):
-        run, step = whole(Options("odd", max_norm=1.0))
+    with compiled_fsdp.dumped_to(folder), planned(bucket_bytes=0):
+        run, step = whole(Options("odd", reshard=True, max_norm=1.0))
         step(*batch_of("odd", 0))
     return str(explain(run.model)), [path.name for path in sorted(_rank_folder(folder).iterdir())]
 
@@ -231,11 +270,59 @@ def test_seen(two: Pool, tmp_path: Path) -> None:
     """One graph, called step, in dumps and in `explain`."""
     text, names = two.run(seen, str(tmp_path / "dump"))[0]
     assert [name for name in names if name[0].isdigit()] == ["000_joint", "001_step"]
-    assert " step: " in text
+    assert "step: 6 all-gathers" in text  # of four units: neither the last nor a gradient's again
     assert "backward:" not in text
 
 
 # -- what is refused
+
+
+class Deep(nn.Module):
+    """Layers with dropout, computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def deep(is_whole: bool, **options: Any) -> list[Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Deep()
+    for unit in (*model.layers, model):
+        fully_shard(unit, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    call = (
+        compile_step(model, optimizer, backend=BACKENDS["compiled"])
+        if is_whole
+        else compiled(model)
+    )
+    losses = []
+    for i in range(3):
+        torch.manual_seed(i)
+        loss = call(torch.randn(4, 8))
+        losses.append(loss.item())
+        if not is_whole:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [losses, [local(p) for p in model.parameters()]]
+
+
+def compare_deep() -> None:
+    for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        check_equal(deep(True, **options), deep(False, **options), f"deep, {options}")
+
+
+def test_checkpointing_and_offload(two: Pool) -> None:
+    two.run(compare_deep, timeout=SLOW)
 
 
 class Broken(nn.Module):
@@ -274,6 +361,12 @@ def refused_when_made() -> None:
         compile_step(plain, torch.optim.SGD(plain.parameters()))
     with pytest.raises(TypeError, match=r"torch.optim.lbfgs.LBFGS is not an optimizer"):
         compile_step(model, torch.optim.LBFGS(model.parameters()))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(parallel, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(parallel, mesh=mesh["dp"])
+    with pytest.raises(NotImplementedError, match="parameters are tensor-parallel"):
+        compile_step(parallel, torch.optim.SGD(parallel.parameters()), clip=1.0)
     compiled_fsdp.overlap_optimizer(model, optimizer)
     with pytest.raises(ValueError, match="overlaps already"):
         compile_step(model, optimizer)
@@ -312,6 +405,8 @@ def refused_between() -> None:
     model, optimizer = plain_model()
     step, x, first = made(model, optimizer), torch.randn(3, 6), next(model.parameters())
     step(x)
+    with pytest.raises(RuntimeError, match="inference mode"), torch.inference_mode():
+        step(x)
     model(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"0.weight has a gradient of an earlier backward"):
         step(x)

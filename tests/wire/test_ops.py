@@ -161,6 +161,7 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "add_retained_",
         "reduce_later_",
         "step_",
+        "update_",
         "gather_ahead",
     }
     assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}
