@@ -384,9 +384,7 @@ def _payload(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
         start, numel = spec.offset, spec.shard_numel
         is_all = numel == source.numel
         shard = (
-            source.flat
-            if is_all
-            else run(aten.slice.Tensor, source.flat, 0, start, start + numel)
+            source.flat if is_all else run(aten.slice.Tensor, source.flat, 0, start, start + numel)
         )
         if spec.gather_quantized is None:
             shard = convert(run, shard, source.dtype, spec.dtype)

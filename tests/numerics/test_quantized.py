@@ -197,7 +197,9 @@ def within_the_bound(codes: torch.dtype) -> float:
         model.unshard()
         full = model.weight.detach().clone()
         model.reshard()
-    assert torch.equal(full, by_rank(whole, codes)), "exactly what the codes stand for, on all ranks"
+    assert torch.equal(full, by_rank(whole, codes)), (
+        "exactly what the codes stand for, on all ranks"
+    )
     allowed = {INT8: 1 / 254, FP8: 1 / 28}[codes]
     worst = 0.0
     for rows, errors in zip(whole.split(26), (full - whole).abs().split(26), strict=True):
@@ -217,9 +219,7 @@ def test_errors_are_within_the_bound_and_near_it(two: Pool, codes: torch.dtype) 
 
 
 CASES = {
-    "bf16": Options(
-        "equal_units", steps=2, policies=(Policy(torch.bfloat16, torch.float32),)
-    ),
+    "bf16": Options("equal_units", steps=2, policies=(Policy(torch.bfloat16, torch.float32),)),
     "bf16 gradients": Options("equal_units", steps=2, policies=(Policy(torch.bfloat16),)),
     "fp16 gradients": Options(
         "equal_units", steps=2, policies=(Policy(reduce_dtype=torch.float16),)

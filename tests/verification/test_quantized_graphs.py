@@ -89,9 +89,7 @@ return [%neg_default, %div_tensor]""",
         (gather,), (reduction,) = (find_regions(gm.graph, kind) for kind in ("gather", "reduce"))
         self.assertExpectedInline(
             "\n".join(
-                line
-                for line in show(gm.graph).splitlines()
-                if "code" in line or " = all_" in line
+                line for line in show(gm.graph).splitlines() if "code" in line or " = all_" in line
             ),
             """\
 %encode_default_2: u8[1,584] = encode([%view_default_6, %view_default_7], ['int8', ''])  # u: gather
@@ -111,7 +109,9 @@ return [%neg_default, %div_tensor]""",
 
     def test_exact_neighbours_alone_travel_as_before(self):
         """A near miss: nothing in the bucket is coded."""
-        exact = [replace(s, gather_quantized=None, reduce_quantized=None) for s in weight_and_bias()]
+        exact = [
+            replace(s, gather_quantized=None, reduce_quantized=None) for s in weight_and_bias()
+        ]
         gm = lower(graph_of(*exact), PLAN)
         gm = bucket_reduce_scatter(bucket_all_gather(gm, PLAN), PLAN)
         self.assertEqual(find(gm.graph, ENCODE, DECODE, DECODE_SUM), [])
