@@ -20,6 +20,7 @@ from usage import UsageError
 
 MODELS = ("gpt", "moe")
 DTYPES = ("float32", "bfloat16")
+CODES = ("int8", "float8_e4m3fn")
 INDUCTOR_BACKENDS = ("inductor", "compiled_fsdp")
 BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
 DEFAULT_MINUTES = 5.0
@@ -65,6 +66,8 @@ class Options:
     streams: int
     param_dtype: str
     reduce_dtype: str
+    gather_quantized: str | None
+    reduce_quantized: str | None
     reshard: bool | int | None
     compare: bool
     resume: bool
@@ -235,6 +238,10 @@ def _parser() -> Parser:
     parser.set_defaults(streams=None)
     add("--param-dtype", choices=DTYPES, default="float32", help="of gathering and compute")
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradient reduction")
+    add("--gather-quantized", choices=CODES, help="gather parameters as codes of eight bits"
+        " (default: as they are)")  # fmt: skip
+    add("--reduce-quantized", choices=CODES, help="send gradients as codes of eight bits"
+        " (default: as they are)")  # fmt: skip
     add("--reshard", type=_reshard, default=True, metavar="{true,false,none,INT}",
         help="reshard_after_forward of every unit")  # fmt: skip
     add("--compare", action="store_true", help="train the same with stock FSDP2, eager and with"
@@ -309,6 +316,12 @@ def _excluding(options: Options) -> list[str]:
     if options.impl == "stock" and options.backend.startswith("compiled_fsdp"):
         wrong.append(
             f"--backend {options.backend} needs --impl compiled_fsdp; give inductor or eager"
+        )
+    codes = options.gather_quantized or options.reduce_quantized
+    if codes and (options.impl == "stock" or options.front_end == "fsdp1"):
+        wrong.append(
+            "--gather-quantized and --reduce-quantized need --impl compiled_fsdp and --front-end "
+            "fsdp2; leave them out"
         )
     if options.model == "moe" and options.front_end == "fsdp1":
         wrong.append("--model moe leaves its experts to their ranks, by fully_shard; give gpt")

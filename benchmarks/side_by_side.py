@@ -175,7 +175,8 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     rank.
 
     Raises:
-        RuntimeError: by more than TOLERANCE within the first NUM_COMPARED steps.
+        RuntimeError: by more than TOLERANCE, or its own tolerance, within the first NUM_COMPARED
+            steps.
     """
     training = {
         name: found[:NUM_COMPARED] for name, found in losses.items() if VARIANTS[name].trains
@@ -187,7 +188,11 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     worst = torch.tensor(list(gaps.values()), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     gaps = dict(zip(gaps, worst.tolist(), strict=True))
-    wrong = {name: gap for name, gap in gaps.items() if not gap <= TOLERANCE}
+    wrong = {
+        name: gap
+        for name, gap in gaps.items()
+        if not gap <= max(TOLERANCE, VARIANTS[name].tolerance)
+    }
     if wrong:
         raise RuntimeError(
             f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more "

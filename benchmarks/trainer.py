@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -199,12 +199,25 @@ def wrap(model: GPT, options: Options, variant: Variant) -> nn.Module:
     return wrapped
 
 
+def set_codes(options: Options) -> None:
+    """Let what travels be codes, where that is asked for."""
+    from compiled_fsdp import current_plan, set_plan
+
+    gathers, reduces = (
+        None if name is None else getattr(torch, name)
+        for name in (options.gather_quantized, options.reduce_quantized)
+    )
+    set_plan(replace(current_plan(), gather_quantized=gathers, reduce_quantized=reduces))
+
+
 def shard(model: GPT, options: Options, variant: Variant) -> nn.Module:
     """Make each block, the embedding, and norm with head a unit; compile blocks before if asked.
     Experts stay with the ranks that they belong to.
     """
     library = "torch.distributed.fsdp" if variant.impl == "stock" else "compiled_fsdp"
     fully_shard = import_module(library).fully_shard
+    if variant.impl != "stock":
+        set_codes(options)
     mesh = init_device_mesh("cpu", (options.world,))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.param_dtype),

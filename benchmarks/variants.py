@@ -62,11 +62,13 @@ class Variant:
 
     floor: the variant that computes with the same kernels and communicates nothing; "" for the
         floors.
+    tolerance: by how much its first losses may differ from those of the others, beyond rounding.
     """
 
     build: Callable[[Job], Step]
     floor: str = ""
     summary: str = ""
+    tolerance: float = 0.0
 
     @property
     def trains(self) -> bool:
@@ -115,7 +117,7 @@ def build_ours_whole_step(job: Job) -> Step:
 
 
 def build_ours_planned(
-    job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str
+    job: Job, *, overlap: dict[str, float] | None = None, **fields: float | str | torch.dtype
 ) -> Step:
     """With other fields of the plan (a memory budget of 0.0 drops every parameter after forward,
     1.0 keeps all).
@@ -375,6 +377,20 @@ VARIANTS["ours_regions_off"] = Variant(
     partial(build_ours_planned, regions="off"),
     "local_compile",
     "ours, each layer compiled by itself",
+)
+# Codes of eight bits round what travels, so these lose a little differently.
+CODED_TOLERANCE = 0.1
+VARIANTS["ours_int8_gathers"] = Variant(
+    partial(build_ours_planned, gather_quantized=torch.int8),
+    "local_compile",
+    "ours, parameters gathered as int8",
+    CODED_TOLERANCE,
+)
+VARIANTS["ours_int8"] = Variant(
+    partial(build_ours_planned, gather_quantized=torch.int8, reduce_quantized=torch.int8),
+    "local_compile",
+    "ours, parameters gathered and gradients reduced as int8",
+    CODED_TOLERANCE,
 )
 VARIANTS |= {
     name: Variant(

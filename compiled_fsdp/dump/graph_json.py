@@ -28,6 +28,7 @@ from compiled_fsdp.ir.expected import at_most, hint
 from compiled_fsdp.ir.graph import output
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.opaque import Opaque
+from compiled_fsdp.ir.quantized import CODES, NAMES
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.plan import Plan
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 FORMAT = 1
+QUANTIZED = ("gather_quantized", "reduce_quantized")  # fields of the plan that are dtypes
 NAMESPACES = ("aten", "prims", "fsdp", "_c10d_functional")
 CONSTANTS: dict[type, str] = {
     torch.dtype: "dtype",
@@ -83,7 +85,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             **costs,
             "links": [[name, *astuple(link)] for name, link in plan.costs.links],
         }
-    return values
+    return {**values, **{name: NAMES[values[name]] for name in QUANTIZED}}
 
 
 class _Writer:
@@ -226,6 +228,8 @@ def _plan_of(values: dict[str, Any]) -> Plan:
                 name: tuple((unit, fqn) for unit, fqn in values[name])
                 for name in ("kept", "dropped")
             },
+            **{name: CODES[values.get(name, "")] for name in QUANTIZED},
+            "exact": tuple(str(name) for name in values.get("exact", ())),
         }
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,13 @@ def settings() -> Settings:
         "rank": dist.get_rank() if has_ranks else 0,
         "world_size": dist.get_world_size() if has_ranks else 1,
         "backend": dist.get_backend() if has_ranks else "",
-        "plan": {f.name: plan.shown(f.name) for f in fields(Plan) if f.name != "costs"},
+        "plan": {f.name: _plain(plan.shown(f.name)) for f in fields(Plan) if f.name != "costs"},
     }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has a form for: a dtype by its name."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def environment() -> dict[str, str]:

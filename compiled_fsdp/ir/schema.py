@@ -25,9 +25,9 @@ them.
 | `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
 | `copy_to(x, device, pins) -> copied` | between host memory, where an offloaded unit rests, and the device that computes |
 | `start_copy(x, device, pins) -> copied` | the same, started, not awaited |
-| `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i], side by side: codes and scales, or as they are (`quantized.py`) |
+| `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
 | `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
-| `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows, in order: [numel] |
+| `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,

@@ -392,12 +392,17 @@ def plan_changes() -> list[float]:
     (x,) = batch_of("equal_units", 0)
     other = nn.Linear(64, 64)
     losses = [call(x).sum().item()]
-    with pytest.raises(KeyError), planned(**BOTH):
-        fully_shard(other)
-        assert other._get_fsdp_state().unit.settings.gather_quantized is INT8
-        losses.append(call(x).sum().item())
-        losses.append(model(x).sum().item())
-        raise KeyError
+
+    def interrupted() -> None:
+        with planned(**BOTH):
+            fully_shard(other)
+            assert other._get_fsdp_state().unit.settings.gather_quantized is INT8
+            losses.append(call(x).sum().item())
+            losses.append(model(x).sum().item())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
     state = model.state_dict()
     model.load_state_dict(state)
     losses.append(call(x).sum().item())

@@ -4,6 +4,7 @@ them, what they cost, and mutations that `verify` refuses.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,10 @@ from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.verify import check, verify
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, numel, unit
 
+from compiled_fsdp import planned
+from compiled_fsdp.dump.graph_json import of_text, to_text
 from compiled_fsdp.dump.graph_record import Bucket
+from compiled_fsdp.dump.settings import settings
 from compiled_fsdp.ir.graph import Builder, find, output
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.printer import provenance, show
@@ -24,6 +28,7 @@ from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import ALL_TO_ALL, DECODE, DECODE_SUM, ENCODE
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
+from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.invariant import GraphInvariantError
 
 if TYPE_CHECKING:
@@ -134,6 +139,16 @@ class TestWhatItCosts(GraphTest):
             bucket = Bucket.of(region)
             self.assertEqual((bucket.num_bytes, bucket.sent, bucket.dtype), (1168, 584, "uint8"))
         self.assertIn("1168 bytes gathered", provenance(self.gm.graph, "lower", []))
+
+    def test_dumps(self):
+        """Graph and plan are read as they were written."""
+        plan = Plan(gather_quantized=INT8, reduce_quantized=torch.float8_e4m3fn, exact=("head.*",))
+        read, found, _ = of_text(to_text(self.gm.graph, "free", plan))
+        self.assertEqual(found, plan)
+        self.assertEqual(show(read.graph), show(self.gm.graph))
+        with planned(gather_quantized=INT8, exact=("head.*",)):
+            text = json.dumps(settings())
+        self.assertIn('"gather_quantized": "int8", "reduce_quantized": null', text)
 
     def test_memory(self):
         """Beside what the user holds: bytes, and the parameters that they stand for."""
