@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.collectives import group_of
-from compiled_fsdp.ir.graph import is_backward, phase_of, value
+from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
