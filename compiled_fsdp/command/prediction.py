@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 LAST = 2  # the step that is predicted: the first makes the optimizer's states
 NOT_MODELLED = (
-    "kernels that share the device with collectives, gaps between kernels, the host, data loading, "
-    "what is not in a compiled graph, ranks that are late, what an allocator loses"
+    "kernels that share the device with collectives, links and network at the same time (planning "
+    "knows one wire), gaps between kernels, the host, data loading, what is not in "
+    "a compiled graph, ranks that are late, what an allocator loses"
 )
 
 

@@ -45,6 +45,7 @@ def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, 
     steps = Steps(world, skip)
     with as_rank(world):
         hook = register_optimizer_step_post_hook(steps)
+        steps.probe.watch()
         try:
             run()
         except SystemExit as error:
@@ -55,14 +56,14 @@ def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, 
             raise
         finally:
             hook.remove()
-            steps.probe.stop()
+            steps.probe.finish()
     return steps.found(), steps.probe.profile
 
 
 def _note(error: Exception, steps: Steps) -> None:
     """Add what was found before an error to it, if anything was."""
     try:
-        steps.probe.stop()
+        steps.probe.finish()
         text = f"before this, the simulation had found:\n{steps.found()}"
     except SimulationError:
         return

@@ -12,6 +12,7 @@ from collections import defaultdict
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,10 @@ log = logging.getLogger(__name__)
 
 PROFILED = 2  # steps: what is freed in the first was allocated before, and its size is not known
 
+ITS_OWN = (
+    "the script profiles its first steps itself, so operations and the peak of memory were not "
+    "counted; a larger --skip looks at later steps"
+)
 LAST = "compiled_fsdp::last step left out"
 
 
@@ -58,6 +63,9 @@ class Probe:
         )
         self.profile: Any = None
         self._last: Any = None
+        self._patches: list[Any] = []
+        self._theirs: list[Any] = []  # that are prepared, or on
+        self._is_starting = False
 
     def after(self, number: int) -> None:
         """After so many steps."""
@@ -71,18 +79,50 @@ class Probe:
         if number == self.skip:
             self.stop()
 
+    def watch(self) -> None:
+        """From now on, give way to profilers of the script: there can be one at a time."""
+        cls: Any = torch.profiler.profile
+        prepare, stop = cls.prepare_trace, cls.stop_trace
+
+        def prepare_theirs(profile: Any) -> None:
+            if not self._is_starting:
+                if self.profile is not None and self.flops is None:
+                    self.stop()
+                    self.profile = self.flops = self.peak = None
+                    self.notes.append(ITS_OWN)
+                self._theirs.append(profile)
+            prepare(profile)
+
+        def stop_theirs(profile: Any) -> None:
+            self._theirs = [known for known in self._theirs if known is not profile]
+            stop(profile)
+
+        self._patches = [
+            mock.patch.object(cls, "prepare_trace", prepare_theirs),
+            mock.patch.object(cls, "stop_trace", stop_theirs),
+        ]
+        for patch in self._patches:
+            patch.start()
+
     def _start(self) -> None:
-        if is_profiling():
-            self.notes.append(
-                "the script profiles its first steps itself, so the peak of memory was not measured"
-            )
+        if is_profiling() or self._theirs:
+            self.notes.append(ITS_OWN)
             return
+        self._is_starting = True
         self.profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             profile_memory=True,
             record_shapes=True,
         )
         self.profile.start()
+        self._is_starting = False
+
+    def finish(self) -> None:
+        """Stop, and look no more."""
+        self.stop()
+        for patch in self._patches:
+            patch.stop()
+        self._patches = []
 
     def stop(self) -> None:
         """Stop whatever is on."""

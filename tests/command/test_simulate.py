@@ -149,6 +149,41 @@ def test_a_stranger_s_script(script: str, tmp_path: Path) -> None:
         assert "2 steps timed, the first 3 left out" in raised.value.__notes__[0]
 
 
+PROFILES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group()
+model = nn.Linear(16, 16)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+traced = []
+with torch.profiler.profile(
+    schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+    on_trace_ready=lambda profile: traced.append(len(profile.events())),
+) as profile:
+    for _ in range(5):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        profile.step()
+assert traced and traced[0] > 0
+"""
+
+
+def test_the_script_s_own_profiler_goes_first(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which starts while ours is on."""
+    before = torch.profiler.profile.prepare_trace
+    Path(script).write_text(PROFILES)
+    assert cli.main(["simulate", "--world", "8", "--network", "1e9", script]) == 0
+    text = capsys.readouterr().out
+    assert "note: the script profiles its first steps itself, so operations" in text
+    assert torch.profiler.profile.prepare_trace is before
+
+
 def test_objects_of_other_ranks_are_not_known(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
