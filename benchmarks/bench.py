@@ -6,6 +6,7 @@
     budget    step time against memory: what keeping parameters for backward buys; needs root
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
+    ahead     seconds of the first step of a model that was compiled ahead
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
     page      bytes of the report and of its dump, at 4 and 32 layers
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import ahead
 import budget
 import compile as compile_
 import experts
@@ -47,6 +49,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "budget": budget.run,
     "memory": memory.run,
     "compile": compile_.run,
+    "ahead": ahead.run,
     "plan": plan.run,
     "graphs": graphs.run,
     "page": page.run,

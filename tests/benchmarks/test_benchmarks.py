@@ -41,10 +41,19 @@ class TestBenchmarks(unittest.TestCase):
         sides = ["ours_eager", "stock_eager", "fsdp1"]
         with TemporaryDirectory() as folder:
             for names, variants in (
-                (["latency", "plan", "graphs", "page"], sides),
+                (["latency", "plan", "graphs", "page", "ahead"], sides),
                 (["memory"], sides[:1]),
             ):
-                words = [*names, "--quick", "--variants", *variants, "--layers", "2"]
+                words = [
+                    *names,
+                    "--quick",
+                    "--variants",
+                    *variants,
+                    "--layers",
+                    "2",
+                    "--depths",
+                    "1",
+                ]
                 self.assertEqual(bench.main([*words, "--out", folder]), 0)
             for name in ("latency", "memory", "plan"):
                 self.assertTrue((Path(folder) / f"{name}.png").read_bytes().startswith(b"\x89PNG"))
@@ -64,6 +73,7 @@ class TestBenchmarks(unittest.TestCase):
                 if line.startswith("| 1 |")
             )
             self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")
+            self.assertRegex((Path(folder) / "ahead.md").read_text(), r"\| 1 \|.*\| 0 \|\n")
             plan = (Path(folder) / "plan.md").read_text()
             self.assertIn("| bucket_all_gather |", plan)
 
