@@ -22,6 +22,10 @@ from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
 
+from compiled_fsdp.ahead.api import load_precompiled as load_precompiled
+from compiled_fsdp.ahead.api import precompile as precompile
+from compiled_fsdp.ahead.target import PrecompiledError as PrecompiledError
+from compiled_fsdp.ahead.target import Target as Target
 from compiled_fsdp.command.replacement import replace_stock as replace_stock
 from compiled_fsdp.dump.writer import dumped_to as dumped_to
 from compiled_fsdp.eager.finalization import GradientReductionHandle as GradientReductionHandle
@@ -89,6 +93,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "Plan",
+    "PrecompiledError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -96,6 +101,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Step",
+    "Target",
     "UnshardHandle",
     "UnusedOptionError",
     "__version__",
@@ -104,11 +110,13 @@ __all__ = [
     "dumped_to",
     "explain",
     "fully_shard",
+    "load_precompiled",
     "log_scalars",
     "measure_kernels",
     "overlap_optimizer",
     "pipeline",
     "planned",
+    "precompile",
     "print_graph",
     "register_fsdp_forward_method",
     "replace_stock",

@@ -96,19 +96,28 @@ def _partition_step(
     return stitch(*halves, num_fwd_outputs, step, current_plan(), is_fused=False)
 
 
-def _compile_inference(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
-    return _compile_half(run_joint(gm), inputs)
-
-
 @register_backend(name="compiled_fsdp_eager")
 def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
     """All passes, no Inductor; of a whole step with the options that `compile_step` gives."""
+    return without_inductor(gm, inputs, _compile_half, **options)
+
+
+def without_inductor(
+    gm: GraphModule, inputs: list[torch.Tensor], compile_half: Callable[..., Any], **options: Any
+) -> Any:
+    """As "compiled_fsdp_eager", with something else to make of each half; it has to call `run_half`
+    itself.
+    """
+
+    def compile_inference(gm: GraphModule, inputs: Any) -> Any:
+        return compile_half(run_joint(gm), inputs)
+
     step = WholeStep.of(options)
     options.pop("options", None)
     compile_graph = aot_autograd(
-        fw_compiler=_compile_half,
-        bw_compiler=_compile_half,
-        inference_compiler=_compile_inference,
+        fw_compiler=compile_half,
+        bw_compiler=compile_half,
+        inference_compiler=compile_inference,
         partition_fn=_partition if step is None else partial(_partition_step, step),
         keep_inference_input_mutations=True,
     )
@@ -117,7 +126,10 @@ def compiled_fsdp_eager(gm: GraphModule, inputs: list[torch.Tensor], **options: 
 
 @register_backend(name="compiled_fsdp")
 def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-    """Inductor with our passes; the same as the default backend once a module was sharded."""
+    """Inductor with our passes; the same as the default backend once a module was sharded.
+
+    options: of `compile_fx`.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     install_passes()

@@ -48,6 +48,13 @@ def call_of(module: Any) -> Callable[..., Any]:
     return found
 
 
+def compiled_from_here(module: Any, backend: str) -> Callable[..., Any]:
+    """What `module.compile(backend=backend)` would make the module's call, but not put in place."""
+    begin = MethodType(own_copy(_fsdp_compiled_call, module), module)
+    compiled: Callable[..., Any] = torch.compile(begin, backend=backend)
+    return compiled
+
+
 def is_entry(code: CodeType, module: Any) -> bool:
     """Whether compiling this module's call begins with a frame of this code object."""
     begin = getattr(module._compiled_call_impl, "_torchdynamo_orig_callable", None)

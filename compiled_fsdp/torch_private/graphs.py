@@ -53,7 +53,10 @@ def outputs_of_tangents(node: Any) -> list[int]:
     As AOTAutograd chooses them: of inputs that were changed, of outputs, of what outputs are views
     of.
     """
-    of = type(node)._forward_cls.metadata
+    made = type(node)._forward_cls
+    if hasattr(made, "tangent_outputs"):  # compiled ahead (`ahead/run.py`)
+        return list(made.tangent_outputs)
+    of = made.metadata
     changed = of.mutated_inp_runtime_indices
     found = [
         i

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import timedelta
 
     from torch import Tensor
@@ -99,6 +101,24 @@ def _registered(name: str) -> dist.ProcessGroup | None:
     except RuntimeError:  # unknown, or the group that had the name is gone
         _unregister_process_group(name)  # type: ignore[arg-type]
         return None
+
+
+_assumed: list[str] = []  # backend that groups are taken to have; see `assume_backend`
+
+
+@contextmanager
+def assume_backend(name: str) -> Iterator[None]:
+    """Inside, graphs are made as for groups of this backend, whatever those of this process are."""
+    _assumed.append(name)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend of a group ("gloo", "nccl", ...), as graphs are to see it."""
+    return _assumed[-1] if _assumed else str(dist.get_backend(group))
 
 
 def default_group() -> dist.ProcessGroup:

@@ -14,7 +14,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compiled_fsdp.ir.spec import Reduction
 from compiled_fsdp.torch_private.dtensors import concatenate, flatten
-from compiled_fsdp.torch_private.groups import common_name, name_axes, name_group, new_group
+from compiled_fsdp.torch_private.groups import (
+    backend_of,
+    common_name,
+    name_axes,
+    name_group,
+    new_group,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -302,7 +308,7 @@ def reduction(
     """
     world = info.shard_size * info.replicate_size
     total = float(world) if factor is None else factor
-    backend = dist.get_backend(info.shard_group)
+    backend = backend_of(info.shard_group)
     replicate = info.replicate_group
     pre, post = 1.0, total
     op = "sum"

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.options import Options, remember
 from compiled_fsdp.torch_private.dtensors import make_dtensor
+from compiled_fsdp.torch_private.groups import backend_of
 from compiled_fsdp.wire.ablation import is_ablated
 
 from .assigned import adopt_assigned
@@ -306,6 +307,7 @@ class Unit:
             self.is_resident,
             self.mode,
             shared_with,
+            tuple(backend_of(flat.mesh_info.shard_group) for flat in self.flats),
         )
         for flat in self.flats:
             for param in flat.params:

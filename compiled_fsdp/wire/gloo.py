@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.torch_private.groups import group_named, register_work
+from compiled_fsdp.torch_private.groups import backend_of, group_named, register_work
 from compiled_fsdp.torch_private.tracing import unprofiled
 
 from . import ranges
@@ -166,5 +166,7 @@ def is_gloo(name: str, device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     group = group_named(name)
-    is_python = dist.get_backend(group) == "timed"  # it has no backend for a kind of device
-    return not is_python and str(group._get_backend(device).name()) == "gloo"
+    backend = backend_of(group)
+    if backend in ("gloo", "timed", "fake"):  # the second has no backend for a kind of device
+        return backend == "gloo"
+    return str(group._get_backend(device).name()) == "gloo"

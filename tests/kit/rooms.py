@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "compiler": "leaves ir wire planning passes dump",
     "inspection": "leaves ir wire units eager planning verification passes dump",
     "frontend": "leaves ir wire units eager planning dump inspection",
+    "ahead": "leaves ir wire units planning passes compiler frontend",
     "fsdp1": "leaves ir wire units eager compiler frontend",
     "fsdp2": "leaves ir wire units eager compiler frontend",
     "command": "leaves ir wire planning dump compiler inspection fsdp1 fsdp2",

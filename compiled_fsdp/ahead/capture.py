@@ -1,0 +1,241 @@
+"""Compiles one call of a model, as one rank of many, and keeps what another process needs to make
+that call without a compiler. Nothing is computed: the compiled graph answers with empty tensors.
+
+Private torch used here (tried on 2.13): `torch.utils._pytree`, `torch._inductor.compile_fx`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_flatten, treespec_dumps
+
+from compiled_fsdp.compiler.backend import compiled_fsdp, without_inductor
+from compiled_fsdp.compiler.driver import run_half
+from compiled_fsdp.ir.graph import placeholders
+from compiled_fsdp.ir.meta import traced_value
+from compiled_fsdp.torch_private import ahead as private
+
+from . import facts as of_code
+from .code import keep_graph, keep_inductor
+from .program import Program
+from .target import EAGER_BACKEND, INDUCTOR_BACKEND, ignored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.fx import GraphModule
+
+    from compiled_fsdp.torch_private.ahead import Calling
+    from compiled_fsdp.units.unit import Unit
+
+    from .program import Half
+
+
+def refuse(what: str, why: str) -> NotImplementedError:
+    """The error for a model that cannot be compiled ahead."""
+    return NotImplementedError(
+        f"precompile: {what}: {why}. This is not supported ahead; compile it with torch.compile"
+    )
+
+
+@dataclass(eq=False)
+class Capture:
+    """What is seen while one call is compiled.
+
+    name: of the files.
+    halves: forward, and backward if there is one, with the number of inputs of each.
+    gradients: for each input, whether backward gives it a gradient.
+    inputs, outputs: the very tensors that the compiled graph was given, and has returned.
+    """
+
+    name: str
+    backend: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    halves: list[Half] = field(default_factory=list)
+    calling: Calling | None = None
+    gradients: list[bool] = field(default_factory=list)
+    guarded: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    refused: NotImplementedError | None = None
+
+    def __call__(self, gm: GraphModule, inputs: list[Any]) -> Any:
+        """Be Dynamo's backend, which wraps errors in its own."""
+        try:
+            return self._compile(gm, inputs)
+        except NotImplementedError as error:
+            self.refused = error
+            raise
+
+    def _compile(self, gm: GraphModule, inputs: list[Any]) -> Any:
+        changed = private.changed_objects()
+        if changed:
+            raise refuse(
+                "forward assigns to objects that outlive it", ", ".join(sorted(set(changed)))
+            )
+        self.guarded = private.guarded()
+        self.sources = of_code.sources(private.traced_code())
+        values = [traced_value(n) if isinstance(n, Node) else n for n in _returned(gm)]
+        others = [type(v).__name__ for v in (*values, *inputs) if not isinstance(v, torch.Tensor)]
+        if others:
+            names = ", ".join(dict.fromkeys(others))
+            hint = " (tensor parallelism)" if "DeviceMesh" in others else ""
+            raise refuse("the graph takes or returns what is no tensor", f"{names}{hint}")
+        if self.backend == EAGER_BACKEND:
+            without_inductor(gm, inputs, self._half)
+        else:
+            compiled_fsdp(gm, inputs, inner_compile=self._inner_compile)
+
+        def run(*args: Any) -> list[torch.Tensor]:
+            self.inputs = list(args)
+            self.outputs = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values]
+            return list(self.outputs)
+
+        return run
+
+    def _half(self, gm: GraphModule, inputs: Any) -> Any:
+        self._note(gm)
+        gm = run_half(gm)
+        half, run = keep_graph(gm, f"{self.name}.{len(self.halves)}", self.files)
+        self.halves.append(half)
+        return run
+
+    def _inner_compile(self, gm: GraphModule, inputs: Any, **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        self._note(gm)
+        compiled = compile_fx_inner(gm, inputs, **options)
+        self.halves.append(keep_inductor(compiled, f"{self.name}.{len(self.halves)}", self.files))
+        return compiled
+
+    def _note(self, gm: GraphModule) -> None:
+        """A half, before it is compiled."""
+        if not self.halves:
+            calling, why = private.calling(len(list(placeholders(gm.graph))))
+            if calling is None:
+                raise refuse("forward", why)
+            is_reused = calling.is_donated and self.backend == INDUCTOR_BACKEND
+            self.calling = replace(calling, is_donated=is_reused)  # only Inductor plans memory
+            return
+        self.gradients = [grad is not None for grad in _returned(gm)]
+
+
+def _returned(gm: GraphModule) -> list[Any]:
+    returned: Any = gm.graph.output_node().args[0]
+    return list(returned)
+
+
+def capture(
+    model: nn.Module,
+    units: Sequence[Unit],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    mode: str,
+    backend: str,
+    files: dict[str, bytes],
+) -> tuple[Program, dict[str, str]]:
+    """Compile a call of `model`; returns it, and hashes of the functions that it went through."""
+    seen = Capture(mode, backend, files)
+    leaves, nesting = tree_flatten(example)
+    call = torch.compile(model, backend=seen, fullgraph=True, dynamic=False)
+    with private.compiling_ahead(), torch.set_grad_enabled(mode == "training"):
+        try:
+            result = call(*example[0], **example[1])
+        except Exception:
+            if seen.refused is not None:
+                raise seen.refused from None
+            raise
+    if not seen.halves or seen.calling is None:
+        raise refuse("forward", "it computes nothing")
+    if mode == "training" and len(seen.halves) == 1:
+        raise ValueError(
+            "precompile: no output of the model requires a gradient, so there is no backward for "
+            "training. Unfreeze a parameter, or pass Target(modes=('inference',))"
+        )
+    inputs = _places(model, units, leaves, seen)
+    for i in (*seen.calling.changed, *seen.calling.written):
+        if inputs[i][0] == "input":
+            raise refuse(f"forward writes to its input {inputs[i][1]}", "only buffers may change")
+    result_leaves, result_nesting = tree_flatten(result)
+    facts, unknown = of_code.facts(seen.guarded, model)
+    if unknown:
+        raise refuse("forward looks at what cannot be looked up again", ", ".join(unknown))
+    program = Program(
+        mode=mode,
+        inputs=inputs,
+        arguments=str(nesting),
+        leaves=[describe_leaf(leaf) for leaf in leaves],
+        nesting=_dumped(result_nesting),
+        results=[_result(leaf, leaves, seen) for leaf in result_leaves],
+        units=[unit.key for unit in units],
+        calling=seen.calling,
+        detached=[i for i, has in enumerate(seen.gradients[: len(inputs)]) if not has],
+        forward=seen.halves[0],
+        backward=seen.halves[1] if len(seen.halves) > 1 else None,
+        facts=facts,
+    )
+    return program, seen.sources
+
+
+def _dumped(nesting: Any) -> str:
+    try:
+        return treespec_dumps(nesting)
+    except NotImplementedError as error:
+        raise refuse("what forward returns cannot be written down", str(error)) from error
+
+
+def describe_leaf(leaf: Any) -> dict[str, Any]:
+    """A leaf of the arguments: of a tensor its layout, else the value as text."""
+    if not isinstance(leaf, torch.Tensor):
+        return {"value": repr(leaf)}
+    sizes = zip(leaf.shape, leaf.stride(), strict=True)
+    return {
+        "class": "Tensor" if type(leaf) is torch.nn.Parameter else type(leaf).__name__,
+        "shape": list(leaf.shape),
+        "stride": [stride if size > 1 else 0 for size, stride in sizes],
+        "dtype": str(leaf.dtype),
+        "device": leaf.device.type,
+        "requires_grad": leaf.requires_grad,
+    }
+
+
+def _places(
+    model: nn.Module, units: Sequence[Unit], leaves: list[Any], seen: Capture
+) -> list[list[Any]]:
+    """Of each input of the graph, where it comes from."""
+    known: dict[int, list[Any]] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in known:
+                raise refuse("the example", "the same tensor is given twice; give copies")
+            known[id(leaf)] = ["input", number]
+    known |= {id(p): ["parameter", name] for name, p in ignored(model)}
+    known |= {id(b): ["buffer", name] for name, b in model.named_buffers()}
+    for number, unit in enumerate(units):
+        known |= {id(flat.data): ["flat", number, i] for i, flat in enumerate(unit.flats)}
+    found = []
+    for tensor in seen.inputs:
+        if id(tensor) not in known:
+            raise refuse(
+                f"the graph reads a {type(tensor).__name__} of shape {tuple(tensor.shape)}",
+                "it is no argument, buffer or parameter of the model",
+            )
+        found.append(known[id(tensor)])
+    return found
+
+
+def _result(leaf: Any, leaves: list[Any], seen: Capture) -> list[Any]:
+    for kind, tensors in (("output", seen.outputs), ("input", leaves)):
+        for number, tensor in enumerate(tensors):
+            if isinstance(leaf, torch.Tensor) and tensor is leaf:
+                return [kind, number]
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return ["value", leaf]
+    raise refuse(
+        f"forward returns a {type(leaf).__name__}", "it is no tensor of the graph or plain value"
+    )

@@ -1,0 +1,260 @@
+"""Private torch: what has to be known of a compilation to run its result without torch's compilers.
+
+Tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
+from torch._guards import TracingContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, ModuleType
+
+    from torch import Tensor
+    from torch.fx import Graph, GraphModule
+
+# Guards on how many things a container holds.
+OF_ALL = (
+    "SEQUENCE_LENGTH",
+    "DICT_KEYS_MATCH",
+    "DICT_LENGTH",
+    "LIST_LENGTH",
+    "EMPTY_NN_MODULE_HOOKS_DICT",
+)
+# Outputs that a forward computes, as opposed to those that share memory with something.
+COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Both halves of a graph are compiled at once, and nothing is taken from a cache."""
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+    ):
+        yield
+
+
+# -- Dynamo: what it has seen, asked while it calls its backend
+
+
+def guarded() -> list[str]:
+    """Everything that Dynamo has looked at, as expressions of `L` (locals of the frame) and `G`
+    (its globals); `X.__dict__['name']` also for an attribute that it has looked for in vain, and
+    `len(X)` for containers of which it went through all.
+    """
+    found = set()
+    for guard in InstructionTranslator.current_tx().output.guards:
+        if not guard.name:
+            continue
+        found.add(guard.name)
+        missing = getattr(guard.create_fn, "keywords", {}).get("attr")
+        if isinstance(missing, str):
+            found.add(f"{guard.name}.__dict__[{missing!r}]")
+        if getattr(guard.create_fn, "func", guard.create_fn).__name__ in OF_ALL:
+            found.add(f"len({guard.name})")
+    return sorted(found)
+
+
+def traced_code() -> list[CodeType]:
+    """The code that Dynamo has traced."""
+    context = TracingContext.try_get()
+    return [] if context is None else list(context.traced_code)
+
+
+def changed_objects() -> list[str]:
+    """What the traced code assigns to, tensors apart: objects that were there before, by the
+    expressions of `guarded`.
+    """
+    effects = InstructionTranslator.current_tx().output.side_effects
+    return [
+        variable.source.name
+        for variable in effects._get_modified_vars()
+        if variable.source is not None and not isinstance(variable, TensorVariable)
+    ]
+
+
+# -- AOTAutograd: how its halves are called
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How the halves of a graph are called; numbers are places among inputs, or among what forward
+    returns: changed inputs, outputs, and what it saves for backward.
+
+    changed: inputs whose new values forward returns first.
+    written: inputs that it writes to itself, which autograd is to know.
+    num_outputs: of the user's.
+    unsafe_views: returned values that are views of something that nobody else has.
+    constant: returned values that have no gradient.
+    tangents: returned values whose gradients backward takes, and the layout of each.
+    num_unchecked: of what is saved, how much, at the end, may be written to before backward.
+    is_donated: backward overwrites what forward has saved.
+    """
+
+    changed: list[int]
+    written: list[int]
+    num_outputs: int
+    unsafe_views: list[int]
+    constant: list[int]
+    tangents: list[int]
+    layouts: list[list[list[int]]]
+    num_unchecked: int
+    is_donated: bool
+
+
+def calling(num_inputs: int) -> tuple[Calling | None, str]:
+    """How the halves that AOTAutograd has just made are called; None, and why they cannot be called
+    by anybody else.
+    """
+    context = TracingContext.try_get()
+    meta: Any = None if context is None else context.fw_metadata
+    if meta is None:
+        return None, "AOTAutograd says nothing of how its graph is called"
+    why = _why_not(meta, num_inputs)
+    if why:
+        return None, why
+    changed = list(meta.mutated_inp_runtime_indices)
+    infos = [meta.input_info[i] for i in changed] + list(meta.output_info)
+    tangents = [
+        len(changed) + i
+        for i, info in enumerate(meta.output_info)
+        if getattr(info, "requires_grad_for_backward", info.requires_grad)
+    ]
+    made = Calling(
+        changed=changed,
+        written=list(meta.mutated_graph_handled_indices_seen_by_autograd),
+        num_outputs=len(meta.output_info),
+        unsafe_views=[len(changed) + i for i in meta.unsafe_view_out_indices],
+        constant=[i for i, info in enumerate(infos) if not info.requires_grad],
+        tangents=tangents,
+        layouts=[_layout(meta.subclass_tangent_meta[i]) for i in range(len(tangents))],
+        num_unchecked=getattr(meta, "num_tensors_saved_with_no_vc_check", 0) or 0,
+        is_donated=bool(meta.bw_donated_idxs) and functorch_config.donated_buffer,
+    )
+    return made, ""
+
+
+def _layout(meta: Any) -> list[list[int]]:
+    """Size and stride of a tangent; nothing where a contiguous one will do."""
+    form = meta.memory_format
+    if form is None or form.memory_format is not None:
+        return []
+    return [list(map(int, form.size)), list(map(int, form.stride))]
+
+
+def _why_not(meta: Any, num_inputs: int) -> str:
+    """Why only AOTAutograd can call what it has compiled; "" if it is simple enough."""
+    if len(meta.input_info) != num_inputs:
+        return "inputs that share memory are written to"
+    subclasses = (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+    if not all(isinstance(m, PlainTensorMeta) for m in (*subclasses, *meta.subclass_tangent_meta)):
+        return "an input or output is a tensor of a class that wraps others (a DTensor)"
+    for i, info in enumerate(meta.output_info):
+        if info.output_type not in COMPUTED:
+            return f"output {i} shares memory with an input or another output; return a copy"
+        if not issubclass(info.raw_type, torch.Tensor):
+            return f"output {i} is no tensor ({info.raw_type.__name__})"
+    for i in meta.mutated_inp_runtime_indices:
+        info = meta.input_info[i]
+        if info.mutates_metadata or info.mutates_storage_metadata or info.requires_grad:
+            return f"input {i} is given another shape or memory, or is written to and trained"
+    others = {
+        "effect tokens": bool(meta.tokens) or bool(meta.num_backward_tokens),
+        "random numbers as inputs": meta.is_rng_op_functionalized
+        or bool(getattr(meta, "num_graphsafe_rng_states", 0)),
+        "sizes that are not known": bool(meta.num_symints_saved_for_bw),
+        "opaque objects": bool(getattr(meta, "num_opaque_objects_saved_for_bw", 0)),
+        "switching autograd on or off for what comes after": meta.grad_enabled_mutation is not None,
+        "writes to trained inputs in backward": bool(
+            meta.indices_of_inputs_that_requires_grad_with_mutations_in_bw
+        ),
+        "views of what is not returned": bool(meta.num_intermediate_bases),
+    }
+    return ", ".join(name for name, is_there in others.items() if is_there)
+
+
+def is_keeping_graph() -> bool:
+    """Whether the backward that autograd runs was asked to keep its graph for another one."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
+
+
+# -- code
+
+
+def inductor_source(compiled: Any) -> tuple[str, dict[str, Tensor]]:
+    """The Python code that Inductor has generated for a graph, and the constants that it reads.
+
+    Raises:
+        NotImplementedError: it needs more than that to run.
+    """
+    if type(compiled).__name__ != "CompiledFxGraph" or not compiled.source_code:
+        raise NotImplementedError(f"what Inductor made is a {type(compiled).__name__}, not code")
+    needs = {
+        "frozen parameters": compiled.frozen_param_names,
+        "TorchBind objects": compiled.torchbind_constants,
+        "values of opaque types": getattr(compiled, "opaque_value_type_classes", {}),
+        "inputs that are moved to aligned memory": compiled.inputs_to_check,
+    }
+    found = [name for name, values in needs.items() if values]
+    if found:
+        raise NotImplementedError(f"the code that Inductor made needs {', '.join(found)}")
+    return compiled.source_code, dict(compiled.constants or {})
+
+
+def graph_source(gm: GraphModule) -> tuple[str, set[str]]:
+    """A graph as Python code, a function of the list of its inputs, which it empties; and the names
+    that the code takes from outside.
+    """
+    code = gm.graph.python_code("self")
+    return code.src, set(code.globals)
+
+
+def attributes(graph: Graph) -> list[str]:
+    """The attributes of its module that a graph reads."""
+    return [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+
+
+def compiled_kernel(*args: Any, **options: Any) -> Callable[..., Any]:
+    """Compile a C++ kernel as Inductor does."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    made: Any = AsyncCompile().cpp_pybinding(*args, **options)
+    kernel: Callable[..., Any] = made.result() if hasattr(made, "result") else made
+    return kernel
+
+
+def library_of(kernel: Any) -> str:
+    """The file of the shared library that such a kernel is in."""
+    return str(kernel.__self__.__file__)
+
+
+def loaded_kernel(name: str, path: str) -> Callable[..., Any]:
+    """The kernel in a shared library that Inductor has compiled, under a name of its own."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    )
+    spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
+    assert spec is not None
+    module: ModuleType = module_from_spec(spec)
+    sys.modules[name] = module
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    kernel: Callable[..., Any] = module.kernel
+    return kernel

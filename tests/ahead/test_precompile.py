@@ -1,0 +1,463 @@
+"""A model that one process has compiled ahead, for ranks that were not there: what it computes, that
+no compiler runs, and everything that it refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.ahead import BATCH, CASES, WIDTH, Block, precompile
+from kit.harness import SLOW
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import compiled_fsdp
+from compiled_fsdp import (
+    DivergenceError,
+    PrecompiledError,
+    Target,
+    fully_shard,
+    load_precompiled,
+    planned,
+)
+from compiled_fsdp.ahead import target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from kit.pool import Pool
+
+TWO = ("plain", "checkpointed", "bfloat16", "tied", "fsdp1")
+# Files whose code is a compiler's, by the end of their path.
+COMPILERS = {
+    "_dynamo/convert_frame.py": "Dynamo",
+    "_functorch/aot_autograd.py": "AOTAutograd",
+    "_inductor/compile_fx.py": "Inductor",
+    "_inductor/cpp_builder.py": "C++",
+    "compiler/driver.py": "passes",
+}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How many functions are called in each compiler."""
+    found: Counter[str] = Counter()
+    known: dict[str, str] = {}
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            file = frame.f_code.co_filename
+            if file not in known:
+                known[file] = next((n for end, n in COMPILERS.items() if file.endswith(end)), "")
+            if known[file]:
+                found[known[file]] += 1
+
+    sys.setprofile(called)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output[0]
+    return loss
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    values = output.values() if isinstance(output, dict) else output
+    return [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
+
+
+def train(model: Any, case: Any, *, steps: int = 3) -> list[torch.Tensor]:
+    """Steps of an optimizer, two backwards each, with an evaluation between; all that comes out."""
+    torch.manual_seed(7 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(steps):
+        for _ in range(2):
+            output = model(*case.example())
+            loss_of(output).backward()
+            found += tensors(output)
+        found += [_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found += tensors(model(*case.example()))
+        model.train()
+    return found + [_local(p.detach()) for p in model.parameters()] + list(model.buffers())
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def same_as_compiled(name: str, folder: str, sha256: str) -> None:
+    case = CASES[name]
+    loaded = case.model()
+    with counted() as calls:
+        load_precompiled(f"{folder}/{name}", loaded, sha256=sha256)
+        ours = train(loaded, case)
+    assert not calls
+    compiled = case.model()
+    compiled.compile(backend=case.backend, dynamic=False)
+    theirs = train(compiled, case)
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    """A folder of all cases for two ranks, compiled by one process, and the SHA-256 of each."""
+    folder = tmp_path_factory.mktemp("made")
+    return str(folder), precompile(2, folder, *TWO)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_it_computes_what_the_compiled_model_does(
+    two: Pool, made: tuple[str, dict[str, str]], name: str
+) -> None:
+    """Bit by bit, over several steps, and no compiler is called: not Dynamo, AOTAutograd or our
+    passes.
+    """
+    folder, digests = made
+    two.run(same_as_compiled, name, folder, digests[name])
+
+
+def test_what_is_counted() -> None:
+    """A compilation is."""
+    with counted() as calls:
+        torch.compile(lambda x: x + 1)(torch.ones(3))
+    assert {*calls} == {*COMPILERS.values()} - {"passes"}
+
+
+def test_with_replicas(four: Pool, tmp_path: Path) -> None:
+    four.run(same_as_compiled, "hsdp", str(tmp_path), precompile(4, tmp_path, "hsdp")["hsdp"])
+
+
+@pytest.mark.timeout(SLOW)
+def test_with_inductor(two: Pool, tmp_path: Path) -> None:
+    """Neither Inductor nor a C++ compiler is called."""
+    sha256 = precompile(2, tmp_path, "inductor")["inductor"]
+    two.run(same_as_compiled, "inductor", str(tmp_path), sha256, timeout=SLOW)
+
+
+def test_ranks_that_run_different_folders_are_told(two: Pool, tmp_path: Path) -> None:
+    """The comparison of ranks is still there, since it stands in the graph."""
+    precompile(2, tmp_path, "plain", "other_plan")
+    two.run(run_different, str(tmp_path))
+
+
+def run_different(folder: str) -> None:
+    rank, case = dist.get_rank(), CASES["plain"]
+    model = case.model()
+    with planned(bucket_bytes=1 << 20 if rank else 0):
+        load_precompiled(f"{folder}/{'other_plan' if rank else 'plain'}", model)
+    with pytest.raises(DivergenceError, match="all_gather"):
+        model(*case.example())
+
+
+# -- in one process, as one rank of two that are not there
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ranks over a group of the backend "fake"."""
+    folder, case = tmp_path_factory.mktemp("ahead") / "folder", CASES["plain"]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    compiled_fsdp.precompile(case.model(), case.example(), folder, target=HERE)
+    dist.destroy_process_group()
+    return folder
+
+
+@pytest.fixture
+def ahead(written: Path, fake_world: None, tmp_path: Path) -> Path:
+    """A copy of it, for this process, which is such a rank."""
+    return Path(shutil.copytree(written, tmp_path / "ahead"))
+
+
+HERE = Target(group_backend="fake", backend="compiled_fsdp_eager")
+
+
+def refused(ahead: Path, model: Any, *names: str) -> str:
+    """What `load_precompiled` says, which lists these and nothing else."""
+    with pytest.raises(PrecompiledError, match="was compiled for something else") as caught:
+        load_precompiled(ahead, model)
+    assert {*caught.value.differences} == {*names}, caught.value
+    for name, (before, here) in caught.value.differences.items():
+        assert f"{name}: {before}, here {here}" in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_environment(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that differs is listed at once, each by name with both values."""
+    model = CASES["plain"].model()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(target, "__version__", "99")
+    monkeypatch.setattr(target, "source_hash", lambda: "0" * 64)
+    monkeypatch.setattr(target.platform, "machine", lambda: "abacus")
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    with planned(prefetch=1), compiled_fsdp.pipeline(without=["free"]):
+        names = ("torch", "compiled_fsdp", "sources of compiled_fsdp", "machine", "Plan.prefetch")
+        text = refused(ahead, model, *names, "pipeline", "default dtype")
+    assert "Plan.prefetch: 2.0, here 1" in text
+    assert "here 2.99.0" in text
+
+
+def test_another_world(ahead: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    model = CASES["plain"].model()
+    with pytest.raises(PrecompiledError) as caught:
+        load_precompiled(ahead, model)
+    found = caught.value.differences
+    assert found["world size"] == ("2", "4")
+    assert found["unit 0 (blocks.0): mesh"][1] == "1 replicas, each of 4 ranks"
+    assert found["parameter blocks.0.up.weight: group_size"] == ("2", "4")
+
+
+def test_another_backend_of_groups(fake_world: None, tmp_path: Path) -> None:
+    case = CASES["plain"]
+    meant = Target(backend="compiled_fsdp_eager", modes=("inference",))
+    compiled_fsdp.precompile(case.model(), case.example(), tmp_path / "a", target=meant)
+    with pytest.raises(PrecompiledError) as caught:
+        load_precompiled(tmp_path / "a", case.model())
+    found = caught.value.differences
+    assert found["unit 0 (blocks.0): backend of the process group"] == ("gloo", "fake")
+    assert found["parameter head.weight: reduce_algorithm"] == ("all_to_all", "reduce_scatter")
+
+
+def test_another_model(ahead: Path) -> None:
+    frozen = CASES["plain"].model()
+    frozen.blocks[1].scale = 3.0
+    frozen.head.bias.requires_grad_(requires_grad=False)
+    frozen.blocks[0].norm.register_buffer("more", torch.zeros(3))
+    text = refused(
+        ahead,
+        frozen,
+        "parameter head.bias: requires_grad",
+        "buffer blocks.0.norm.more",
+        "model.blocks.1.scale",
+    )
+    assert "model.blocks.1.scale: (nothing), here =3.0" in text  # it was the class's
+
+
+def test_another_policy(ahead: Path) -> None:
+    with pytest.raises(PrecompiledError) as caught:
+        load_precompiled(ahead, CASES["bfloat16"].model())
+    found = caught.value.differences
+    policy = "unit 0 (blocks.0): mp_policy.param_dtype"
+    assert found[policy] == ("None", "torch.bfloat16")
+    assert found["parameter blocks.0.up.weight: dtype"] == ("torch.float32", "torch.bfloat16")
+
+
+def test_another_source(fake_world: None, tmp_path: Path) -> None:
+    """Comments and layout do not count, another operation does."""
+    path = tmp_path / "a_model_of_mine.py"
+    text = (
+        "import torch\nclass Mine(torch.nn.Linear):\n    def forward(self, x):\n        return {}\n"
+    )
+    path.write_text(text.format("super().forward(x).sin()"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    model = fully_shard(module.Mine(4, 4))
+    compiled_fsdp.precompile(model, torch.ones(2, 4), tmp_path / "a", target=HERE)
+    path.write_text("# mine\n" + text.format("super( ).forward(x).sin()  # a sine"))
+    load_precompiled(tmp_path / "a", fully_shard(module.Mine(4, 4)))
+    path.write_text(text.format("super().forward(x).cos()"))
+    refused(
+        tmp_path / "a", fully_shard(module.Mine(4, 4)),
+        "source of a_model_of_mine.py: Mine.forward",
+    )  # fmt: skip
+
+
+def _rescaled(model: Any) -> None:
+    with mock.patch.object(Block, "scale", 2.0):
+        model(torch.ones(BATCH, WIDTH))
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a shape": (lambda m: m(torch.ones(3, WIDTH)), "argument 0: shape: [4, 8], here [3, 8]"),
+    "a dtype": (
+        lambda m: m(torch.ones(BATCH, WIDTH).double()),
+        "argument 0: dtype: torch.float32, here torch.float64",
+    ),
+    "a stride": (lambda m: m(torch.ones(WIDTH, BATCH).t()), "argument 0: stride: [8, 1]"),
+    "a gradient": (
+        lambda m: m(torch.ones(BATCH, WIDTH, requires_grad=True)),
+        "argument 0: requires_grad: False, here True",
+    ),
+    "an argument": (lambda m: m(torch.ones(BATCH, WIDTH), power=2), "how arguments are nested"),
+    "evaluation with gradients": (
+        lambda m: m.eval()(torch.ones(BATCH, WIDTH)),
+        "model.blocks.0.drop.training: =True, here =False",
+    ),
+    "training without gradients": (
+        lambda m: torch.no_grad()(m)(torch.ones(BATCH, WIDTH)),
+        "model.blocks.0.drop.training: =False, here =True",
+    ),
+    "autocast": (
+        lambda m: torch.autocast("cpu")(m)(torch.ones(BATCH, WIDTH)),
+        "autocast: False, here True",
+    ),
+    "an attribute": (
+        lambda m: (setattr(m.blocks[0], "scale", 2.0), m(torch.ones(BATCH, WIDTH))),
+        "model.blocks.0.scale: (nothing), here =2.0",
+    ),
+    "a class attribute": (_rescaled, "model.blocks.0.scale: =1.0, here =2.0"),
+    "a hook": (
+        lambda m: (
+            m.head.register_forward_hook(lambda *_: None),
+            m(torch.ones(BATCH, WIDTH)),
+        ),
+        "len(model.head._forward_hooks): =0, here =1",
+    ),
+    "accumulation": (
+        lambda m: (m.set_requires_gradient_sync(False), m(torch.ones(BATCH, WIDTH))),
+        "parameter head.weight: sync: reduce, here retain",
+    ),
+    "a frozen parameter": (
+        lambda m: (m.head.bias.requires_grad_(False), m(torch.ones(BATCH, WIDTH))),
+        "parameter head.bias: requires_grad: True, here False",
+    ),
+    "a replaced parameter": (
+        lambda m: torch.func.functional_call(
+            m, {"head.bias": torch.zeros(5)}, torch.ones(BATCH, WIDTH)
+        ),
+        "Linear.bias: the sharded parameter, here replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_call(ahead: Path, name: str) -> None:
+    """After one that was compiled for; and that one goes on."""
+    call, expected = CALLS[name]
+    model = load_precompiled(ahead, CASES["plain"].model())
+    model(torch.ones(BATCH, WIDTH))
+    with pytest.raises(PrecompiledError) as caught:
+        call(model)
+    assert expected in str(caught.value)
+
+
+def test_a_mode_that_is_not_there(fake_world: None, tmp_path: Path) -> None:
+    case = CASES["plain"]
+    only = Target(group_backend="fake", backend="compiled_fsdp_eager", modes=("inference",))
+    compiled_fsdp.precompile(case.model(), case.example(), tmp_path / "a", target=only)
+    model = load_precompiled(tmp_path / "a", case.model())
+    with pytest.raises(PrecompiledError, match="mode: inference, here training"):
+        model(*case.example())
+
+
+def test_compiling_instead_is_announced(ahead: Path) -> None:
+    """Where it was asked for: for a call, and for all of the model."""
+    model = load_precompiled(ahead, CASES["plain"].model(), otherwise="compile")
+    with counted() as calls:
+        model(torch.ones(BATCH, WIDTH))
+    assert not calls
+    with pytest.warns(UserWarning, match=r"argument 0: shape: \[4, 8\], here \[3, 8\]"):
+        output = model(torch.ones(3, WIDTH))
+    output["loss"].backward()
+    assert output["hidden"].shape == (3, WIDTH)
+    with planned(prefetch=1), pytest.warns(UserWarning, match="Plan.prefetch"):
+        other = load_precompiled(ahead, CASES["plain"].model(), otherwise="compile")
+    with counted() as calls:
+        other(torch.ones(BATCH, WIDTH))
+    assert {*calls} == {"Dynamo", "AOTAutograd", "passes"}
+
+
+def test_files_that_are_not_what_was_written(ahead: Path) -> None:
+    """Nothing is executed: the code that would be raises something else."""
+    code, manifest = ahead / "training.0.py", ahead / "manifest.json"
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    load_precompiled(ahead, CASES["plain"].model(), sha256=digest)
+    written = code.read_text()
+    for change, words in (
+        (lambda: code.write_text("raise SystemExit\n" + written), "training.0.py has the SHA-256"),
+        (lambda: (ahead / "more.py").write_text("raise SystemExit"), "more.py is not in the"),
+        (lambda: (ahead / "more").mkdir(), "more is not in the manifest"),
+        (code.unlink, "training.0.py is missing"),
+        (manifest.unlink, "has no manifest.json"),
+    ):
+        change()
+        with pytest.raises(PrecompiledError, match=words) as caught:
+            load_precompiled(ahead, CASES["plain"].model(), otherwise="compile")
+        assert not caught.value.differences
+        for path in (ahead / "more.py", ahead / "more"):
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        code.write_text(written)
+
+
+def test_a_manifest_of_somebody_else(ahead: Path) -> None:
+    """Consistent in itself, it is refused by who knows the SHA-256 of the right one."""
+    path, code = ahead / "manifest.json", ahead / "training.0.py"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest = json.loads(path.read_text())
+    code.write_text("raise SystemExit\n")
+    manifest["files"][code.name] = hashlib.sha256(code.read_bytes()).hexdigest()
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(PrecompiledError, match=f"should be {digest}"):
+        load_precompiled(ahead, CASES["plain"].model(), sha256=digest)
+    with pytest.raises(SystemExit):
+        load_precompiled(ahead, CASES["plain"].model())
+
+
+def test_what_cannot_be_compiled_ahead(fake_world: None, tmp_path: Path) -> None:
+    class Remembers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x.shape[0] * 2
+            return super().forward(x)
+
+    class Views(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = super().forward(x)
+            return y, y.view(-1)
+
+    class Writes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.mul_(2)
+            return super().forward(x)
+
+    class Holds(nn.Linear):
+        extra = torch.ones(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.extra
+
+    expected = {
+        Remembers: "forward assigns to objects that outlive it",
+        Views: "output 1 shares memory",
+        Writes: "forward writes to its input 0",
+        Holds: "the graph reads a Tensor of shape",
+    }
+    for kind, words in expected.items():
+        model = fully_shard(kind(4, 4))
+        with pytest.raises(NotImplementedError, match=words):
+            compiled_fsdp.precompile(model, torch.ones(2, 4), tmp_path / "a", target=HERE)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(NotImplementedError, match="device='cuda'"):
+        Target(device="cuda")
+    frozen = fully_shard(nn.Linear(4, 4).requires_grad_(requires_grad=False))
+    with pytest.raises(ValueError, match="no output of the model requires a gradient"):
+        compiled_fsdp.precompile(frozen, torch.ones(2, 4), tmp_path / "a", target=HERE)
+    with pytest.raises(TypeError, match="is not what fully_shard"):
+        compiled_fsdp.precompile(nn.Linear(4, 4), torch.ones(2, 4), tmp_path / "a")
+    with planned(prefetch="auto"), pytest.raises(ValueError, match="the plan decides from costs"):
+        compiled_fsdp.precompile(fully_shard(nn.Linear(4, 4)), torch.ones(2, 4), tmp_path / "a")

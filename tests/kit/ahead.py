@@ -1,0 +1,191 @@
+"""Models that one process compiles ahead and others load, and the first of these: `python
+tests/kit/ahead.py WORLD FOLDER CASE ...` compiles each case into a folder of its name, as one rank
+of a world that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from kit.pool import use_scalar_kernels
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compiled_fsdp
+from compiled_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIDTH, BATCH = 8, 4
+KIT = Path(__file__)
+
+
+class Block(nn.Module):
+    scale = 1.0
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)
+        self.norm, self.drop = norm(WIDTH + 1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
+        hidden = self.norm(self.up(x).relu() ** power)
+        return x + self.scale * self.drop(self.down(hidden))
+
+
+class Model(nn.Module):
+    """Changes buffers, draws random numbers, and returns a dict with plain values in it.
+
+    checkpoints: activation checkpointing of its blocks.
+    """
+
+    def __init__(
+        self, *, checkpoints: bool = False, norm: type[nn.Module] = nn.BatchNorm1d
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(norm), Block(norm)])
+        self.head = nn.Linear(WIDTH, 5)
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor, *, power: int = 1) -> dict[str, Any]:
+        for block in self.blocks:
+            if self.checkpoints:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, power=power)
+        return {"loss": self.head(x).square().mean(), "hidden": x, "power": power, "no": None}
+
+
+class Tied(nn.Module):
+    """The weight of the head is that of the embedding; a frozen layer; two outputs, of which the
+    loss uses one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.frozen = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head, self.other = nn.Linear(WIDTH, 12, bias=False), nn.Linear(WIDTH, 3)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.frozen(self.embed(x)).tanh()
+        return self.head(hidden).float().square().mean(), self.other(hidden)
+
+
+def _sharded(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def plain() -> Any:
+    return _sharded(Model())
+
+
+def checkpointed() -> Any:
+    return _sharded(Model(checkpoints=True))
+
+
+def bfloat16() -> Any:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return _sharded(Model(norm=nn.LayerNorm), mp_policy=policy)  # torch's BatchNorm mixes no dtypes
+
+
+def tied() -> Any:
+    model = Tied()
+    fully_shard(model.frozen)
+    return fully_shard(model)
+
+
+def fsdp1() -> Any:
+    model = Model()
+    how: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FullyShardedDataParallel(block, **how)
+    return FullyShardedDataParallel(model, **how)
+
+
+def hsdp() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _sharded(Model(), mesh=mesh)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sharded model, and the arguments of a call."""
+
+    build: Callable[[], Any]
+    example: Callable[[], tuple[Any, ...]]
+    backend: str = "compiled_fsdp_eager"
+    bucket_bytes: int = 0  # as the pool's workers have it
+
+    def model(self) -> Any:
+        """The same on every rank."""
+        torch.manual_seed(0)
+        return self.build()
+
+
+def _numbers() -> tuple[Tensor, ...]:
+    return (torch.randn(BATCH, WIDTH),)
+
+
+def _tokens() -> tuple[Tensor, ...]:
+    return (torch.randint(12, (BATCH,)),)
+
+
+CASES = {
+    "plain": Case(plain, _numbers),
+    "inductor": Case(plain, _numbers, "compiled_fsdp"),
+    "checkpointed": Case(checkpointed, _numbers),
+    "bfloat16": Case(bfloat16, _numbers),
+    "tied": Case(tied, _tokens),
+    "fsdp1": Case(fsdp1, _numbers),
+    "hsdp": Case(hsdp, _numbers),
+    "other_plan": Case(plain, _numbers, bucket_bytes=1 << 20),
+}
+
+
+def precompile(world: int, folder: Path, *names: str) -> dict[str, str]:
+    """Compile cases ahead in a process of its own; the SHA-256 of each."""
+    paths = [str(KIT.parents[1]), str(KIT.parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
+    command = [sys.executable, "-m", "kit.ahead", str(world), str(folder), *names]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(world: str, folder: str, *names: str) -> None:
+    """Compile cases ahead, one after the other: units of the second have other numbers."""
+    from kit import ahead  # classes of this module, not of `__main__`
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    use_scalar_kernels()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world))
+    found = {}
+    for name in names:
+        case = ahead.CASES[name]
+        target = compiled_fsdp.Target(backend=case.backend)
+        with compiled_fsdp.planned(bucket_bytes=case.bucket_bytes):
+            found[name] = compiled_fsdp.precompile(
+                case.model(), case.example(), Path(folder) / name, target=target
+            )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
