@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from kit.overlap import (
 from torch import nn
 
 from compiled_fsdp import fully_shard, overlap_optimizer
+from compiled_fsdp.frontend import overlap as overlapping
 from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.wire import gloo
 
@@ -380,16 +382,15 @@ def step_without_waiting(kind: str) -> list[list[str]]:
     run = start(True, kind, Options("odd"))
     run.step(0)
     seen: list[list[str]] = []
-    overlap: Any = run.optimizer._fsdp_overlap  # type: ignore[attr-defined]
-    original = overlap._step_part
+    original = overlapping.step_part
 
     def noting(*args: Any) -> None:
         before = run.in_flight()
         original(*args)
         seen.append(sorted({name.rpartition(".")[0] for name in before}))
 
-    overlap._step_part = noting
-    run.step(1)
+    with mock.patch.object(overlapping, "step_part", noting):
+        run.step(1)
     return seen
 
 

@@ -875,15 +875,18 @@ def pickle_wrapped(api: Api) -> Any:
 @rows("16.1")
 def test_no_environment_variables() -> None:
     """But for those that ask for dumps of graphs, records, checks after every pass, and a step
-    without its communication; and the rank, which torchrun sets, and `simulate` in its place.
+    without its communication; and the rank, which torchrun sets, and `simulate` and its sweeps in
+    its place. `ahead.py` sets the one by which Inductor's kernels find torch.
     """
     sources = Path(compiled_fsdp.__file__).parent.rglob("*.py")
     found = {p.name for p in sources if "os.environ" in p.read_text() or "getenv" in p.read_text()}
     assert found == {
         "ablation.py",
+        "ahead.py",
         "options.py",
         "settings.py",
         "simulate.py",
+        "sweep.py",
         "replacement.py",
         "writer.py",
     }
