@@ -17,6 +17,20 @@ VARIANTS = {
     "compat/fsdp2/test_methods_rows.py::test_all_reduce_hook_with_inductor": "::test_all_reduce_hook",
     "compat/fsdp1/test_training_rows.py::test_grid[False]": "[True]",
     "compat/fsdp1/test_training_rows.py::test_accumulation[False]": "[True]",
+    "compat/fsdp2/test_methods_rows.py::test_custom_communication_with_inductor": (
+        "::test_custom_communication"
+    ),
+    "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
+    "compat/fsdp2/test_parallel_rows.py::test_hsdp_and_tensor_parallel[shape1]": "[shape0]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[shard, model first]": "[shard]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[two shard]": "[three]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[replicate]": "[both]",
+    "benchmarks/test_benchmarks.py::TestBenchmarks::test_others_in_small": (
+        "::TestBenchmarks::test_in_small"
+    ),
+    "numerics/test_overlap.py::test_inductor": "::test_models",
+    "numerics/test_heads.py::test_unused_heads_with_inductor": "::test_unused_heads",
+    "numerics/test_meshes.py::test_int_reshard[unused]": "[odd]",
     "numerics/test_offload.py::test_inductor": "::test_fully_shard[compiled-True]",
     "numerics/test_offload.py::test_wrapper[fsdp1-compiled]": "[fsdp1 whole-compiled]",
     "numerics/test_mixed.py::test_graphs_and_eager_units_with_inductor": (
