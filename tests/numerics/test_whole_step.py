@@ -269,7 +269,8 @@ def _rank_folder(folder: str) -> Path:
 def test_seen(two: Pool, tmp_path: Path) -> None:
     """One graph, called step, in dumps and in `explain`."""
     text, names = two.run(seen, str(tmp_path / "dump"))[0]
-    assert [name for name in names if name[0].isdigit()] == ["000_joint", "001_step"]
+    graphs = [name.partition("_")[2] for name in names if name[0].isdigit()]
+    assert graphs == ["joint", "step"]  # their numbers go on from those of other tests
     assert "step: 6 all-gathers" in text  # of four units: neither the last nor a gradient's again
     assert "backward:" not in text
 
