@@ -136,7 +136,7 @@ class TestACompilation:
         )
         assert ", forward graph, pass 9 of " in first
         assert sum_up.endswith("compiled in 10 s; longest: passes of compiled_fsdp 10 s")
-        assert ", backward graph, pass 8 of " in second
+        assert ", backward graph, pass 9 of " in second
 
     def test_other_ranks_are_silent(self, clock: Clock) -> None:
         watched = []
