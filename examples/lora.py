@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compiled_fsdp import fully_shard  # torch.distributed.fsdp before
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 LENGTH = 64
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # what the model learns to write
 

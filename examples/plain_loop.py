@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from compiled_fsdp import explain, fully_shard  # torch.distributed.fsdp before
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 LENGTH, TEXT = 64, torch.tensor(list(Path(__file__).read_bytes()))  # it learns to write this file
 
 

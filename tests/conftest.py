@@ -29,6 +29,8 @@ compile_quickly()
 os.environ["COMPILED_FSDP_VERIFY"] = (
     "1"  # after every pass, in this process and those that it starts
 )
+# Else each process that imports Inductor starts another, which imports torch: 3 s of a core.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -123,9 +123,10 @@ def _used_anywhere(is_used: list[bool], groups: list[dist.ProcessGroup]) -> set[
     """The outputs that have a gradient on any rank."""
     shared = [group for group in groups if dist.get_world_size(group) > 1]
     if shared:
-        device = (
+        is_on_cpu = dist.get_backend(shared[0]) in ("gloo", "timed")
+        device = (  # a build for a device may run without one, under the fake group
             torch.device("cpu")
-            if dist.get_backend(shared[0]) in ("gloo", "timed")
+            if is_on_cpu or not torch.accelerator.is_available()
             else torch.accelerator.current_accelerator()
         )
         counts = torch.tensor(is_used, dtype=torch.int32, device=device)
