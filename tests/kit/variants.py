@@ -9,6 +9,13 @@ does the name of one of them.
 
 from __future__ import annotations
 
+ALL_FROM_COSTS = {
+    "prefetch": None,
+    "backward_prefetch": None,
+    "reduces_in_flight": None,
+    "split_bytes": None,
+    "memory_budget": 0.5,
+}
 VARIANTS = {
     "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
     "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": "::test_gradient_sync",
@@ -41,6 +48,37 @@ VARIANTS = {
     "numerics/test_meshes.py::test_int_reshard[called_twice]": "[odd]",
     "numerics/test_meshes.py::test_int_reshard[tied]": "[odd]",
     "numerics/test_meshes.py::test_hsdp[tied]": "[unused]",
+    "numerics/test_surface.py::test_with_inductor[growing inputs]": "::test_growing_inputs",
+    "numerics/test_surface.py::test_with_inductor[checkpointing]": "[selective checkpointing]",
+    "numerics/test_tensor_parallel.py::test_inductor": "::test_two_layers[compiled]",
+    "frontend/test_fallback.py::test_four_ranks": "::test_replicas",
+    "numerics/test_shared_buckets.py::test_inductor": "::test_same_as_stock",
+    "numerics/test_shared_buckets.py::test_same_as_stock[llama-1073741824]": "[gpt-1073741824]",
+    "numerics/test_quantized.py::test_codes_do_not_depend_on_buckets[shared, from costs]": "[parts]",
+    "numerics/test_quantized.py::test_graphs_as_eager[bf16 gradients]": "[fp16 gradients]",
+    f"numerics/test_orders.py::test_decisions_with_other_batches[{ALL_FROM_COSTS}]": (
+        "[{'memory_budget': 0.5}]"
+    ),
+    "compat/fsdp2/test_parallel_rows.py::test_dims[two replicate]": "[both]",
+    "compat/fsdp2/test_precision_rows.py::test_nested_policies_with_inductor": (
+        "::test_nested_policies"
+    ),
+    "compat/fsdp1/test_rest_rows.py::test_clip[False]": "[True]",
+    "planning/test_memory.py::test_peak_without_inductor[bf16]": "::test_peak_under_inductor",
+    "numerics/test_parity.py::test_model[llama]": "[llama_tied_unit]",
+    "numerics/test_step_in_backward.py::test_inductor": "::test_models",
+    "numerics/test_regions.py::test_the_same_numbers[bf16]": "[all in one]",
+    "numerics/test_choices.py::test_same_as_stock[a parameter each]": "[parts]",
+    "numerics/test_choices.py::test_same_as_stock[reduce-scatter]": (
+        "::test_what_was_asked_for_is_in_the_graph"
+    ),
+    "numerics/test_offload.py::test_fully_shard[compiled-False]": "[compiled-True]",
+    "compiler/test_trial.py::test_the_same_as_partitioned_anew[llama-policy0-False]": (
+        "[llama-policy1-True]"
+    ),
+    "numerics/test_mixed.py::test_with_casts_at_the_boundaries[shard, m.compile()]": (
+        "[compile(shard(m))]"
+    ),
 }
 
 

@@ -85,14 +85,15 @@ class Case:
 
 MIXED = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
-    "dropout, checkpoints, kept, strided": Case(
+    "all in one": Case(
         depth=6,
         dropout=0.2,
         checkpoints=True,
+        older=True,
         reshard=False,
         plan=(("copy_out", "strided"),),
     ),
-    "bf16, read again": Case(depth=7, older=True, policy=MIXED),
+    "bf16": Case(depth=7, older=True, policy=MIXED),
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs.draw import make, make_routed
+from programs.draw import INDUCTOR, make, make_routed
 from programs.hunt import Hunter
 from programs.kinds import Outcome
 from programs.legal import is_legal
@@ -53,10 +53,13 @@ def pools(request: pytest.FixtureRequest) -> dict[int, Pool]:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, CHUNK))
-def test_random_programs(pools: dict[int, Pool], first: int) -> None:
+def test_random_programs(pools: dict[int, Pool], first: int, pytestconfig: pytest.Config) -> None:
+    """Of those that Inductor compiles, one in ten, `make test` lets it compile every third."""
     hunter = Hunter(pools)
     for seed in range(first, first + CHUNK):
         program = make(seed)
+        if seed % (3 * INDUCTOR) != INDUCTOR - 2 and not pytestconfig.getoption("--all"):
+            program = replace(program, kinds=tuple(k for k in program.kinds if k != "inductor"))
         if program.names() & OPEN:
             continue
         for fault in hunter.check(script(program)).faults[:1]:
