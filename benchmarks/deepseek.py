@@ -12,14 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPTConfig, RMSNorm, SwiGLU, rotary_table, rotate
+from moe import dispatched, divide
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-    wait_tensor,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +118,12 @@ class Mixture(nn.Module):
         counts = torch.histc(
             ids.flatten().float(), bins=self.num_experts, min=0, max=self.num_experts
         ).long()
-        done = self._dispatch(flat[order // self.top], counts)
+        assert self.group is not None, "share_experts comes first"
+        done = dispatched(flat[order // self.top], counts, self.experts, self.group)
         done = done * (chosen / chosen.sum(-1, keepdim=True)).flatten()[order, None].to(done.dtype)
         routed = torch.zeros_like(flat).index_add(0, order // self.top, done)
         result: Tensor = routed.view_as(x) + self.shared(x)
         return result
-
-    def _dispatch(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        assert self.group is not None
-        size = dist.get_world_size(self.group)
-        with torch.no_grad():
-            theirs = wait_tensor(all_to_all_single(counts, None, None, self.group)).view(size, -1)
-            sent = counts.view(size, -1).sum(1).tolist()
-            received = theirs.sum(1).tolist()
-        got = all_to_all_single_autograd(tokens, received, sent, self.group)
-        local = torch.arange(self.num_experts // size).repeat(size)
-        of_expert = local.repeat_interleave(theirs.flatten(), output_size=got.shape[0])
-        order = of_expert.argsort(stable=True)
-        done = self.experts(got[order], theirs.sum(0))[order.argsort()]
-        return all_to_all_single_autograd(done, sent, received, self.group)
 
 
 class Block(nn.Module):
@@ -182,8 +165,5 @@ def share_experts(model: DeepSeek, mesh: DeviceMesh) -> list[Experts]:
     mixtures = [m for m in model.modules() if isinstance(m, Mixture)]
     for mixture in mixtures:
         mixture.group = mesh.get_group()
-        for name, parameter in [*mixture.experts.named_parameters()]:
-            local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-            shared = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-            setattr(mixture.experts, name, shared)
+        divide(mixture.experts, mesh)
     return [mixture.experts for mixture in mixtures]

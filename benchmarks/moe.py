@@ -155,32 +155,45 @@ class Mixture(nn.Module):
             ids.flatten().float(), bins=self.num_experts, min=0, max=self.num_experts
         ).long()
         self.counted.add_(counts)  # by a method: under checkpointing Dynamo takes no assignment
-        done = self._dispatch(flat[order // self.top], counts)
+        tokens = flat[order // self.top]
+        done = (
+            self.experts(tokens, counts)
+            if self.group is None
+            else dispatched(tokens, counts, self.experts, self.group)
+        )
         done = done * weights.flatten()[order, None].to(done.dtype)
         routed = torch.zeros_like(flat).index_add(0, order // self.top, done)
         share = counts / counts.sum()
         balance = self.num_experts * (scores.mean(0) * share).sum()
         return routed.view_as(x) + self.shared(x), balance
 
-    def _dispatch(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Send tokens, in the order of their experts, to the ranks that hold these, and get them
-        back.
-        """
-        done: Tensor
-        if self.group is None:
-            done = self.experts(tokens, counts)
-            return done
-        size = dist.get_world_size(self.group)
-        with torch.no_grad():
-            theirs = wait_tensor(all_to_all_single(counts, None, None, self.group)).view(size, -1)
-            sent = counts.view(size, -1).sum(1).tolist()
-            received = theirs.sum(1).tolist()
-        got = all_to_all_single_autograd(tokens, received, sent, self.group)
-        local = torch.arange(self.num_experts // size).repeat(size)
-        of_expert = local.repeat_interleave(theirs.flatten(), output_size=got.shape[0])
-        order = of_expert.argsort(stable=True)
-        done = self.experts(got[order], theirs.sum(0))[order.argsort()]
-        return all_to_all_single_autograd(done, sent, received, self.group)
+
+def dispatched(
+    tokens: Tensor, counts: Tensor, experts: nn.Module, group: dist.ProcessGroup
+) -> Tensor:
+    """Send tokens [N, C], in the order of their experts, to the ranks that hold these, compute
+    there, and get them back. counts: tokens of this rank for each expert of all.
+    """
+    size = dist.get_world_size(group)
+    with torch.no_grad():
+        theirs = wait_tensor(all_to_all_single(counts, None, None, group)).view(size, -1)
+        sent = counts.view(size, -1).sum(1).tolist()
+        received = theirs.sum(1).tolist()
+    got = all_to_all_single_autograd(tokens, received, sent, group)
+    local = torch.arange(counts.shape[0] // size).repeat(size)
+    of_expert = local.repeat_interleave(theirs.flatten(), output_size=got.shape[0])
+    order = of_expert.argsort(stable=True)
+    done = experts(got[order], theirs.sum(0))[order.argsort()]
+    return all_to_all_single_autograd(done, sent, received, group)
+
+
+def divide(experts: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Keep of experts stacked in dim 0 those of this rank of a mesh axis, as DTensors."""
+    for name, parameter in [*experts.named_parameters()]:
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        shared = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        setattr(experts, name, shared)
+    return [*experts.parameters()]
 
 
 class MoEBlock(nn.Module):
@@ -257,11 +270,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 f"take a number of ranks that divides {mixture.num_experts}"
             )
         mixture.group = mesh.get_group()
-        for name, parameter in [*mixture.experts.named_parameters()]:
-            local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-            shared = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-            setattr(mixture.experts, name, shared)
-            found.add(shared)
+        found.update(divide(mixture.experts, mesh))
     if found:
         torch._dynamo.config.capture_scalar_outputs = True
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
