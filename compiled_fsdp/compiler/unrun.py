@@ -5,7 +5,9 @@ or, where they are large, memory that nobody has written to.
 So a program goes through its steps with graphs that would not fit here, and `explain`, records and
 dumps know what is predicted of them.
 
-Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`.
+Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`,
+`torch._inductor.decomposition.select_decomp_table`,
+`torch._inductor.fx_passes.joint_graph.joint_graph_passes` and its hook in the configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.fx import Interpreter
 from torch.utils._pytree import tree_map
 
@@ -58,8 +63,9 @@ def unrun() -> Iterator[Tally]:
         return aot_autograd(
             fw_compiler=half,
             bw_compiler=half,
-            inference_compiler=lambda gm, inputs: half(run_joint(gm, is_fused=True), inputs),
+            inference_compiler=lambda gm, inputs: half(_joint(gm), inputs),
             partition_fn=_partition,
+            decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )(gm, inputs)
 
@@ -68,8 +74,14 @@ def unrun() -> Iterator[Tally]:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    joint = run_joint(joint, is_fused=True)
-    return partition(joint, inputs, current_plan(), **options)
+    return partition(_joint(joint), inputs, current_plan(), **options)
+
+
+def _joint(gm: GraphModule) -> GraphModule:
+    """Inductor's passes over a joint graph, which save memory that is never there, and ours."""
+    with inductor_config.patch(joint_custom_post_pass=None):  # ours, by hand
+        joint_graph_passes(gm)
+    return run_joint(gm, is_fused=True)
 
 
 class _Unrun(Interpreter):

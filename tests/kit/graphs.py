@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
 from compiled_fsdp.compiler import backend
 
 if TYPE_CHECKING:
@@ -30,3 +33,16 @@ def captured(where: Any = backend) -> Iterator[list[Graph]]:
 
     with mock.patch.object(where, "run_half", run_half):
         yield graphs
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, every graph goes through all passes and Inductor. What the C++ compiler has made of
+    the same source before is taken: without that (`force_disable_caches`), each graph begins by
+    compiling torch's headers.
+    """
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from kit.graphs import captured
+from kit.graphs import captured, uncached
 from kit.harness import ROUNDING, SLOW, Options, batch_of, check_parity, make
 from kit.models import Net, loss_of
 from kit.oracle import batch
@@ -227,7 +227,7 @@ def planned_order(plan: Plan) -> None:
     with (
         captured(inductor) as graphs,
         planned(**{f.name: getattr(plan, f.name) for f in fields(plan)}),
-        inductor_config.patch(force_disable_caches=True),
+        uncached(),
     ):
         call = torch.compile(fully_shard(model), fullgraph=True)
         _, codes = run_and_get_code(lambda: call(torch.randn(8, 96)).square().mean().backward())
@@ -282,7 +282,7 @@ def what_is_moved() -> None:
 
     with (
         mock.patch.object(comms, "simple_overlap", count),
-        inductor_config.patch(force_disable_caches=True),
+        uncached(),
     ):
         pin_order.keep_simple_overlap_out()
         torch.compile(model, fullgraph=True)(torch.rand(8, 8)).sum().backward()
@@ -320,7 +320,7 @@ def strided_reads() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with (
             planned(copy_out=how, bucket_bytes=0),
-            inductor_config.patch(force_disable_caches=True),
+            uncached(),
         ):
             first, codes = run_and_get_code(step_of_norms, call, optimizer)
         copies[how] = [code.count("copy_columns.default(") for code in codes]

@@ -13,7 +13,7 @@ import torch
 from compiled_fsdp.passes.base import run_pipeline
 from compiled_fsdp.passes.pipeline import HALF
 from gpt import GPT, GPTConfig
-from kit.graphs import captured
+from kit.graphs import captured, uncached
 from kit.harness import SLOW
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from measure import peak_tensor_bytes
@@ -419,7 +419,7 @@ def predict(step: Any, is_fused: bool) -> int:
     """The peak of the two graphs that the first step compiles."""
     with (
         captured(inductor if is_fused else backend) as found,
-        torch._inductor.config.patch(force_disable_caches=True),
+        uncached(),
     ):
         step()
     return profile_step(*found, is_fused).peak
