@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import fully_shard, pipeline
 from compiled_fsdp.torch_private.compiling import RARELY, collect_rarely
 
 if TYPE_CHECKING:
@@ -19,10 +18,12 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
+    from compiled_fsdp import Plan
+
 
 @contextmanager
 def thresholds(*values: int) -> Iterator[None]:
-    """The user's own thresholds inside, and a count of collections."""
+    """The user's own thresholds inside."""
     before = gc.get_threshold()
     gc.set_threshold(*values)
     try:
@@ -40,7 +41,8 @@ def model() -> nn.Module:
 
 
 def step(backend: str | Callable[..., Any]) -> None:
-    torch.compile(model(), backend=backend, fullgraph=True)(torch.ones(2, 4)).sum().backward()
+    net = torch.compile(model(), backend=backend, fullgraph=True)
+    net(torch.ones(2, 4)).sum().backward()
 
 
 def young_ones(run: Callable[[], None]) -> int:
@@ -75,13 +77,13 @@ def test_a_compilation_is_seldom_stopped(fake_world: None) -> None:
 def test_both_ways_and_after_errors(fake_world: None) -> None:
     seen = []
 
-    def compiled(gm: GraphModule, _: object) -> GraphModule:
+    def note(gm: GraphModule, plan: Plan) -> None:
         seen.append(gc.get_threshold())
-        return gm
 
     with thresholds(700, 10, 10):
-        step(aot_autograd(fw_compiler=compiled, bw_compiler=compiled))
-        assert seen == [RARELY, RARELY]  # this backend compiles backward at once
+        with pipeline(note, after="free"):
+            step("compiled_fsdp_eager")
+        assert seen == [RARELY, RARELY]
         assert gc.get_threshold() == (700, 10, 10)
 
         def failing(gm: GraphModule, _: object) -> GraphModule:
