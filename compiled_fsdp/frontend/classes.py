@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.torch_private.dtensors import starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
-from compiled_fsdp.units.reads import traced
+from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -114,14 +114,14 @@ def _accessors(
 
     def read(self: nn.Module) -> Any:
         owner: Any = self
-        if (
-            torch.compiler.is_dynamo_compiling()
-            and name in owner._fsdp_handles
-            and name not in owner._fsdp_replaced
-        ):
-            handle = owner._fsdp_handles[name]
-            if handle.key:
-                return traced(owner, name)
+        if torch.compiler.is_dynamo_compiling():
+            handles = owner._fsdp_handles
+            if name in handles and name not in owner._fsdp_replaced:
+                handle = handles[name]
+                if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow
+                    return unshard_as(handle.flat, handle.key)
+                if handle.key:
+                    return traced(owner, name)
         if name in self._parameters:
             return self._parameters[name]
         if name in self.__dict__:
