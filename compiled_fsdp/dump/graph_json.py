@@ -65,7 +65,9 @@ def to_text(graph: Graph, made_by: str, plan: Plan) -> str:
         "plan": _plan(plan),
         "saved": meta.is_for_backward(output(graph)),
     }
-    specs = [json.dumps(writer.value(spec.values()), separators=(",", ":")) for spec in writer.specs]
+    specs = [
+        json.dumps(writer.value(spec.values()), separators=(",", ":")) for spec in writer.specs
+    ]
     start = json.dumps(head, separators=(",", ":"))[:-1]
     return (
         start

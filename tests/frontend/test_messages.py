@@ -381,7 +381,9 @@ class TestRecompiles:
             "what the unit of parameter 'head.bias' is set to do is another than when it was "
             "compiled (set_requires_gradient_sync, "
         )
-        frozen = "parameter 'layers.0.weight' was frozen, or is trained again (requires_grad), or its"
+        frozen = (
+            "parameter 'layers.0.weight' was frozen, or is trained again (requires_grad), or its"
+        )
         assert any(text.startswith(frozen) for text in reasons)
         assert any(text.startswith("it was compiled with gradients and is") for text in reasons)
         assert not any("handle" in text or "\n" in text for text in reasons)

@@ -64,7 +64,9 @@ class TestSpec(TestCase):
             self.assertEqual(read.args(), (text,))
             self.assertEqual(ParamSpec.of_values(spec.values()), spec)
             self.assertEqual(
-                ParamSpec.of_values([list(v) if isinstance(v, tuple) else v for v in spec.values()]),
+                ParamSpec.of_values(
+                    [list(v) if isinstance(v, tuple) else v for v in spec.values()]
+                ),
                 spec,
             )
 
@@ -72,7 +74,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got (0, (4, 2)); should be one argument, a ParamSpec as text (ParamSpec.args())""",  # noqa: E501
+            """ParamSpec.of: got (0, (4, 2)); should be one argument, a ParamSpec as text (ParamSpec.args())""",
         )
         for text, why in (
             ("ParamSpec(offset=0)", "missing"),
