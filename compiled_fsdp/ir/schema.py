@@ -219,7 +219,7 @@ def param_spec(node: Node) -> ParamSpec:
 def set_param_spec(node: Node, spec: ParamSpec) -> None:
     """Let a node be about a parameter with other settings."""
     at = traits_of(node.target).spec_at
-    node.args = (*node.args[:at], *spec.args())  # type: ignore[arg-type]
+    node.args = (*node.args[:at], *spec.args())
 
 
 UNSHARD = fsdp.unshard.default

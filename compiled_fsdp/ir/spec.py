@@ -183,7 +183,8 @@ class ParamSpec:
                 f"ParamSpec.of_values: got {len(values)} values {tuple(values)}; a ParamSpec has "
                 f"{len(fields(cls))}: {[f.name for f in fields(cls)]}"
             )
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
+        given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in values]
+        return cls(*given)
 
     def values(self) -> tuple[object, ...]:
         """The values of its fields, in order."""
