@@ -54,15 +54,17 @@ def collect_rarely() -> None:
     one, nor where the user has it look rarely already.
 
     A compiler makes objects that stay, millions of them at many layers, and by Python's own
-    thresholds each few hundred are reason to look at the young ones, again and again.
+    thresholds each few hundred are reason to look at the young ones, again and again. Torch 2.15
+    does the same for the last of the three thresholds.
     """
     before = gc.get_threshold()
     if trace_number() is None or before[0] == 0 or before[0] >= RARELY[0]:
         return
-    gc.set_threshold(*RARELY)
+    rarely = tuple(map(max, before, RARELY))
+    gc.set_threshold(*rarely)
 
     def put_back() -> None:
-        if gc.get_threshold() == RARELY:
+        if gc.get_threshold() == rarely:
             gc.set_threshold(*before)
 
     at_end(put_back)
