@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import placeholders
 from compiled_fsdp.ir.meta import set_heads
-from compiled_fsdp.ir.schema import REDUCE_GRAD
+from compiled_fsdp.ir.schema import REDUCE_GRAD, param_spec
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -62,7 +62,8 @@ def _heads(joint: Graph, tangents: list[Node]) -> dict[Node, dict[int, frozenset
             *(made_of.get(source, ()) for source in node.all_input_nodes)
         )
         if node.target is REDUCE_GRAD:
-            grad, flat, offset = node.args[:3]
+            grad, flat = node.args[:2]
+            offset = param_spec(node).offset
             of_flat = heads.setdefault(flat, {})
             of_flat[offset] = of_flat.get(offset, frozenset()) | made_of[grad]
     return heads

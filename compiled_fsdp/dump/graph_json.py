@@ -65,7 +65,9 @@ def to_text(graph: Graph, made_by: str, plan: Plan) -> str:
         "plan": _plan(plan),
         "saved": meta.is_for_backward(output(graph)),
     }
-    specs = [json.dumps(writer.value(spec.args()), separators=(",", ":")) for spec in writer.specs]
+    specs = [
+        json.dumps(writer.value(spec.values()), separators=(",", ":")) for spec in writer.specs
+    ]
     start = json.dumps(head, separators=(",", ":"))[:-1]
     return (
         start
@@ -203,7 +205,7 @@ def _read(values: Any) -> tuple[GraphModule, Plan, str]:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise FormatError(f'no graph of format {FORMAT}: the key "format" is missing or another')
     reader = _Reader()
-    reader.specs = [ParamSpec.of(reader.value(spec)) for spec in values["specs"]]
+    reader.specs = [ParamSpec.of_values(reader.value(spec)) for spec in values["specs"]]
     for entry in values["nodes"]:
         reader.node(*entry)
     if not any(node.op == "output" for node in reader.graph.nodes):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.torch_private.dtensors import starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
-from compiled_fsdp.units.reads import traced
+from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -114,21 +114,15 @@ def _accessors(
 
     def read(self: nn.Module) -> Any:
         owner: Any = self
-        if (
-            torch.compiler.is_dynamo_compiling()
-            and name in owner._fsdp_handles
-            and name not in owner._fsdp_replaced
-        ):
-            handle = owner._fsdp_handles[name]
-            if handle.key:
-                return traced(owner, name)
-        if name in self._parameters:
-            return self._parameters[name]
-        if name in self.__dict__:
-            if torch.compiler.is_dynamo_compiling() and not READS_DICTS:
-                return getattr(owner._fsdp_attributes, name)
-            return self.__dict__[name]
-        return nn.Module.__getattr__(self, name)
+        if torch.compiler.is_dynamo_compiling():
+            handles = owner._fsdp_handles
+            if name in handles and name not in owner._fsdp_replaced:
+                handle = handles[name]
+                if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow
+                    return unshard_as(handle.flat, handle.key)
+                if handle.key:
+                    return traced(owner, name)
+        return _held(self, name)
 
     def write(self: nn.Module, value: object) -> None:
         self.__dict__[name] = value
@@ -143,6 +137,20 @@ def _accessors(
     ):  # a read by itself would be a graph, and what is written to its result is lost
         never_traced_alone(accessor)
     return read, write, delete
+
+
+def _held(module: Any, name: str) -> Any:
+    """What a module has under a name, if that is no sharded parameter at rest in a trace."""
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module.__dict__:
+        if torch.compiler.is_dynamo_compiling() and not READS_DICTS:
+            return getattr(module._fsdp_attributes, name)
+        return module.__dict__[name]
+    return nn.Module.__getattr__(module, name)
+
+
+never_traced_alone(_held)
 
 
 def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:

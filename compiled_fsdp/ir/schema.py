@@ -3,16 +3,16 @@ them.
 
 | op | means |
 | --- | --- |
-| `unshard(flat, *spec) -> param` | the full parameter `spec.shape` of `spec.dtype`, from this unit's flat local buffer |
-| `reduce_grad(grad, flat, *spec) -> flat_grad` | the gradient of `flat` that one parameter's gradient contributes |
-| `keep_slice(param, *spec) -> slice` | this rank's 1/post_size of a parameter, kept from forward to backward (int reshard) |
-| `unshard_slice(slice, *spec) -> param` | the parameter again, gathered over the small group |
+| `unshard(flat, spec) -> param` | the full parameter `spec.shape` of `spec.dtype`, from this unit's flat local buffer |
+| `reduce_grad(grad, flat, spec) -> flat_grad` | the gradient of `flat` that one parameter's gradient contributes |
+| `keep_slice(param, spec) -> slice` | this rank's 1/post_size of a parameter, kept from forward to backward (int reshard) |
+| `unshard_slice(slice, spec) -> param` | the parameter again, gathered over the small group |
 | `mark_grads_(flat_grad, flat, offsets)` | tells the unit which of its parameters have a gradient in this backward |
 | `retain_(grads, flat, offsets, where)` | the unit keeps (adds up) gradients that are not fully reduced in this backward |
 | `add_retained_(grads, flat, offsets, where)` | adds what was kept, and forgets it |
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
-| `reduce_later_(started, flat, offsets, *spec)` | the unit finishes a reduction under way, once its gradient is read |
+| `reduce_later_(started, flat, offsets, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
 | `update_(flat_grad, flat, offsets, step)` | the optimizer of a whole step updates these parameters, and drops their gradient |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
@@ -30,9 +30,8 @@ them.
 | `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
-`spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,
-`watch_heads` and `free`
-are functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
+`spec` is a `compiled_fsdp.ir.spec.ParamSpec`, as text. All but `agree`, `watch_heads` and `free` are
+functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
 its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
 `mark_grads_` can reach the unit at run time without any registry.
 
@@ -50,7 +49,7 @@ accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,14 +60,7 @@ from .spec import ParamSpec
 if TYPE_CHECKING:
     from torch.fx import Node
 
-_TYPES = {  # of a field of `ParamSpec`, in a schema
-    "int": "SymInt",
-    "tuple[int, ...]": "SymInt[]",
-    "tuple[str, ...]": "str[]",
-    "torch.dtype": "ScalarType",
-    "torch.dtype | None": "ScalarType?",
-}
-SPEC = ", ".join(f"{_TYPES.get(str(f.type), str(f.type))} {f.name}" for f in fields(ParamSpec))
+SPEC = "str spec"  # a `ParamSpec`, see `spec.py`
 
 SCHEMAS = (
     f"unshard(Tensor flat, {SPEC}) -> Tensor",
@@ -108,7 +100,7 @@ SCHEMAS = (
 class Traits:
     """Everything that the program has to know of an op; the columns of the table below, in order.
 
-    spec_at: how many arguments stand before the fields of a `ParamSpec`; 0: it has none.
+    spec_at: how many arguments stand before its `ParamSpec`; 0: it has none.
     lowers_to: the kind of communication ("gather", "reduce") that has to stand in its place.
     starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce"; or
         a "copy" between host and device, which is none, but is awaited as one.
@@ -227,7 +219,7 @@ def param_spec(node: Node) -> ParamSpec:
 def set_param_spec(node: Node, spec: ParamSpec) -> None:
     """Let a node be about a parameter with other settings."""
     at = traits_of(node.target).spec_at
-    node.args = (*node.args[:at], *spec.args())  # type: ignore[arg-type]
+    node.args = (*node.args[:at], *spec.args())
 
 
 UNSHARD = fsdp.unshard.default

@@ -1,13 +1,16 @@
-"""The settings of one parameter's communication, as plain values that fit into an op's arguments.
+"""The settings of one parameter's communication, as plain values, which an op has as one argument.
 
-`ParamSpec` holds the trailing arguments of `fsdp::unshard`, in order. Everything that a pass
-decides from stands in it, so a graph can be cached, dumped, written by hand in a test and read by a
-person without any registry.
+The last argument of `fsdp::unshard` is a `ParamSpec`, as text. Everything that a pass decides from
+stands in it, so a graph can be cached, dumped, written by hand in a test and read by a person
+without any registry; and as one argument, since torch's compiler looks at each argument of each
+node many times.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
@@ -83,7 +86,7 @@ def _shard_numel(shape: tuple[int, ...], dim: int, group_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """The trailing arguments of `fsdp::unshard`, in order; sizes in elements, not bytes.
+    """How a parameter is gathered and its gradient reduced; sizes in elements, not bytes.
 
     offset: where this parameter's padded shard begins in the unit's flat local buffer.
     shape: global shape of the parameter.
@@ -152,18 +155,39 @@ class ParamSpec:
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
-        """From the arguments of an op or node, the flat buffer left out."""
-        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in args]
+        """From the arguments of an op or node behind its tensors: one, the text.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if len(args) != 1 or not isinstance(args[0], str):
+            raise ValueError(
+                f"ParamSpec.of: got {tuple(args)}; should be one argument, a ParamSpec as text "
+                "(ParamSpec.args())"
+            )
+        return _read(args[0])
+
+    def args(self) -> tuple[str]:
+        """What an op has of it: one argument, the text."""
+        return (_write(self),)
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any]) -> ParamSpec:
+        """From the values of its fields, in order.
+
+        Raises:
+            ValueError: there are more or fewer.
+        """
         if len(values) != len(fields(cls)):
             raise ValueError(
-                f"ParamSpec.of: got {len(values)} arguments {tuple(args)}; the schema of "
-                f"fsdp::unshard has {len(fields(cls))} after the flat buffer: "
-                f"{[f.name for f in fields(cls)]}"
+                f"ParamSpec.of_values: got {len(values)} values {tuple(values)}; a ParamSpec has "
+                f"{len(fields(cls))}: {[f.name for f in fields(cls)]}"
             )
-        return cls(*values)
+        given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in values]
+        return cls(*given)
 
-    def args(self) -> tuple[object, ...]:
-        """The values in schema order."""
+    def values(self) -> tuple[object, ...]:
+        """The values of its fields, in order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
     def key(self) -> str:
@@ -223,6 +247,45 @@ class ParamSpec:
             gather_algorithm="",
             device="",  # what is kept of a full parameter is where that was
         )
+
+
+_known: dict[str, ParamSpec] = {}  # by their texts
+
+
+def _write(spec: ParamSpec) -> str:
+    text = repr(spec)
+    _known.setdefault(text, spec)
+    return text
+
+
+def _read(text: str) -> ParamSpec:
+    if text not in _known:  # of another process
+        _known[text] = _parse(text)
+    return _known[text]
+
+
+def _parse(text: str) -> ParamSpec:
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) != ParamSpec.__name__:
+            raise TypeError("no ParamSpec")
+        return ParamSpec(**{str(word.arg): _value(word.value) for word in call.keywords})
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"ParamSpec.of: got {text!r}; should be a ParamSpec as text (ParamSpec.args()): {error}"
+        ) from error
+
+
+def _value(node: ast.expr) -> Any:
+    """A field's value: a literal, a dtype of torch, or infinity."""
+    if isinstance(node, ast.Attribute):
+        dtype = getattr(torch, node.attr, None) if ast.unparse(node.value) == "torch" else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{ast.unparse(node)} is no dtype")
+        return dtype
+    if ast.unparse(node) in ("inf", "-inf"):
+        return math.copysign(math.inf, -1.0 if isinstance(node, ast.UnaryOp) else 1.0)
+    return ast.literal_eval(node)
 
 
 def _digest(spec: ParamSpec, _: int) -> str:

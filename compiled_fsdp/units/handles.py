@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ class Handle:
     view: "", or the key of the part that is read of a flat parameter (`views.View`).
     units: the number of its unit, as text, and of those that read it too (tied after sharding):
         while the forward of one of them runs it is gathered.
+    is_plain: a read is an `unshard` and nothing else. Compiled code guards on this, on the key and
+        on the buffer; on the other fields only where it is False.
     """
 
     flat: nn.Parameter
@@ -29,9 +31,15 @@ class Handle:
     is_resident: bool = False
     view: str = ""
     units: tuple[str, ...] = ()
+    is_plain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        others = (self.is_frozen, self.full, self.is_resident, self.view)
+        object.__setattr__(self, "is_plain", self.key not in ("", _APART) and not any(others))
 
 
+_APART = "apart"
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
 APART = Handle(
-    nn.Parameter(torch.empty(0)), "apart"
+    nn.Parameter(torch.empty(0)), _APART
 )  # of an all-gather extension: a traced read breaks the graph

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import math
+from dataclasses import replace
 
 import torch
 from expecttest import TestCase
 from kit.passes_harness import unit
 
 from compiled_fsdp.ir.collectives import OPTIONS, gather_options, reduce_options
-from compiled_fsdp.ir.schema import KEEP_SLICE, REDUCE_GRAD, SPEC, UNSHARD, UNSHARD_SLICE
-from compiled_fsdp.ir.spec import ParamSpec, Reduction
+from compiled_fsdp.ir.schema import (
+    KEEP_SLICE,
+    REDUCE_GRAD,
+    REDUCE_LATER,
+    UNSHARD,
+    UNSHARD_SLICE,
+)
+from compiled_fsdp.ir.spec import ParamSpec, Reduction, _known
 from compiled_fsdp.units.layout import flat_layout
 
 (SAMPLE,) = unit("u", {"w": (5, 3)}, world=4, reshard="slice", post_size=2, post_group="post")
@@ -31,32 +38,59 @@ def test_options_are_those_that_specs_come_from() -> None:
 
 
 class TestSpec(TestCase):
-    def test_schema_is_the_record(self):
-        """The dataclass, the text of the schema, and the registered ops list the same names in the
-        same order.
-        """
-        names = [f.name for f in fields(ParamSpec)]
-        self.assertEqual([part.split()[-1] for part in SPEC.split(", ")], names)
+    def test_ops_have_one_argument_of_it(self):
+        """Behind their tensors: what a compiler does for each argument of each node, it does once."""
         for op, num_tensors in (
             (UNSHARD, 1),
             (REDUCE_GRAD, 2),
             (KEEP_SLICE, 1),
             (UNSHARD_SLICE, 1),
+            (REDUCE_LATER, 3),
         ):
-            self.assertEqual([a.name for a in op._schema.arguments][num_tensors:], names)
+            self.assertEqual([a.name for a in op._schema.arguments][num_tensors:], ["spec"])
 
     def test_round_trip(self):
-        self.assertEqual(ParamSpec.of(SAMPLE.args()), SAMPLE)
-        self.assertEqual(
-            ParamSpec.of([list(a) if isinstance(a, tuple) else a for a in SAMPLE.args()]), SAMPLE
-        )
+        for spec in (
+            SAMPLE,
+            replace(SAMPLE, unit="it's", fqn='a "name"', forward_after=("", "0"), pins=True),
+            replace(SAMPLE, forward_ahead=math.inf, backward_ahead=-math.inf, pre_divide=1 / 3),
+            replace(SAMPLE, gather_quantized=torch.float8_e4m3fn, retained_dtype=torch.float32),
+        ):
+            (text,) = spec.args()
+            self.assertIs(ParamSpec.of(spec.args()), ParamSpec.of([text]))
+            _known.pop(text)  # as another process reads it
+            read = ParamSpec.of([text])
+            self.assertEqual(read, spec)
+            self.assertEqual(read.args(), (text,))
+            self.assertEqual(ParamSpec.of_values(spec.values()), spec)
+            self.assertEqual(
+                ParamSpec.of_values(
+                    [list(v) if isinstance(v, tuple) else v for v in spec.values()]
+                ),
+                spec,
+            )
 
-    def test_wrong_number_of_arguments(self):
+    def test_other_arguments(self):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 35 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins', 'gather_quantized', 'reduce_quantized']""",  # noqa: E501
+            """ParamSpec.of: got (0, (4, 2)); should be one argument, a ParamSpec as text (ParamSpec.args())""",
         )
+        for text, why in (
+            ("ParamSpec(offset=0)", "missing"),
+            ("print(1)", "no ParamSpec"),
+            ("ParamSpec(dtype=torch.nn)", "torch.nn is no dtype"),
+            ("ParamSpec(offset=open('x'))", "malformed"),
+            ("ParamSpec(", "never closed"),
+        ):
+            with self.assertRaisesRegex(ValueError, f"should be a ParamSpec as text.*{why}"):
+                ParamSpec.of((text,))
+
+    def test_wrong_number_of_values(self):
+        with self.assertRaisesRegex(
+            ValueError, r"got 2 values \(0, \(4, 2\)\); a ParamSpec has 35: \['offset', 'shape', "
+        ):
+            ParamSpec.of_values((0, (4, 2)))
 
     def test_rows_are_cut_as_torch_chunk_cuts(self):
         for rows in range(1, 20):
