@@ -125,7 +125,8 @@ class Unit:
         spec = self.bucket[0].spec
         if self.is_alone:
             return (self.root,)
-        return (spec.group, spec.reduce_group, spec.dtype, spec.reduction, value(self.root).dtype)
+        how = (spec.reduction, value(self.root).dtype, spec.batch)
+        return (spec.group, spec.reduce_group, spec.dtype, *how)
 
 
 def _nbytes(region: Region) -> int:

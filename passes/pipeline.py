@@ -38,6 +38,7 @@ from .lower import lower
 from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
+from .number_batches import number_batches
 from .outline import outline
 from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
@@ -64,6 +65,7 @@ OVERLAP = ("overlap_optimizer",)
 
 PIPELINE = check_order(
     (
+        Pass(number_batches, Stage.JOINT, (), P.NUMBERED),
         Pass(dedup_unshard, Stage.JOINT, (), P.DEDUPED),
         Pass(join_grads, Stage.JOINT, (P.DEDUPED,), P.JOINED),
         Pass(

@@ -51,6 +51,7 @@ def compile_step(
     *,
     clip: float | None = None,
     accumulate: int = 1,
+    reduce_once: bool = False,
     scaler: object = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
@@ -66,6 +67,10 @@ def compile_step(
         optimizer.step()
         optimizer.zero_grad()
 
+    With `accumulate=n` it is `loss = step(batches)`, of a list of n batches, and the gradients are
+    those of the mean of their losses: `(loss_fn(model, *batch) / n).backward()` for each batch in
+    turn, before the rest. Returned is the mean.
+
     Call it on every rank, after `fully_shard` and after building the optimizer. The first call
     compiles. Learning rates may change between steps, by hand or by a scheduler, without a
     recompile; state dicts and checkpoints are as ever. The model may run outside of it too, for
@@ -80,41 +85,56 @@ def compile_step(
             element, and has to be one graph. None: `model(*batch)` is the loss.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
             Nothing is updated before all gradients are reduced then.
-        accumulate: micro-batches for each update; only 1 is there yet.
+        accumulate: micro-batches for each update. A batch among them is a tuple or list of
+            arguments, a dict of arguments by name, or one tensor; shapes may differ. All are in the
+            one graph, whose compilation takes longer the more they are; each backward stands behind
+            its forward, so the activations of one are alive at a time.
+        reduce_once: with `accumulate`, add gradients up before they are reduced, as
+            `set_requires_gradient_sync(False)` in all but the last backward has it: one reduction
+            instead of n, for the bytes of all unreduced gradients. Otherwise they are reduced for
+            each micro-batch and their shards added, as the loop does that sets nothing.
         scaler: a `GradScaler`; not there yet.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
 
     Returns:
-        The step. `step(*batch, **more)` returns the loss, detached.
+        The step. `step(*batch, **more)`, or `step(batches)`, returns the loss, detached.
 
     Raises:
         NotImplementedError: what is asked for is not supported in a whole step; from `step(...)`,
             the loss cannot be captured as one graph, or has gradients that no update takes.
-        TypeError: the model has no sharded module, or the optimizer is of another class.
-        ValueError: an argument is out of its range, or the optimizer's parameters are not those
-            that the model trains.
+        TypeError: the model has no sharded module, the optimizer is of another class, or a batch
+            of several is none.
+        ValueError: an argument is out of its range, the optimizer's parameters are not those that
+            the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
-    _check_arguments(clip, accumulate, scaler, backend)
+    _check_arguments(clip, accumulate, reduce_once, scaler, backend)
     _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
-    return Step(model, units, optimizer, loss_fn, clip, backend, dynamic)
+    wanted = {
+        "clip": None if clip is None else float(clip),
+        "batches": accumulate,
+        "reduces_once": reduce_once and accumulate > 1,
+    }
+    return Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
 
 
-def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
+def _check_arguments(
+    clip: object, accumulate: object, reduce_once: object, scaler: object, backend: object
+) -> None:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
-    if accumulate != 1:
-        raise NotImplementedError(
-            f"compile_step: accumulate={accumulate!r}; micro-batches are not supported in the graph "
-            f"of a whole step yet. {LOOP}, with model.set_requires_gradient_sync(False) in all but "
-            "the last"
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
         )
+    if not isinstance(reduce_once, bool):
+        raise ValueError(f"compile_step: reduce_once={reduce_once!r}; should be True or False")
     if scaler is not None:
         raise NotImplementedError(
             f"compile_step: scaler={type(scaler).__name__}; scaled gradients are not supported in "
@@ -156,29 +176,32 @@ class Step:
         units: list[Unit],
         optimizer: optim.Optimizer,
         loss_fn: Callable[..., Tensor] | None,
-        clip: float | None,
+        wanted: dict[str, Any],
         backend: str,
         dynamic: bool | None,
     ) -> None:
         self.name = f"step{next(_numbers)}"
+        self.num_batches: int = wanted["batches"]
         self.optimizer = optimizer
         self._units = units
         self._updated: dict[FlatBuffer, None] = {}
         inner = uncompiled(model)
 
-        def whole_step(*batch: Any, **more: Any) -> Tensor:
+        def loss_of(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
             loss: Tensor = (
-                inner(*batch, **more) if loss_fn is None else loss_fn(inner, *batch, **more)
+                inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
             )
             return loss
 
-        wanted = {
-            "name": self.name,
-            "clip": None if clip is None else float(clip),
-            "order": tuple(self._names(inner)),
-        }
-        self._run: Callable[..., Tensor] = torch.compile(
-            _own(whole_step, self.name),
+        def whole_step(*batch: Any, **more: Any) -> Tensor:
+            return loss_of(batch, more)
+
+        def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
+            return tuple(loss_of(*batch) / len(batches) for batch in batches)
+
+        wanted = {**wanted, "name": self.name, "order": tuple(self._names(inner))}
+        self._run: Callable[..., Any] = torch.compile(
+            _own(whole_step if self.num_batches == 1 else of_batches, self.name),
             backend=backend,
             fullgraph=True,
             dynamic=dynamic,
@@ -195,6 +218,8 @@ class Step:
     @untraced
     def __call__(self, *batch: Any, **more: Any) -> Tensor:
         """One training step; returns the loss, detached."""
+        if self.num_batches > 1:
+            batch, more = self._batches(batch, more), {}
         self._check()
         optimizer_steps.begun(self.optimizer)
         self._updated.clear()
@@ -211,7 +236,25 @@ class Step:
             )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
         optimizer_steps.ended(self.optimizer)
-        return loss.detach()
+        losses = loss if isinstance(loss, tuple) else (loss,)
+        return sum((each.detach() for each in losses[1:]), losses[0].detach())
+
+    def _batches(self, given: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of each micro-batch, by place and by name."""
+        count = self.num_batches
+        batches = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else None
+        if more or batches is None:
+            raise TypeError(
+                f"compile_step: a step with accumulate={count} was called with "
+                f"{[type(each).__name__ for each in given]} and {sorted(more)}; it takes one list, "
+                f"of {count} batches: step([batch_0, ..., batch_{count - 1}])"
+            )
+        if len(batches) != count:
+            raise ValueError(
+                f"compile_step: accumulate={count}, and {len(batches)} batches were given. Give as "
+                "many, or compile another step for what is left over at the end of an epoch"
+            )
+        return tuple(_arguments(each) for each in batches)
 
     def _explain(self, error: Exception) -> None:
         """Say in our words what Dynamo says; and that a step has ended halfway."""
@@ -284,6 +327,20 @@ class Step:
         finally:
             for param in params:
                 param.sharded.grad = None
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A micro-batch as arguments by place and by name."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    if isinstance(batch, list | tuple):
+        return tuple(batch), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise TypeError(
+        f"compile_step: a micro-batch is a {type(batch).__name__}; should be a tuple or list of "
+        "arguments, a dict of arguments by name, or one tensor"
+    )
 
 
 def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -170,6 +170,48 @@ def sum_leaves(root: Node) -> list[Node]:
     return leaves
 
 
+def join_batches(run: Builder, grad: Node, other: Node) -> Node:
+    """The sum of flat gradients of two micro-batches: with its factor spelled out, so that `is_sum`
+    takes each for a flat gradient of its own.
+    """
+    result: Node = run(ADD, grad, other, alpha=1)
+    return result
+
+
+def batch_leaves(root: Node) -> list[Node]:
+    """The flat gradients of the micro-batches that `join_batches` has added up, first to last; of
+    one alone, itself.
+    """
+    if root.target is ADD and root.kwargs == {"alpha": 1}:
+        return [leaf for term in root.args for leaf in batch_leaves(term)]  # type: ignore[arg-type]
+    return [root]
+
+
+def batches_of(graph: Graph, losses: Sequence[Node], ones: Sequence[Node]) -> dict[Node, int]:
+    """The micro-batch that each node of a training graph is for, counted from 0.
+
+    losses: of the micro-batches, in order; what stands before one of them, and behind the one
+        before, is its forward.
+    ones: what their backwards begin with; what depends on several is for the last of them. What
+        stands behind all losses and depends on none is for the first that reads it.
+    """
+    last = {one: i for i, one in enumerate(ones)}
+    for node in graph.nodes:
+        behind = [last[n] for n in node.all_input_nodes if n in last]
+        if behind and node not in last:
+            last[node] = max(behind)
+    remaining, found = list(losses), dict(last)
+    for node in graph.nodes:
+        if node not in last and remaining:
+            found[node] = len(losses) - len(remaining)
+        if node in remaining:
+            remaining.remove(node)
+    for node in reversed(graph.nodes):
+        if node not in found:
+            found[node] = min((found[u] for u in node.users), default=len(losses) - 1)
+    return found
+
+
 def erase_unused(root: Node, *targets: object) -> None:
     """Erase `root` if nobody uses it and it has one of these targets; then likewise what it
     read.

@@ -112,6 +112,8 @@ class ParamSpec:
     gather_quantized: the dtype of the codes that travel when the parameter is gathered
         (`quantized.py`); None: it travels as it is.
     reduce_quantized: the same of its gradient, when it is sent to the ranks that reduce it.
+    batch: the micro-batch that it is gathered or reduced for, in the graph of a whole step that has
+        several; 0 also where it is for all of them.
     """
 
     offset: int
@@ -149,6 +151,7 @@ class ParamSpec:
     pins: bool = False
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
+    batch: int = 0
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:
