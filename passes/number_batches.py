@@ -4,9 +4,9 @@ has several, and add up their gradients in the order of the micro-batches.
 Before, as autograd adds them, the last micro-batch first:
 
     %a = unshard(%flat, "w")
-    %y0 = compute(%x0, %a)                           # a loss
+    %y0 = dot(%x0, %a)                               # a loss
     %b = unshard(%flat, "w")
-    %y1 = compute(%x1, %b)                           # a loss
+    %y1 = dot(%x1, %b)                               # a loss
     %g1 = reduce_grad(%tangents_2, %flat, "w")
     %g0 = reduce_grad(%tangents_1, %flat, "w")
     %g = add(%g1, %g0)
@@ -14,15 +14,19 @@ Before, as autograd adds them, the last micro-batch first:
 After:
 
     %a = unshard(%flat, "w")
-    %y0 = compute(%x0, %a)
+    %y0 = dot(%x0, %a)
     %b = unshard(%flat, "w", batch=1)
-    %y1 = compute(%x1, %b)
+    %y1 = dot(%x1, %b)
     %g1 = reduce_grad(%tangents_2, %flat, "w", batch=1)
     %g0 = reduce_grad(%tangents_1, %flat, "w")
     %g = add(%g0, %g1, alpha=1)
 
 Once, if gradients are to be reduced once for all micro-batches:
 
+    %a = unshard(%flat, "w")
+    %y0 = dot(%x0, %a)
+    %b = unshard(%flat, "w", batch=1)
+    %y1 = dot(%x1, %b)
     %d = add(%tangents_1, %tangents_2)
     %g = reduce_grad(%d, %flat, "w")
 

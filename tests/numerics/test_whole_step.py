@@ -352,7 +352,6 @@ def refused_when_made() -> None:
     plain = nn.Linear(2, 2)
     for error, words, arguments in (
         (ValueError, "clip=0; should be None", {"clip": 0}),
-        (NotImplementedError, "accumulate=2; micro-batches", {"accumulate": 2}),
         (NotImplementedError, "scaler=GradScaler", {"scaler": torch.amp.GradScaler("cpu")}),
         (ValueError, "backend='inductors'; should be one of", {"backend": "inductors"}),
     ):
