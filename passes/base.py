@@ -49,6 +49,7 @@ class Property(Enum):
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     FREED = "every gathered buffer has a visible end"
     AHEAD = "the first all-gathers may be under way already"
+    NEXT = "the first all-gathers of the next step start behind the updates"
     ASIDE = "copies between host and device are started early and awaited late"
     SUMMARIZED = "what became of the graph is written down"
     HEADS_WATCHED = "forward says which parameters only some outputs lead to"

@@ -32,6 +32,7 @@ from .delay_wait import delay_wait
 from .drop_frees import drop_frees
 from .free import free
 from .gather_ahead import gather_ahead
+from .gather_next import gather_next
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
@@ -125,6 +126,7 @@ PIPELINE = check_order(
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
+        Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),
         Pass(
             copy_aside,
             Stage.HALF,

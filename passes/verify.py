@@ -39,6 +39,7 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     FREE,
     GATHER_AHEAD,
+    GATHER_NEXT,
     MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
@@ -458,6 +459,33 @@ def _offsets(mark: Node) -> list[int]:
     return cast("list[int]", mark.args[2])
 
 
+def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
+    """What is gathered for the next step is a piece that the graph takes over at its beginning, once
+    each, and its buffer is updated before, never after.
+    """
+    position = order(gm.graph)
+    updates = find(gm.graph, UPDATE)
+    taken = Counter(_piece(node, node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
+    seen: Counter[tuple[object, ...]] = Counter()
+    for node in find(gm.graph, GATHER_NEXT):
+        flat, start, sizes, dtype, *group = cast("tuple[Any, ...]", node.args)
+        piece = (flat, start, str(list(sizes)), *group, dtype)
+        seen[piece] += 1
+        if taken[piece] != 1 or seen[piece] > 1:
+            yield node, f"%{node.name} gathers what no gather_ahead takes over, or a second time"
+        of_buffer = [update for update in updates if update.args[1] is flat]
+        if not of_buffer:
+            yield node, f"%{node.name} gathers %{flat.name}, which the graph does not update"
+        for update in of_buffer:
+            if position[update] > position[node]:
+                yield node, f"%{node.name} gathers %{flat.name} before %{update.name} writes it"
+
+
+def _piece(node: Node, args: Any) -> tuple[object, ...]:
+    flat, start, sizes, *group = args
+    return flat, start, str(list(sizes)), *group, value(node).dtype
+
+
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
     """No more gathers or reductions are under way at once than the plan, or the user for a unit,
     allows.
@@ -572,6 +600,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     reduced_once,
     gradients_marked,
     updated_once,
+    gathered_after_update,
     stepped_last,
     bounded_in_flight,
     bounded_left,

@@ -41,7 +41,7 @@ from compiled_fsdp.ir.schema import (
     set_param_spec,
     traits_of,
 )
-from compiled_fsdp.ir.spec import AGAIN
+from compiled_fsdp.ir.spec import AGAIN, NEXT
 
 from .clip import FlatGrad, clipped
 
@@ -65,6 +65,7 @@ class WholeStep:
     order: the names of all parameters, in the order in which their norms are put together.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
+    max_ahead_bytes: of full parameters that are gathered for the next step.
     """
 
     name: str
@@ -72,6 +73,7 @@ class WholeStep:
     order: tuple[str, ...] = ()
     batches: int = 1
     reduces_once: bool = False
+    max_ahead_bytes: int = 0
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
@@ -137,6 +139,8 @@ def stitch(
             _gather_again(into[node])
     for node in find(graph, *TO_LOWER):
         set_param_spec(node, replace(param_spec(node), overlap=""))
+    for node in _first_gathered(graph, plan, step.max_ahead_bytes):
+        set_param_spec(node, replace(param_spec(node), overlap=NEXT))
     grads = [
         _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
     ]
@@ -193,6 +197,33 @@ def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec],
     for units in batches.values():
         kept += _last_units(units, plan)
     return {(node.args[0], param_spec(node)): node for node in kept}
+
+
+def _first_gathered(graph: Graph, plan: Plan, room: float) -> list[Node]:
+    """The parameters of the units that forward gathers first, while they are no larger than `room`
+    bytes: they may be gathered when the step before has updated them. Not under a memory budget;
+    not units that share a gather with others, or that are gathered otherwise than by the plain
+    collective from where they are computed with.
+    """
+    units: dict[str, list[Node]] = {}
+    for node in find(graph, UNSHARD):
+        spec = param_spec(node)
+        if spec.reshard != AGAIN and not spec.batch and spec.group_size > 1:
+            units.setdefault(spec.unit, []).append(node)
+    found: list[Node] = []
+    for nodes in units.values() if plan.memory_budget is None else ():
+        specs = [param_spec(node) for node in nodes]
+        num_bytes = sum(spec.full_bytes() for spec in specs)
+        room -= num_bytes
+        if room < 0:
+            break
+        is_plain = not any(
+            s.gather_algorithm or s.device or s.gather_quantized or s.forward_after for s in specs
+        )
+        is_input = all(node.args[0].op == "placeholder" for node in nodes)  # type: ignore[union-attr]
+        if is_plain and is_input and num_bytes >= plan.bucket_limit(specs[0].group):
+            found += nodes
+    return found
 
 
 def _last_units(units: dict[str, list[Node]], plan: Plan) -> list[Node]:

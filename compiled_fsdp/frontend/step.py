@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from torch import nn, optim
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 
-from .parts import check_one_by_one, step_part
+from .parts import check_ahead_bytes, check_one_by_one, step_part
 from .warmup import sharded_below
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def compile_step(
     clip: float | None = None,
     accumulate: int = 1,
     reduce_once: bool = False,
+    max_ahead_bytes: int = MAX_AHEAD_BYTES,
     scaler: object = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
@@ -93,6 +96,10 @@ def compile_step(
             `set_requires_gradient_sync(False)` in all but the last backward has it: one reduction
             instead of n, for the bytes of all unreduced gradients. Otherwise they are reduced for
             each micro-batch and their shards added, as the loop does that sets nothing.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered for the next step when
+            this one has updated them; 0 for none. They are gathered again if a parameter is written
+            to in between, which has to happen on every rank, and not through `.data` or by a
+            foreach op: that raises from the next step.
         scaler: a `GradScaler`; not there yet.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
@@ -113,12 +120,14 @@ def compile_step(
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
     _check_arguments(clip, accumulate, reduce_once, scaler, backend)
+    check_ahead_bytes(max_ahead_bytes, "compile_step")
     _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
         "reduces_once": reduce_once and accumulate > 1,
+        "max_ahead_bytes": max_ahead_bytes,
     }
     return Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
 
@@ -209,6 +218,9 @@ class Step:
         )
         for unit in units:
             unit.on_update[self.name] = self._update
+        self._is_running = False
+        _made.add(self)
+        optimizer_steps.before(_drop_gathered)
 
     def _names(self, model: nn.Module) -> list[str]:
         """The names of all sharded parameters, in the order in which the model yields them."""
@@ -221,6 +233,13 @@ class Step:
         if self.num_batches > 1:
             batch, more = self._batches(batch, more), {}
         self._check()
+        self._is_running = True
+        try:
+            return self._step(batch, more)
+        finally:
+            self._is_running = False
+
+    def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
         self._updated.clear()
         try:
@@ -255,6 +274,17 @@ class Step:
                 "many, or compile another step for what is left over at the end of an epoch"
             )
         return tuple(_arguments(each) for each in batches)
+
+    def drop_gathered(self, optimizer: optim.Optimizer) -> None:
+        """Forget what was gathered for the next step of parameters that an optimizer is about to
+        write to: not every write of its has a version.
+        """
+        if self._is_running:
+            return
+        for flat in [flat for unit in self._units for flat in unit.flats if flat.ahead]:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p.sharded) in held for p in flat.params):
+                flat.drop_ahead()
 
     def _explain(self, error: Exception) -> None:
         """Say in our words what Dynamo says; and that a step has ended halfway."""
@@ -327,6 +357,14 @@ class Step:
         finally:
             for param in params:
                 param.sharded.grad = None
+
+
+_made: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+def _drop_gathered(optimizer: optim.Optimizer) -> None:
+    for step in list(_made):
+        step.drop_gathered(optimizer)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS
-from .schema import UPDATE, traits_of
+from .schema import GATHER_NEXT, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,7 +121,8 @@ def aliases(node: Node) -> list[Node]:
 
 def last_read(buffer: Node, position: dict[Node, int]) -> int:
     """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
-    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone.
+    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone;
+    what is gathered for the next step is another value of it.
     """
     readers = [u for alias in aliases(buffer) for u in alias.users if not _is_mark(u)]
     readers += [wait for u in readers if traits_of(u.target).starts for wait in u.users]
@@ -129,9 +130,11 @@ def last_read(buffer: Node, position: dict[Node, int]) -> int:
 
 
 def _is_mark(node: Node) -> bool:
-    """Whether this says which gradients are complete, of a reduction that is over."""
+    """Whether this says which gradients are complete, of a reduction that is over, or gathers for
+    the next step.
+    """
     traits = traits_of(node.target)
-    return traits.marks and not traits.awaits
+    return node.target is GATHER_NEXT or (traits.marks and not traits.awaits)
 
 
 def is_sum(node: Node) -> bool:
