@@ -237,9 +237,7 @@ def _last_units(units: dict[str, list[Node]], plan: Plan) -> list[Node]:
     return kept
 
 
-def _backwards_behind_forwards(
-    graph: Graph, losses: Sequence[Node], ones: Sequence[Node]
-) -> None:
+def _backwards_behind_forwards(graph: Graph, losses: Sequence[Node], ones: Sequence[Node]) -> None:
     """Let the backward of each micro-batch stand between its forward and the next one's."""
     batch = batches_of(graph, losses, ones)
     backward, remaining = set(ones), set(losses)

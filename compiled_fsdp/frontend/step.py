@@ -177,6 +177,8 @@ class Step:
     """A compiled training step, made by `compile_step`.
 
     name: what its graphs call it.
+    num_batches: micro-batches of each step.
+    is_running: whether a step is being taken.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class Step:
         )
         for unit in units:
             unit.on_update[self.name] = self._update
-        self._is_running = False
+        self.is_running = False
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
 
@@ -233,11 +235,11 @@ class Step:
         if self.num_batches > 1:
             batch, more = self._batches(batch, more), {}
         self._check()
-        self._is_running = True
+        self.is_running = True
         try:
             return self._step(batch, more)
         finally:
-            self._is_running = False
+            self.is_running = False
 
     def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
@@ -279,8 +281,6 @@ class Step:
         """Forget what was gathered for the next step of parameters that an optimizer is about to
         write to: not every write of its has a version.
         """
-        if self._is_running:
-            return
         for flat in [flat for unit in self._units for flat in unit.flats if flat.ahead]:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(p.sharded) in held for p in flat.params):
@@ -349,6 +349,7 @@ class Step:
     def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
+        flat.drop_ahead()  # what another step has gathered, and this one has not used
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
         try:
@@ -363,8 +364,12 @@ _made: weakref.WeakSet[Step] = weakref.WeakSet()
 
 
 def _drop_gathered(optimizer: optim.Optimizer) -> None:
-    for step in list(_made):
-        step.drop_gathered(optimizer)
+    """Called before every step; one that is a graph takes over what it can use, and drops the
+    rest.
+    """
+    if not any(step.is_running and step.optimizer is optimizer for step in _made):
+        for step in list(_made):
+            step.drop_gathered(optimizer)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

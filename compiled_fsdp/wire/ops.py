@@ -313,9 +313,7 @@ def _gather_next(
     group_size: int,
     group: str,
 ) -> None:
-    owner_of(flat, "gather_next").gather_ahead(
-        Piece(start, tuple(sizes), dtype, group_size, group)
-    )
+    owner_of(flat, "gather_next").gather_ahead(Piece(start, tuple(sizes), dtype, group_size, group))
 
 
 @_kernel("all_reduce_hook")

@@ -17,9 +17,8 @@ from compiled_fsdp import compile_step, explain, fully_shard, planned
 from compiled_fsdp.ir.regions import find_regions
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
     from kit.pool import Pool
+    from torch.fx import GraphModule
 
 STEPS = 2
 
@@ -91,17 +90,16 @@ def compare(
 
 
 def compare_each() -> None:
-    with planned(bucket_bytes=0):
-        compare(Options("gpt_of_one_layer", reshard=True, max_norm=0.1))
-    compare(Options("odd", max_norm=0.05), optimizer="sgd")
+    compare(Options("gpt_of_one_layer", reshard=True, max_norm=0.1))
+    with planned(bucket_bytes=1 << 20):  # units share collectives
+        compare(Options("odd", max_norm=0.05), optimizer="sgd")
     for model in ("tied", "frozen", "conv"):
         compare(Options(model))
     compare(Options("odd", reshard=False), count=2)
 
 
 def compare_once() -> None:
-    with planned(bucket_bytes=0):
-        compare(Options("odd", reshard=True, max_norm=0.05), once=True)
+    compare(Options("odd", reshard=True, max_norm=0.05), once=True)
     for model in ("unused", "called_twice"):
         compare(Options(model), once=True)
     compare(Options("odd", policies=(BF16,)), once=True)
@@ -156,7 +154,7 @@ def orders() -> tuple[list[tuple[str, int]], list[tuple[str, int]], str]:
                 kind = "again" if region.spec.reshard == "again" else region.tag.kind
                 seen.append((kind, region.spec.batch))
 
-        with compiled_fsdp.pipeline(note, before="verify"), planned(bucket_bytes=0, prefetch=0):
+        with compiled_fsdp.pipeline(note, before="verify"), planned(prefetch=0):
             run, step = whole(options, 2, OPTIMIZERS["sgd"], reduce_once=once)
             step(batches(options, 2, 0))
         found.append(seen)

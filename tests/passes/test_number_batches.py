@@ -17,7 +17,11 @@ from compiled_fsdp.passes import number_batches as module
 
 
 def joint(
-    *dtypes: torch.dtype, batches: int = 2, once: bool = False, with_other: bool = False, **changes: Any
+    *dtypes: torch.dtype,
+    batches: int = 2,
+    once: bool = False,
+    with_other: bool = False,
+    **changes: Any,
 ) -> GraphModule:
     """Two micro-batches that read a weight, each of this dtype in backward."""
     hand = Hand()
