@@ -5,7 +5,7 @@ Before:
 
     %a0 = gather_ahead(%flat0, %flat0)
     %w0 = view(wait(%a0), shape0)
-    %g1, %g0 = backward(%w0)
+    %y = compute(%w0)
     update_(%g1, %flat1, offsets1, step)
     update_(%g0, %flat0, offsets0, step)
 
@@ -13,7 +13,7 @@ After:
 
     %a0 = gather_ahead(%flat0, %flat0)
     %w0 = view(wait(%a0), shape0)
-    %g1, %g0 = backward(%w0)
+    %y = compute(%w0)
     update_(%g0, %flat0, offsets0, step)
     gather_next(%flat0)
     update_(%g1, %flat1, offsets1, step)

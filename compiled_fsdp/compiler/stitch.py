@@ -122,6 +122,41 @@ def stitch(
     kept = _gathered_last(graph, plan)
     tangents = _tangents(backward.graph, step.batches)
     into.update({tangent: _one(tangent, end) for tangent in tangents})
+    _copy_nodes(backward, forward, into, kept)
+    for node in find(graph, *TO_LOWER):
+        set_param_spec(node, replace(param_spec(node), overlap=""))
+    for node in _first_gathered(graph, plan, step.max_ahead_bytes):
+        set_param_spec(node, replace(param_spec(node), overlap=NEXT))
+    grads = [
+        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
+    ]
+    if not grads:
+        raise NotImplementedError(
+            "compile_step: backward yields no gradient of any parameter of the model's units, so "
+            "there is nothing to update. Compute the loss from the sharded model's output"
+        )
+    _update(end, grads, step, is_fused=is_fused)
+    if step.batches > 1:
+        losses = [node for node, _ in pairs[num_outputs - step.batches : num_outputs] if node]
+        _backwards_behind_forwards(graph, losses, [into[tangent] for tangent in tangents])
+    nothing = _without_nodes(backward)
+    for node in placeholders(graph):
+        forget_heads(node)  # all losses are used
+    graph.lint()
+    forward.recompile()
+    return forward, nothing
+
+
+def _copy_nodes(
+    backward: GraphModule,
+    forward: GraphModule,
+    into: dict[Node, Node],
+    kept: Mapping[tuple[object, ParamSpec], Node],
+) -> None:
+    """Copy backward to the end of forward. into: what its inputs are there; after, all its nodes.
+    kept: gathers of forward that it reads instead of its own.
+    """
+    graph, end = forward.graph, output(forward.graph)
     for node in backward.graph.nodes:
         if node in into:
             continue
@@ -137,18 +172,10 @@ def stitch(
             with graph.inserting_before(end):
                 into[node] = graph.node_copy(node, into.__getitem__)
             _gather_again(into[node])
-    for node in find(graph, *TO_LOWER):
-        set_param_spec(node, replace(param_spec(node), overlap=""))
-    for node in _first_gathered(graph, plan, step.max_ahead_bytes):
-        set_param_spec(node, replace(param_spec(node), overlap=NEXT))
-    grads = [
-        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
-    ]
-    if not grads:
-        raise NotImplementedError(
-            "compile_step: backward yields no gradient of any parameter of the model's units, so "
-            "there is nothing to update. Compute the loss from the sharded model's output"
-        )
+
+
+def _update(end: Node, grads: list[FlatGrad], step: WholeStep, *, is_fused: bool) -> None:
+    """Clip the gradients, and let each go to its update, at the end."""
     updated = [grad.node for grad in grads]
     if step.clip is not None:
         updated = clipped(
@@ -156,15 +183,6 @@ def stitch(
         )
     for node, grad in zip(updated, grads, strict=True):
         Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name)
-    if step.batches > 1:
-        losses = [node for node, _ in pairs[num_outputs - step.batches : num_outputs] if node]
-        _backwards_behind_forwards(graph, losses, [into[tangent] for tangent in tangents])
-    nothing = _without_nodes(backward)
-    for node in placeholders(graph):
-        forget_heads(node)  # all losses are used
-    graph.lint()
-    forward.recompile()
-    return forward, nothing
 
 
 def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:

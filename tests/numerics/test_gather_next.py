@@ -105,10 +105,9 @@ def between(trainer: Trainer) -> list[float]:
             model.load_state_dict(saved)
         if i == 3:  # an optimizer's writes have no version
             losses.append(trainer.loop(100))
-        if i == 4:
-            with torch.no_grad():
-                for name, value in model.state_dict().items():
-                    average[name].lerp_(value, 0.1)
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 0.1)
         if i == 5:
             trainer.make()
         if i == 6:
@@ -218,7 +217,7 @@ def limited() -> None:
     trainer.step(1)
     assert trainer.num_ahead == 1
     next(trainer.run.model.parameters()).data.mul_(0.5)
-    with pytest.raises(RuntimeError, match="max_ahead_bytes=0 to .*compile_step"):
+    with pytest.raises(RuntimeError, match=r"max_ahead_bytes=0 to .*compile_step"):
         trainer.step(2)
     with pytest.raises(ValueError, match="compile_step: max_ahead_bytes=-1; should be"):
         trainer.make(max_ahead_bytes=-1)
