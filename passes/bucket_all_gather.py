@@ -62,8 +62,8 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         spec = region.spec
         # a view of a bucket that backward keeps would keep all of it
         lives = spec.reshard if spec.reshard in ("keep", AGAIN) else ""
-        way = (spec.dtype, spec.group, spec.group_size, lives, spec.batch)
-        units.setdefault((*way, spec.unit), []).append(region)
+        shared = (spec.dtype, spec.group, spec.group_size, lives, spec.batch)
+        units.setdefault((*shared, spec.unit), []).append(region)
     alike: dict[tuple[object, ...], list[list[Region]]] = {}
     for (*way, unit), members in units.items():
         is_alone = has_lists or not all(map(_may_share, members))

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
+    from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -100,7 +101,7 @@ def losses_of(joint: Graph, count: int) -> list[Node]:
     """The last values that forward returns."""
     backward, returned = backward_nodes(joint), list(output(joint).args[0])  # type: ignore[arg-type]
     num = next((i for i, n in enumerate(returned) if n is None or n in backward), len(returned))
-    return returned[:num][-count:]  # type: ignore[return-value]
+    return returned[:num][-count:]
 
 
 def _reduced_each(root: Node, batches: Sequence[list[Node]], batch: dict[Node, int]) -> Node:
@@ -124,19 +125,19 @@ def _reduced_once(root: Node, batches: Sequence[list[Node]], batch: dict[Node, i
     where that is set, are kept.
     """
     run = Builder(root, root)
-    sums: dict[object, Node] = {}
+    sums: dict[ParamSpec, Node] = {}
     for leaves in batches:
-        own: dict[object, Node] = {}
+        own: dict[ParamSpec, Node] = {}
         for leaf in leaves:
             spec, grad = param_spec(leaf), leaf.args[0]
             own[spec] = run(ADD, own[spec], grad) if spec in own else grad  # type: ignore[assignment]
         for spec, grad in own.items():
-            dtype = spec.retained_dtype or spec.reduce_dtype  # type: ignore[attr-defined]
+            dtype = spec.retained_dtype or spec.reduce_dtype
             cast = grad if value(grad).dtype == dtype else run(CONVERT, grad, dtype)
             sums[spec] = run(ADD, sums[spec], cast) if spec in sums else cast
     flat, total = batches[0][0].args[1], None
     for spec, grad in sums.items():
-        reduced = run(REDUCE_GRAD, grad, flat, *spec.args())  # type: ignore[attr-defined]
+        reduced = run(REDUCE_GRAD, grad, flat, *spec.args())
         total = reduced if total is None else run(ADD, total, reduced)
     assert total is not None
     return total

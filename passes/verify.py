@@ -116,7 +116,7 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
     """Every parameter is gathered at most once over a group in a graph; in that of a whole step,
-    once more for backward, and so for each micro-batch.
+    once each way for each micro-batch.
     """
     seen: dict[tuple[str, str, str, bool, int], Node] = {}
     for region in find_regions(gm.graph, "gather"):
@@ -429,7 +429,9 @@ def updated_once(gm: GraphModule, plan: Plan) -> Violations:
     update_, of its own buffer and parameters, with those of other micro-batches, and all are scaled
     by the same factor or none is.
     """
-    marks = {(m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)}
+    marks: dict[tuple[object, object], Node] = {
+        (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
+    }
     taken: dict[tuple[object, object], Node] = {}
     factors: dict[object, Node] = {}
     for update in find(gm.graph, UPDATE):
@@ -448,8 +450,8 @@ def updated_once(gm: GraphModule, plan: Plan) -> Violations:
             if key in taken:
                 yield update, f"%{update.name} and %{taken[key].name} take the same gradient"
             taken[key] = update
-    for key, mark in marks.items() if taken else ():
-        if key not in taken:
+    for left, mark in marks.items() if taken else ():
+        if left not in taken:
             yield mark, f"%{mark.name} marks a gradient that no update_ takes"
     if len(factors) > 1:
         yield list(factors.values())[1], f"gradients are scaled by {list(factors)}"

@@ -258,7 +258,8 @@ class Step:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
         optimizer_steps.ended(self.optimizer)
         losses = loss if isinstance(loss, tuple) else (loss,)
-        return sum((each.detach() for each in losses[1:]), losses[0].detach())
+        mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
+        return mean
 
     def _batches(self, given: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of each micro-batch, by place and by name."""
