@@ -115,8 +115,8 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once over a group in a graph; in that of a whole step,
-    once each way for each micro-batch.
+    """Every parameter is gathered at most once over a group in a graph; of a whole step, once each way
+    for each micro-batch.
     """
     seen: dict[tuple[str, str, str, bool, int], Node] = {}
     for region in find_regions(gm.graph, "gather"):

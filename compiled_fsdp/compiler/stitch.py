@@ -63,6 +63,7 @@ class WholeStep:
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: the names of all parameters, in the order in which their norms are put together.
+    units: of the model, by what they are called in graphs.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
     max_ahead_bytes: of full parameters that are gathered for the next step.
@@ -71,6 +72,7 @@ class WholeStep:
     name: str
     clip: float | None = None
     order: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
     batches: int = 1
     reduces_once: bool = False
     max_ahead_bytes: int = 0
@@ -128,7 +130,9 @@ def stitch(
     for node in _first_gathered(graph, plan, step.max_ahead_bytes):
         set_param_spec(node, replace(param_spec(node), overlap=NEXT))
     grads = [
-        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
+        _flat_grad(into[node], kind, step)
+        for node, kind in returned(output(backward.graph))
+        if node
     ]
     if not grads:
         raise NotImplementedError(
@@ -319,7 +323,7 @@ def _gather_again(node: Node) -> None:
         set_param_spec(node, replace(param_spec(node), reshard=AGAIN))
 
 
-def _flat_grad(root: Node, kind: object) -> FlatGrad:
+def _flat_grad(root: Node, kind: object, step: WholeStep) -> FlatGrad:
     """A gradient that backward returns, as the flat gradient that it has to be."""
     terms = [term for of_batch in batch_leaves(root) for term in sum_leaves(of_batch)]
     if any(term.target is not REDUCE_GRAD for term in terms):
@@ -331,6 +335,13 @@ def _flat_grad(root: Node, kind: object) -> FlatGrad:
         )
     specs = {replace(param_spec(term), batch=0): None for term in terms}
     for spec in specs:
+        if spec.unit not in step.units:
+            raise NotImplementedError(
+                f"compile_step: backward yields a gradient of {spec.fqn} in unit "
+                f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and whose "
+                "optimizer is another. Freeze that model for this step (requires_grad_(False)), "
+                f"or detach what it computes. {INSTEAD}"
+            )
         if spec.sync != "reduce" or spec.is_accumulating:
             raise NotImplementedError(
                 f"compile_step: gradients of {spec.fqn} are not reduced in every backward "

@@ -55,6 +55,7 @@ def compile_step(
     accumulate: int = 1,
     reduce_once: bool = False,
     max_ahead_bytes: int = MAX_AHEAD_BYTES,
+    keep_grads: bool = False,
     scaler: object = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
@@ -78,7 +79,7 @@ def compile_step(
     compiles. Learning rates may change between steps, by hand or by a scheduler, without a
     recompile; state dicts and checkpoints are as ever. The model may run outside of it too, for
     evaluation or in ordinary steps. `.grad` is None afterwards: a gradient is dropped where it is
-    used, which is what makes room for others.
+    used, which is what makes room for others (but see `keep_grads`).
 
     Args:
         model: the sharded module, or what `torch.compile` made of it.
@@ -100,6 +101,8 @@ def compile_step(
             this one has updated them; 0 for none. They are gathered again if a parameter is written
             to in between, which has to happen on every rank, and not through `.data` or by a
             foreach op: that raises from the next step.
+        keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
+            step.
         scaler: a `GradScaler`; not there yet.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
@@ -119,7 +122,10 @@ def compile_step(
             would not be called.
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
-    _check_arguments(clip, accumulate, reduce_once, scaler, backend)
+    _check_arguments(clip, accumulate, scaler, backend)
+    for name, value in (("reduce_once", reduce_once), ("keep_grads", keep_grads)):
+        if not isinstance(value, bool):
+            raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
     _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
@@ -129,12 +135,12 @@ def compile_step(
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
     }
-    return Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
+    step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
+    step.keeps_grads = keep_grads
+    return step
 
 
-def _check_arguments(
-    clip: object, accumulate: object, reduce_once: object, scaler: object, backend: object
-) -> None:
+def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
@@ -142,8 +148,6 @@ def _check_arguments(
         raise ValueError(
             f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
         )
-    if not isinstance(reduce_once, bool):
-        raise ValueError(f"compile_step: reduce_once={reduce_once!r}; should be True or False")
     if scaler is not None:
         raise NotImplementedError(
             f"compile_step: scaler={type(scaler).__name__}; scaled gradients are not supported in "
@@ -179,6 +183,7 @@ class Step:
     name: what its graphs call it.
     num_batches: micro-batches of each step.
     is_running: whether a step is being taken.
+    keeps_grads: whether parameters keep their gradients until the next step.
     """
 
     def __init__(
@@ -195,7 +200,9 @@ class Step:
         self.num_batches: int = wanted["batches"]
         self.optimizer = optimizer
         self._units = units
+        self.keeps_grads = False
         self._updated: dict[FlatBuffer, None] = {}
+        self._kept: dict[nn.Parameter, tuple[int, int]] = {}
         inner = uncompiled(model)
 
         def loss_of(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
@@ -210,7 +217,12 @@ class Step:
         def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
             return tuple(loss_of(*batch) / len(batches) for batch in batches)
 
-        wanted = {**wanted, "name": self.name, "order": tuple(self._names(inner))}
+        wanted = {
+            **wanted,
+            "name": self.name,
+            "order": tuple(self._names(inner)),
+            "units": tuple(unit.key for unit in units),
+        }
         self._run: Callable[..., Any] = torch.compile(
             _own(whole_step if self.num_batches == 1 else of_batches, self.name),
             backend=backend,
@@ -335,7 +347,10 @@ class Step:
                 f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
                 f"model's units, which a whole step does not update. {LOOP}"
             )
+        kept, self._kept = self._kept, {}
         for p in params:
+            if p.sharded in kept and _state(p.sharded.grad) == kept[p.sharded]:
+                p.sharded.grad = None
             if p.sharded.grad is not None:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
@@ -350,6 +365,8 @@ class Step:
     def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
+        if self.keeps_grads:
+            flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
@@ -358,7 +375,16 @@ class Step:
             self._updated[flat] = None
         finally:
             for param in params:
-                param.sharded.grad = None
+                if self.keeps_grads and param.sharded.grad is not None:
+                    self._kept[param.sharded] = _state(param.sharded.grad)
+                else:
+                    param.sharded.grad = None
+
+
+def _state(grad: Tensor | None) -> tuple[int, int]:
+    """Changes if a gradient is another, or is added to."""
+    local: Any = getattr(grad, "_local_tensor", grad)
+    return id(grad), -1 if local is None else local._version
 
 
 _made: weakref.WeakSet[Step] = weakref.WeakSet()

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_equal
-from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of
+from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of, local
 from kit.models import loss_of
 from kit.overlap import BF16, OPTIMIZERS, Run, start
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from compiled_fsdp import compile_step, planned
+from compiled_fsdp import compile_step, fully_shard, planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,6 +207,62 @@ def resumed(folder: str) -> None:
 
 def test_checkpoint(two: Pool, tmp_path: Path) -> None:
     two.run(resumed, str(tmp_path / "checkpoint"), timeout=SLOW)
+
+
+def adversaries(*, is_whole: bool) -> list[Any]:
+    """Two models, each trained against the other by an optimizer of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    maker, judge = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, o)) for o in (6, 1))
+    optimizers, steps = [], []
+    losses: list[Callable[..., Any]] = [
+        lambda judge, real, made: judge(made).mean() - judge(real).tanh().mean(),
+        lambda maker, noise: -judge(maker(noise)).mean(),
+    ]
+    for model, loss in zip((judge, maker), losses, strict=True):
+        for module in (model[0], model[2], model):
+            fully_shard(module, reshard_after_forward=True)
+        optimizers.append(torch.optim.Adam(model.parameters(), lr=0.01))
+        whole = compile_step(model, optimizers[-1], loss, backend="compiled_fsdp_eager")
+
+        def step(
+            *batch: Any, number: int = len(steps), model: Any = model, whole: Any = whole
+        ) -> Any:
+            if is_whole:
+                return whole(*batch)
+            value = losses[number](model, *batch)
+            value.backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+            return value
+
+        steps.append(step)
+    found: list[Any] = []
+    for i in range(4):
+        torch.manual_seed(10 * i + dist.get_rank())
+        noise, real = torch.randn(2, 3, 6)
+        with torch.no_grad():
+            made = maker(noise)
+        judge.requires_grad_(True)
+        found.append(steps[0](real, made).item())
+        judge.requires_grad_(False)
+        found.append(steps[1](noise).item())
+    if is_whole:
+        judge.requires_grad_(True)
+        with pytest.raises(
+            NotImplementedError, match="which is no part of the model that was given"
+        ):
+            steps[1](noise)
+    return [*found, *(local(p) for model in (maker, judge) for p in model.parameters())]
+
+
+def compare_adversaries() -> None:
+    check_equal(adversaries(is_whole=True), adversaries(is_whole=False), "adversaries")
+
+
+def test_two_optimizers(two: Pool) -> None:
+    """And a model that should have been frozen is refused before anything is updated."""
+    two.run(compare_adversaries, timeout=SLOW)
 
 
 def limited() -> None:

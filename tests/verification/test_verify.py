@@ -190,7 +190,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             lower(hand.returns(*twice), PLAN),
             """\
 after the pipeline: w is gathered here and at %all_gather_into_tensor_default.
-Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once each way for each micro-batch.
+Invariant: Every parameter is gathered at most once over a group in a graph; of a whole step, once each way for each micro-batch.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
    %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
@@ -220,7 +220,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(),
             """\
 after the pipeline: w is gathered here and at %cat_default.
-Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once each way for each micro-batch.
+Invariant: Every parameter is gathered at most once over a group in a graph; of a whole step, once each way for each micro-batch.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %trained: f32[4]
    %frozen: f32[4]
