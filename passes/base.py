@@ -31,6 +31,7 @@ class Stage(Enum):
 class Property(Enum):
     """Properties of a graph that hold once a pass has run."""
 
+    NUMBERED = "of several micro-batches, each communication says for which it is"
     DEDUPED = "each parameter is unsharded once"
     JOINED = "the gradients of a flat parameter's views are put together once"
     CHOSEN = "how each unit is gathered and reduced is chosen"
@@ -48,6 +49,7 @@ class Property(Enum):
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     FREED = "every gathered buffer has a visible end"
     AHEAD = "the first all-gathers may be under way already"
+    NEXT = "the first all-gathers of the next step start behind the updates"
     ASIDE = "copies between host and device are started early and awaited late"
     SUMMARIZED = "what became of the graph is written down"
     HEADS_WATCHED = "forward says which parameters only some outputs lead to"
@@ -76,6 +78,8 @@ class Context:
     is_trial: whether the graph is measured and thrown away.
     inline: why what runs the graph compiles every layer for its place, and calls no subgraphs; ""
         if it may call them.
+    batches: micro-batches whose forwards and backwards are in the graph, that of a whole step.
+    reduces_once: whether their gradients are added up before they are reduced.
     common_name: what all ranks call a group, which has a name of its own on each.
     is_gloo: whether a group, by name, communicates tensors of a device by gloo.
     record: what makes the text about a finished graph that travels with it.
@@ -87,6 +91,8 @@ class Context:
     is_ours: bool = True
     is_trial: bool = False
     inline: str = "runs node by node"
+    batches: int = 1
+    reduces_once: bool = False
     common_name: Callable[[str], str] = lambda group: group
     is_gloo: Callable[[str, torch.device], bool] = lambda group, device: False
     record: Callable[[GraphModule], str] = lambda gm: ""

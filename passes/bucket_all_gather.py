@@ -24,7 +24,8 @@ Large, if both are large (a message each, whose rows come out side by side):
 
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the
-    place of the first, and in that of a whole step another for what is gathered again; a small
+    place of the first, and in that of a whole step another for what is gathered again, and for each
+    micro-batch; a small
     parameter is copied out where it was gathered before, so that only those in use exist twice.
     Units share it while together they are no larger than `plan.bucket_limit`; one larger than
     `plan.split_bytes` is gathered in parts of about that.
@@ -61,9 +62,8 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         spec = region.spec
         # a view of a bucket that backward keeps would keep all of it
         lives = spec.reshard if spec.reshard in ("keep", AGAIN) else ""
-        units.setdefault((spec.dtype, spec.group, spec.group_size, lives, spec.unit), []).append(
-            region
-        )
+        shared = (spec.dtype, spec.group, spec.group_size, lives, spec.batch)
+        units.setdefault((*shared, spec.unit), []).append(region)
     alike: dict[tuple[object, ...], list[list[Region]]] = {}
     for (*way, unit), members in units.items():
         is_alone = has_lists or not all(map(_may_share, members))

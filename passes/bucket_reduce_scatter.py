@@ -37,6 +37,7 @@ from compiled_fsdp.ir.graph import (
     ADD,
     CAT,
     Builder,
+    downstream,
     erase_all,
     erase_unused,
     is_step,
@@ -125,7 +126,8 @@ class Unit:
         spec = self.bucket[0].spec
         if self.is_alone:
             return (self.root,)
-        return (spec.group, spec.reduce_group, spec.dtype, spec.reduction, value(self.root).dtype)
+        how = (spec.reduction, value(self.root).dtype, spec.batch)
+        return (spec.group, spec.reduce_group, spec.dtype, *how)
 
 
 def _nbytes(region: Region) -> int:
@@ -158,6 +160,9 @@ def _share(units: list[Unit]) -> None:
         )
         unit.root.replace_all_uses_with(placed)
         placed.append(mark)
+        late = [node for node in downstream(placed) if node < mark]  # sums with other micro-batches
+        for node in sorted(late, reverse=True):
+            mark.append(node)
         start = stop
     for unit, bucket in zip(units, ordered, strict=True):
         erase_unused(unit.root, ADD)

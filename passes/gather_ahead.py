@@ -26,6 +26,7 @@ from compiled_fsdp.ir.collectives import ALL_GATHER, GATHERS
 from compiled_fsdp.ir.graph import Builder, is_backward, value
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import GATHER_AHEAD
+from compiled_fsdp.ir.spec import NEXT
 
 from .base import consume
 
@@ -46,7 +47,8 @@ def gather_ahead(gm: GraphModule, plan: Plan) -> GraphModule:
             and _is_piece(region)
         ):
             _replace(region)
-            consume(gm, unit=region.spec.unit)
+            if region.spec.overlap != NEXT:
+                consume(gm, unit=region.spec.unit)
     return gm
 
 

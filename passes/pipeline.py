@@ -32,12 +32,14 @@ from .delay_wait import delay_wait
 from .drop_frees import drop_frees
 from .free import free
 from .gather_ahead import gather_ahead
+from .gather_next import gather_next
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
 from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
+from .number_batches import number_batches
 from .outline import outline
 from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
@@ -64,6 +66,7 @@ OVERLAP = ("overlap_optimizer",)
 
 PIPELINE = check_order(
     (
+        Pass(number_batches, Stage.JOINT, (), P.NUMBERED),
         Pass(dedup_unshard, Stage.JOINT, (), P.DEDUPED),
         Pass(join_grads, Stage.JOINT, (P.DEDUPED,), P.JOINED),
         Pass(
@@ -123,6 +126,7 @@ PIPELINE = check_order(
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
+        Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),
         Pass(
             copy_aside,
             Stage.HALF,

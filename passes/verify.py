@@ -21,6 +21,7 @@ from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
+    batch_leaves,
     find,
     is_view,
     last_read,
@@ -38,6 +39,7 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     FREE,
     GATHER_AHEAD,
+    GATHER_NEXT,
     MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
@@ -113,14 +115,15 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once over a group in a graph; in that of a whole step,
-    once more for backward.
+    """Every parameter is gathered at most once over a group in a graph; of a whole step, once each way
+    for each micro-batch.
     """
-    seen: dict[tuple[str, str, str, bool], Node] = {}
+    seen: dict[tuple[str, str, str, bool, int], Node] = {}
     for region in find_regions(gm.graph, "gather"):
         for spec in region.tag.specs:
             before = seen.setdefault(
-                (spec.unit, spec.fqn, spec.group, spec.reshard == AGAIN), region.nodes[0]
+                (spec.unit, spec.fqn, spec.group, spec.reshard == AGAIN, spec.batch),
+                region.nodes[0],
             )
             if before is not region.nodes[0]:
                 yield region.nodes[0], f"{spec.fqn} is gathered here and at %{before.name}"
@@ -423,9 +426,13 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
 
 def updated_once(gm: GraphModule, plan: Plan) -> Violations:
     """In the graph of a whole step, every flat gradient that is reduced goes to exactly one
-    update_, of its own buffer and parameters, and all are scaled by the same factor or none is.
+    update_, of its own buffer and parameters, with those of other micro-batches, and all are scaled
+    by the same factor or none is.
     """
-    updates: dict[tuple[object, object, str], list[Node]] = {}
+    marks: dict[tuple[object, object], Node] = {
+        (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
+    }
+    taken: dict[tuple[object, object], Node] = {}
     factors: dict[object, Node] = {}
     for update in find(gm.graph, UPDATE):
         grad, flat, offsets, _ = cast("tuple[Any, ...]", update.args)
@@ -434,19 +441,51 @@ def updated_once(gm: GraphModule, plan: Plan) -> Violations:
             grad, factor = grad.args
             if factor.target is comm.CONVERT:
                 factor = factor.args[0]
-        updates.setdefault((grad, flat, str(offsets)), []).append(update)
+        keys = [(leaf, flat) for leaf in batch_leaves(grad)]
         factors.setdefault(factor, update)
-    marks = {(m.args[0], m.args[1], str(m.args[2])): m for m in find(gm.graph, MARK_GRADS)}
-    for key, found in updates.items():
-        if key not in marks:
-            yield found[0], f"%{found[0].name} updates what is not the gradient of its buffer"
-        elif len(found) > 1:
-            yield found[1], f"%{found[1].name} and %{found[0].name} take the same gradient"
-    for key, mark in marks.items() if updates else ():
-        if key not in updates:
+        named = {offset for key in keys if key in marks for offset in _offsets(marks[key])}
+        if any(key not in marks for key in keys) or named != {*offsets}:
+            yield update, f"%{update.name} updates what is not the gradient of its buffer"
+        for key in keys:
+            if key in taken:
+                yield update, f"%{update.name} and %{taken[key].name} take the same gradient"
+            taken[key] = update
+    for left, mark in marks.items() if taken else ():
+        if left not in taken:
             yield mark, f"%{mark.name} marks a gradient that no update_ takes"
     if len(factors) > 1:
         yield list(factors.values())[1], f"gradients are scaled by {list(factors)}"
+
+
+def _offsets(mark: Node) -> list[int]:
+    return cast("list[int]", mark.args[2])
+
+
+def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
+    """What is gathered for the next step is a piece that the graph takes over at its beginning, once
+    each, and its buffer is updated before, never after.
+    """
+    position = order(gm.graph)
+    updates = find(gm.graph, UPDATE)
+    taken = Counter(_piece(node, node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
+    seen: Counter[tuple[object, ...]] = Counter()
+    for node in find(gm.graph, GATHER_NEXT):
+        flat, start, sizes, dtype, *group = cast("tuple[Any, ...]", node.args)
+        piece = (flat, start, str(list(sizes)), *group, dtype)
+        seen[piece] += 1
+        if taken[piece] != 1 or seen[piece] > 1:
+            yield node, f"%{node.name} gathers what no gather_ahead takes over, or a second time"
+        of_buffer = [update for update in updates if update.args[1] is flat]
+        if not of_buffer:
+            yield node, f"%{node.name} gathers %{flat.name}, which the graph does not update"
+        for update in of_buffer:
+            if position[update] > position[node]:
+                yield node, f"%{node.name} gathers %{flat.name} before %{update.name} writes it"
+
+
+def _piece(node: Node, args: Any) -> tuple[object, ...]:
+    flat, start, sizes, *group = args
+    return flat, start, str(list(sizes)), *group, value(node).dtype
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
@@ -563,6 +602,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     reduced_once,
     gradients_marked,
     updated_once,
+    gathered_after_update,
     stepped_last,
     bounded_in_flight,
     bounded_left,

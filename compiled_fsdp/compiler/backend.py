@@ -28,7 +28,7 @@ from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.ranges import title
 
 from .driver import run_half, run_joint
-from .inductor import install_passes
+from .inductor import install_passes, joint_pass_of
 from .partition import StepPartitioner, partition
 from .stitch import WholeStep, stitch
 
@@ -92,7 +92,9 @@ class Named(Interpreter):
 def _partition_step(
     step: WholeStep, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    halves = _partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    halves = partition(
+        run_joint(joint, step), inputs, current_plan(), num_fwd_outputs=num_fwd_outputs, **options
+    )
     return stitch(*halves, num_fwd_outputs, step, current_plan(), is_fused=False)
 
 
@@ -136,5 +138,8 @@ def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -
     step = WholeStep.of(options)
     if step is not None:
         del options["options"]
-        options["config_patches"] = {"custom_partitioner_fn": StepPartitioner(step)}
+        options["config_patches"] = {
+            "custom_partitioner_fn": StepPartitioner(step),
+            "joint_custom_post_pass": joint_pass_of(step),
+        }
     return compile_fx(gm, inputs, **options)

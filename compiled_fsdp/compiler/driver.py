@@ -41,11 +41,16 @@ if TYPE_CHECKING:
     from compiled_fsdp.options import Consumed
     from compiled_fsdp.passes.base import Pass
 
+    from .stitch import WholeStep
 
-def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
+
+def run_joint(
+    gm: GraphModule, step: WholeStep | None = None, *, is_fused: bool = False
+) -> GraphModule:
     """Apply the joint passes, if the graph has anything of ours (with resident parameters,
     reductions alone).
 
+    step: of which this is the graph.
     is_fused: as for `run_half`.
     """
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
@@ -54,6 +59,9 @@ def run_joint(gm: GraphModule, *, is_fused: bool = False) -> GraphModule:
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     context, asked = Context(is_fused, common_name=common_name), current_plan()
+    if step is not None:
+        step.check(gm, asked)
+        context = replace(context, batches=step.batches, reduces_once=step.reduces_once)
     progress.at("joint graph, before its passes")
     plan = fit_budget(gm, asked, is_fused=is_fused)
     if plan is not asked:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch.fx import Graph, GraphModule
 
+    from .stitch import WholeStep
+
 
 # torch 2.11 takes a `CustomGraphPass` as the scheduler's pass.
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
@@ -59,16 +61,19 @@ def source_hash() -> str:
 
 
 class JointPass(CustomGraphPass):
-    """Inductor's joint hook."""
+    """Inductor's joint hook; of the graph of a whole step, if there is one."""
+
+    def __init__(self, step: WholeStep | None = None) -> None:
+        self.step = step
 
     def __call__(self, graph: Graph) -> None:
         """Run the joint passes on the module that owns the graph."""
-        run_joint(_module(graph), is_fused=True)
+        run_joint(_module(graph), self.step, is_fused=True)
         note_decided()
 
     def uuid(self) -> Any:
         """See `_cached_as`."""
-        return _cached_as("joint")
+        return _cached_as("joint" if self.step is None else f"joint {self.step}")
 
 
 class HalfPass(CustomGraphPass):
@@ -153,6 +158,14 @@ def install_passes() -> None:
     keep_simple_overlap_out()
     keep_memory_apart()
     install_partitioner()
+
+
+def joint_pass_of(step: WholeStep) -> CustomGraphPass:
+    """What `install_passes` has put into Inductor's joint hook, for the graph of a whole step."""
+    present = _flatten(inductor_config.joint_custom_post_pass)
+    return Chain(
+        tuple(JointPass(step) if isinstance(entry, JointPass) else entry for entry in present)
+    )
 
 
 def _flatten(hook: Any) -> tuple[Any, ...]:

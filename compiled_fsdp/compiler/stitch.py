@@ -8,6 +8,9 @@ is left for autograd is a backward without a node, which nobody runs.
 
 Where forward turns into backward, dropping parameters and gathering them again at once would gain
 nothing: backward reads what forward has gathered last.
+
+Of several micro-batches, the halves have all forwards and all backwards; here each backward comes
+to stand behind its forward, so that the activations of one are alive at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from compiled_fsdp.ir.graph import Builder, find, output, placeholders, sum_leaves, value
-from compiled_fsdp.ir.meta import returned, set_returned, take_over
+from compiled_fsdp.ir.graph import (
+    Builder,
+    batch_leaves,
+    batches_of,
+    find,
+    output,
+    placeholders,
+    sum_leaves,
+    value,
+)
+from compiled_fsdp.ir.meta import forget_heads, returned, set_returned, take_over
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
     TO_LOWER,
@@ -29,12 +41,12 @@ from compiled_fsdp.ir.schema import (
     set_param_spec,
     traits_of,
 )
-from compiled_fsdp.ir.spec import AGAIN
+from compiled_fsdp.ir.spec import AGAIN, NEXT
 
 from .clip import FlatGrad, clipped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.planning.plan import Plan
@@ -51,17 +63,39 @@ class WholeStep:
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: the names of all parameters, in the order in which their norms are put together.
+    units: of the model, by what they are called in graphs.
+    batches: micro-batches whose gradients are added up.
+    reduces_once: whether they are added up before they are reduced.
+    max_ahead_bytes: of full parameters that are gathered for the next step.
     """
 
     name: str
     clip: float | None = None
     order: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    batches: int = 1
+    reduces_once: bool = False
+    max_ahead_bytes: int = 0
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
         """From the options of a backend; None if they are not about a whole step."""
         wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
         return None if wanted is None else cls(**wanted)
+
+    def check(self, joint: GraphModule, plan: Plan) -> None:
+        """Check that a joint graph is one of this step.
+
+        Raises:
+            NotImplementedError: it is not; the text says what to write instead.
+        """
+        _tangents(joint.graph, self.batches)
+        if self.batches > 1 and plan.memory_budget is not None:
+            raise NotImplementedError(
+                f"compile_step: accumulate={self.batches} with Plan(memory_budget="
+                f"{plan.memory_budget}): budgets do not know several micro-batches yet. Say what is "
+                "to stay gathered by reshard_after_forward, and leave the budget out"
+            )
 
 
 def stitch(
@@ -88,8 +122,48 @@ def stitch(
     into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]])
     set_returned(end, pairs[:num_outputs])
     kept = _gathered_last(graph, plan)
-    into[_tangent(backward.graph)] = _one(_tangent(backward.graph), end)
+    tangents = _tangents(backward.graph, step.batches)
+    into.update({tangent: _one(tangent, end) for tangent in tangents})
+    _copy_nodes(backward, forward, into, kept)
+    for node in find(graph, *TO_LOWER):
+        set_param_spec(node, replace(param_spec(node), overlap=""))
+    for node in _first_gathered(graph, plan, step.max_ahead_bytes):
+        set_param_spec(node, replace(param_spec(node), overlap=NEXT))
+    grads = [
+        _flat_grad(into[node], kind, step)
+        for node, kind in returned(output(backward.graph))
+        if node
+    ]
+    if not grads:
+        raise NotImplementedError(
+            "compile_step: backward yields no gradient of any parameter of the model's units, so "
+            "there is nothing to update. Compute the loss from the sharded model's output"
+        )
+    _update(end, grads, step, is_fused=is_fused)
+    if step.batches > 1:
+        losses = [node for node, _ in pairs[num_outputs - step.batches : num_outputs] if node]
+        _backwards_behind_forwards(graph, losses, [into[tangent] for tangent in tangents])
+    nothing = _without_nodes(backward)
+    for node in placeholders(graph):
+        forget_heads(node)  # all losses are used
+    graph.lint()
+    forward.recompile()
+    return forward, nothing
+
+
+def _copy_nodes(
+    backward: GraphModule,
+    forward: GraphModule,
+    into: dict[Node, Node],
+    kept: Mapping[tuple[object, ParamSpec], Node],
+) -> None:
+    """Copy backward to the end of forward. into: what its inputs are there; after, all its nodes.
+    kept: gathers of forward that it reads instead of its own.
+    """
+    graph, end = forward.graph, output(forward.graph)
     for node in backward.graph.nodes:
+        if node in into:
+            continue
         if node.op == "get_attr":
             name = f"backward_{node.target}".replace(".", "_")
             setattr(forward, name, getattr(backward, node.target))
@@ -102,16 +176,10 @@ def stitch(
             with graph.inserting_before(end):
                 into[node] = graph.node_copy(node, into.__getitem__)
             _gather_again(into[node])
-    for node in find(graph, *TO_LOWER):
-        set_param_spec(node, replace(param_spec(node), overlap=""))
-    grads = [
-        _flat_grad(into[node], kind) for node, kind in returned(output(backward.graph)) if node
-    ]
-    if not grads:
-        raise NotImplementedError(
-            "compile_step: backward yields no gradient of any parameter of the model's units, so "
-            "there is nothing to update. Compute the loss from the sharded model's output"
-        )
+
+
+def _update(end: Node, grads: list[FlatGrad], step: WholeStep, *, is_fused: bool) -> None:
+    """Clip the gradients, and let each go to its update, at the end."""
     updated = [grad.node for grad in grads]
     if step.clip is not None:
         updated = clipped(
@@ -119,10 +187,6 @@ def stitch(
         )
     for node, grad in zip(updated, grads, strict=True):
         Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name)
-    nothing = _without_nodes(backward)
-    graph.lint()
-    forward.recompile()
-    return forward, nothing
 
 
 def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
@@ -143,12 +207,48 @@ def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
 
 def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec], Node]:
     """The parameters that are to be gathered again of the last unit that forward gathers, and of
-    those before it that fit into a bucket with it: by flat buffer and settings.
+    those before it that fit into a bucket with it, for each micro-batch: by flat buffer and
+    settings.
+    """
+    batches: dict[int, dict[str, list[Node]]] = {}
+    for node in find(forward, UNSHARD):
+        spec = param_spec(node)
+        if spec.reshard == "gather" and spec.group_size > 1:
+            batches.setdefault(spec.batch, {}).setdefault(spec.unit, []).append(node)
+    kept: list[Node] = []
+    for units in batches.values():
+        kept += _last_units(units, plan)
+    return {(node.args[0], param_spec(node)): node for node in kept}
+
+
+def _first_gathered(graph: Graph, plan: Plan, room: float) -> list[Node]:
+    """The parameters of the units that forward gathers first, while they are no larger than `room`
+    bytes: they may be gathered when the step before has updated them. Not under a memory budget;
+    not units that share a gather with others, or that are gathered otherwise than by the plain
+    collective from where they are computed with.
     """
     units: dict[str, list[Node]] = {}
-    for node in find(forward, UNSHARD):
-        if param_spec(node).reshard == "gather" and param_spec(node).group_size > 1:
-            units.setdefault(param_spec(node).unit, []).append(node)
+    for node in find(graph, UNSHARD):
+        spec = param_spec(node)
+        if spec.reshard != AGAIN and not spec.batch and spec.group_size > 1:
+            units.setdefault(spec.unit, []).append(node)
+    found: list[Node] = []
+    for nodes in units.values() if plan.memory_budget is None else ():
+        specs = [param_spec(node) for node in nodes]
+        num_bytes = sum(spec.full_bytes() for spec in specs)
+        room -= num_bytes
+        if room < 0:
+            break
+        is_plain = not any(
+            s.gather_algorithm or s.device or s.gather_quantized or s.forward_after for s in specs
+        )
+        is_input = all(node.args[0].op == "placeholder" for node in nodes)  # type: ignore[union-attr]
+        if is_plain and is_input and num_bytes >= plan.bucket_limit(specs[0].group):
+            found += nodes
+    return found
+
+
+def _last_units(units: dict[str, list[Node]], plan: Plan) -> list[Node]:
     kept: list[Node] = []
     for nodes in reversed(units.values()):
         together = [*kept, *nodes]
@@ -156,7 +256,24 @@ def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec],
         if kept and sum(param_spec(n).full_bytes() for n in together) > limit:
             break
         kept = together
-    return {(node.args[0], param_spec(node)): node for node in kept}
+    return kept
+
+
+def _backwards_behind_forwards(graph: Graph, losses: Sequence[Node], ones: Sequence[Node]) -> None:
+    """Let the backward of each micro-batch stand between its forward and the next one's."""
+    batch = batches_of(graph, losses, ones)
+    backward, remaining = set(ones), set(losses)
+    stage: dict[Node, int] = {}
+    for node in graph.nodes:
+        if not remaining or any(n in backward for n in node.all_input_nodes):
+            backward.add(node)
+        own = 2 * batch[node] + (node in backward)
+        stage[node] = max([own, *(stage[n] for n in node.all_input_nodes)])
+        remaining.discard(node)
+    end = output(graph)
+    moved = [n for n in graph.nodes if n.op != "placeholder" and n is not end]
+    for node in sorted(moved, key=lambda n: stage[n]):
+        end.prepend(node)
 
 
 def _is_symbol(node: Node) -> bool:
@@ -168,21 +285,22 @@ def _type(node: Node) -> str:
     return f"{val.dtype}{list(val.shape)}" if isinstance(val, torch.Tensor) else type(val).__name__
 
 
-def _tangent(backward: Graph) -> Node:
-    """The gradient of the loss.
+def _tangents(backward: Graph, count: int) -> list[Node]:
+    """The gradients of the losses, one for each micro-batch.
 
     Raises:
-        NotImplementedError: there are others.
+        NotImplementedError: there are others, or fewer.
     """
     found = [p for p in placeholders(backward) if p.name.startswith("tangents")]
-    if len(found) != 1 or value(found[0]).numel() != 1:
+    if len(found) != count or any(value(p).numel() != 1 for p in found):
         shapes = [list(value(p).shape) for p in found]
+        each = " for each micro-batch" if count > 1 else ""
         raise NotImplementedError(
             f"compile_step: values of the shapes {shapes} require a gradient behind loss_fn; it "
-            "should be one, the loss, of one element. Let loss_fn return the loss alone, and write "
-            "to no input or buffer what requires a gradient"
+            f"should be one{each}, the loss, of one element. Let loss_fn return the loss alone, "
+            "and write to no input or buffer what requires a gradient"
         )
-    return found[0]
+    return found
 
 
 def _one(tangent: Node, end: Node) -> Node:
@@ -205,9 +323,9 @@ def _gather_again(node: Node) -> None:
         set_param_spec(node, replace(param_spec(node), reshard=AGAIN))
 
 
-def _flat_grad(root: Node, kind: object) -> FlatGrad:
+def _flat_grad(root: Node, kind: object, step: WholeStep) -> FlatGrad:
     """A gradient that backward returns, as the flat gradient that it has to be."""
-    terms = sum_leaves(root)
+    terms = [term for of_batch in batch_leaves(root) for term in sum_leaves(of_batch)]
     if any(term.target is not REDUCE_GRAD for term in terms):
         raise NotImplementedError(
             f"compile_step: backward yields a gradient of shape {list(value(root).shape)} that is "
@@ -215,8 +333,15 @@ def _flat_grad(root: Node, kind: object) -> FlatGrad:
             "that fully_shard was told to ignore. Shard all parameters, detach the inputs, or "
             f"leave compile_step out. {INSTEAD}"
         )
-    specs = [param_spec(term) for term in terms]
+    specs = {replace(param_spec(term), batch=0): None for term in terms}
     for spec in specs:
+        if spec.unit not in step.units:
+            raise NotImplementedError(
+                f"compile_step: backward yields a gradient of {spec.fqn} in unit "
+                f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and whose "
+                "optimizer is another. Freeze that model for this step (requires_grad_(False)), "
+                f"or detach what it computes. {INSTEAD}"
+            )
         if spec.sync != "reduce" or spec.is_accumulating:
             raise NotImplementedError(
                 f"compile_step: gradients of {spec.fqn} are not reduced in every backward "
@@ -224,12 +349,14 @@ def _flat_grad(root: Node, kind: object) -> FlatGrad:
                 f"and a step without gradients updates nothing. {INSTEAD}"
             )
     flat: Any = terms[0].args[1]
-    return FlatGrad(root, flat, specs)
+    return FlatGrad(root, flat, list(specs))
 
 
 def _without_nodes(backward: GraphModule) -> GraphModule:
     """A backward of the same outputs, all of them None."""
     graph, end = Graph(), output(backward.graph)
-    graph.node_copy(_tangent(backward.graph))
+    for node in placeholders(backward.graph):
+        if node.name.startswith("tangents"):
+            graph.node_copy(node)
     set_returned(graph.output(()), [(None, kind) for _, kind in returned(end)])
     return GraphModule(torch.nn.Module(), graph)

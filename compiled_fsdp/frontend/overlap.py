@@ -34,7 +34,7 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
 from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
-from .parts import check_one_by_one, step_part
+from .parts import check_ahead_bytes, check_one_by_one, step_part
 from .state import states_below
 
 if TYPE_CHECKING:
@@ -134,15 +134,7 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
             f"overlap_optimizer: the {name} holds no parameter of the model's units. Build it from "
             "the sharded model's parameters"
         )
-    if (
-        isinstance(max_ahead_bytes, bool)
-        or not isinstance(max_ahead_bytes, int)
-        or max_ahead_bytes < 0
-    ):
-        raise ValueError(
-            f"overlap_optimizer: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, "
-            "at least 0"
-        )
+    check_ahead_bytes(max_ahead_bytes, "overlap_optimizer")
 
 
 _classes: dict[type[optim.Optimizer], type[optim.Optimizer]] = {}

@@ -40,6 +40,19 @@ def check_one_by_one(optimizer: optim.Optimizer, doing: str) -> None:
         )
 
 
+def check_ahead_bytes(max_ahead_bytes: object, doing: str) -> None:
+    """Check an argument `max_ahead_bytes`.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    is_size = isinstance(max_ahead_bytes, int) and not isinstance(max_ahead_bytes, bool)
+    if not is_size or max_ahead_bytes < 0:  # type: ignore[operator]
+        raise ValueError(
+            f"{doing}: max_ahead_bytes={max_ahead_bytes!r}; should be a number of bytes, at least 0"
+        )
+
+
 def step_part(optimizer: optim.Optimizer, base: type[optim.Optimizer], params: set[int]) -> None:
     """The optimizer's own step, as `base` has it and without hooks, for the parameters of these
     identities: on a stand-in that shares its state, settings and hyperparameters.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from torch import nn, optim
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 
-from .parts import check_one_by_one, step_part
+from .parts import check_ahead_bytes, check_one_by_one, step_part
 from .warmup import sharded_below
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ def compile_step(
     *,
     clip: float | None = None,
     accumulate: int = 1,
+    reduce_once: bool = False,
+    max_ahead_bytes: int = MAX_AHEAD_BYTES,
+    keep_grads: bool = False,
     scaler: object = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
@@ -66,11 +71,15 @@ def compile_step(
         optimizer.step()
         optimizer.zero_grad()
 
+    With `accumulate=n` it is `loss = step(batches)`, of a list of n batches, and the gradients are
+    those of the mean of their losses: `(loss_fn(model, *batch) / n).backward()` for each batch in
+    turn, before the rest. Returned is the mean.
+
     Call it on every rank, after `fully_shard` and after building the optimizer. The first call
     compiles. Learning rates may change between steps, by hand or by a scheduler, without a
     recompile; state dicts and checkpoints are as ever. The model may run outside of it too, for
     evaluation or in ordinary steps. `.grad` is None afterwards: a gradient is dropped where it is
-    used, which is what makes room for others.
+    used, which is what makes room for others (but see `keep_grads`).
 
     Args:
         model: the sharded module, or what `torch.compile` made of it.
@@ -80,40 +89,64 @@ def compile_step(
             element, and has to be one graph. None: `model(*batch)` is the loss.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
             Nothing is updated before all gradients are reduced then.
-        accumulate: micro-batches for each update; only 1 is there yet.
+        accumulate: micro-batches for each update. A batch among them is a tuple or list of
+            arguments, a dict of arguments by name, or one tensor; shapes may differ. All are in the
+            one graph, whose compilation takes longer the more they are; each backward stands behind
+            its forward, so the activations of one are alive at a time.
+        reduce_once: with `accumulate`, add gradients up before they are reduced, as
+            `set_requires_gradient_sync(False)` in all but the last backward has it: one reduction
+            instead of n, for the bytes of all unreduced gradients. Otherwise they are reduced for
+            each micro-batch and their shards added, as the loop does that sets nothing.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered for the next step when
+            this one has updated them; 0 for none. They are gathered again if a parameter is written
+            to in between, which has to happen on every rank, and not through `.data` or by a
+            foreach op: that raises from the next step.
+        keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
+            step.
         scaler: a `GradScaler`; not there yet.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
 
     Returns:
-        The step. `step(*batch, **more)` returns the loss, detached.
+        The step. `step(*batch, **more)`, or `step(batches)`, returns the loss, detached.
 
     Raises:
         NotImplementedError: what is asked for is not supported in a whole step; from `step(...)`,
             the loss cannot be captured as one graph, or has gradients that no update takes.
-        TypeError: the model has no sharded module, or the optimizer is of another class.
-        ValueError: an argument is out of its range, or the optimizer's parameters are not those
-            that the model trains.
+        TypeError: the model has no sharded module, the optimizer is of another class, or a batch
+            of several is none.
+        ValueError: an argument is out of its range, the optimizer's parameters are not those that
+            the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
     _check_arguments(clip, accumulate, scaler, backend)
+    for name, value in (("reduce_once", reduce_once), ("keep_grads", keep_grads)):
+        if not isinstance(value, bool):
+            raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
+    check_ahead_bytes(max_ahead_bytes, "compile_step")
     _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
-    return Step(model, units, optimizer, loss_fn, clip, backend, dynamic)
+    wanted = {
+        "clip": None if clip is None else float(clip),
+        "batches": accumulate,
+        "reduces_once": reduce_once and accumulate > 1,
+        "max_ahead_bytes": max_ahead_bytes,
+    }
+    step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
+    step.keeps_grads = keep_grads
+    return step
 
 
 def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
-    if accumulate != 1:
-        raise NotImplementedError(
-            f"compile_step: accumulate={accumulate!r}; micro-batches are not supported in the graph "
-            f"of a whole step yet. {LOOP}, with model.set_requires_gradient_sync(False) in all but "
-            "the last"
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
         )
     if scaler is not None:
         raise NotImplementedError(
@@ -148,6 +181,9 @@ class Step:
     """A compiled training step, made by `compile_step`.
 
     name: what its graphs call it.
+    num_batches: micro-batches of each step.
+    is_running: whether a step is being taken.
+    keeps_grads: whether parameters keep their gradients until the next step.
     """
 
     def __init__(
@@ -156,29 +192,39 @@ class Step:
         units: list[Unit],
         optimizer: optim.Optimizer,
         loss_fn: Callable[..., Tensor] | None,
-        clip: float | None,
+        wanted: dict[str, Any],
         backend: str,
         dynamic: bool | None,
     ) -> None:
         self.name = f"step{next(_numbers)}"
+        self.num_batches: int = wanted["batches"]
         self.optimizer = optimizer
         self._units = units
+        self.keeps_grads = False
         self._updated: dict[FlatBuffer, None] = {}
+        self._kept: dict[nn.Parameter, tuple[int, int]] = {}
         inner = uncompiled(model)
 
-        def whole_step(*batch: Any, **more: Any) -> Tensor:
+        def loss_of(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
             loss: Tensor = (
-                inner(*batch, **more) if loss_fn is None else loss_fn(inner, *batch, **more)
+                inner(*args, **more) if loss_fn is None else loss_fn(inner, *args, **more)
             )
             return loss
 
+        def whole_step(*batch: Any, **more: Any) -> Tensor:
+            return loss_of(batch, more)
+
+        def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
+            return tuple(loss_of(*batch) / len(batches) for batch in batches)
+
         wanted = {
+            **wanted,
             "name": self.name,
-            "clip": None if clip is None else float(clip),
             "order": tuple(self._names(inner)),
+            "units": tuple(unit.key for unit in units),
         }
-        self._run: Callable[..., Tensor] = torch.compile(
-            _own(whole_step, self.name),
+        self._run: Callable[..., Any] = torch.compile(
+            _own(whole_step if self.num_batches == 1 else of_batches, self.name),
             backend=backend,
             fullgraph=True,
             dynamic=dynamic,
@@ -186,6 +232,9 @@ class Step:
         )
         for unit in units:
             unit.on_update[self.name] = self._update
+        self.is_running = False
+        _made.add(self)
+        optimizer_steps.before(_drop_gathered)
 
     def _names(self, model: nn.Module) -> list[str]:
         """The names of all sharded parameters, in the order in which the model yields them."""
@@ -195,7 +244,16 @@ class Step:
     @untraced
     def __call__(self, *batch: Any, **more: Any) -> Tensor:
         """One training step; returns the loss, detached."""
+        if self.num_batches > 1:
+            batch, more = self._batches(batch, more), {}
         self._check()
+        self.is_running = True
+        try:
+            return self._step(batch, more)
+        finally:
+            self.is_running = False
+
+    def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
         self._updated.clear()
         try:
@@ -211,7 +269,35 @@ class Step:
             )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
         optimizer_steps.ended(self.optimizer)
-        return loss.detach()
+        losses = loss if isinstance(loss, tuple) else (loss,)
+        mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
+        return mean
+
+    def _batches(self, given: tuple[Any, ...], more: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of each micro-batch, by place and by name."""
+        count = self.num_batches
+        batches = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else None
+        if more or batches is None:
+            raise TypeError(
+                f"compile_step: a step with accumulate={count} was called with "
+                f"{[type(each).__name__ for each in given]} and {sorted(more)}; it takes one list, "
+                f"of {count} batches: step([batch_0, ..., batch_{count - 1}])"
+            )
+        if len(batches) != count:
+            raise ValueError(
+                f"compile_step: accumulate={count}, and {len(batches)} batches were given. Give as "
+                "many, or compile another step for what is left over at the end of an epoch"
+            )
+        return tuple(_arguments(each) for each in batches)
+
+    def drop_gathered(self, optimizer: optim.Optimizer) -> None:
+        """Forget what was gathered for the next step of parameters that an optimizer is about to
+        write to: not every write of its has a version.
+        """
+        for flat in [flat for unit in self._units for flat in unit.flats if flat.ahead]:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p.sharded) in held for p in flat.params):
+                flat.drop_ahead()
 
     def _explain(self, error: Exception) -> None:
         """Say in our words what Dynamo says; and that a step has ended halfway."""
@@ -261,7 +347,10 @@ class Step:
                 f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
                 f"model's units, which a whole step does not update. {LOOP}"
             )
+        kept, self._kept = self._kept, {}
         for p in params:
+            if p.sharded in kept and _state(p.sharded.grad) == kept[p.sharded]:
+                p.sharded.grad = None
             if p.sharded.grad is not None:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
@@ -276,6 +365,9 @@ class Step:
     def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
+        if self.keeps_grads:
+            flat_grad = flat_grad.clone()  # the graph's own is used for something else
+        flat.drop_ahead()  # what another step has gathered, and this one has not used
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
         try:
@@ -283,7 +375,42 @@ class Step:
             self._updated[flat] = None
         finally:
             for param in params:
-                param.sharded.grad = None
+                if self.keeps_grads and param.sharded.grad is not None:
+                    self._kept[param.sharded] = _state(param.sharded.grad)
+                else:
+                    param.sharded.grad = None
+
+
+def _state(grad: Tensor | None) -> tuple[int, int]:
+    """Changes if a gradient is another, or is added to."""
+    local: Any = getattr(grad, "_local_tensor", grad)
+    return id(grad), -1 if local is None else local._version
+
+
+_made: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+def _drop_gathered(optimizer: optim.Optimizer) -> None:
+    """Called before every step; one that is a graph takes over what it can use, and drops the
+    rest.
+    """
+    if not any(step.is_running and step.optimizer is optimizer for step in _made):
+        for step in list(_made):
+            step.drop_gathered(optimizer)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A micro-batch as arguments by place and by name."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    if isinstance(batch, list | tuple):
+        return tuple(batch), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise TypeError(
+        f"compile_step: a micro-batch is a {type(batch).__name__}; should be a tuple or list of "
+        "arguments, a dict of arguments by name, or one tensor"
+    )
 
 
 def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS
-from .schema import UPDATE, traits_of
+from .schema import GATHER_NEXT, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,7 +121,8 @@ def aliases(node: Node) -> list[Node]:
 
 def last_read(buffer: Node, position: dict[Node, int]) -> int:
     """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
-    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone.
+    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone;
+    what is gathered for the next step is another value of it.
     """
     readers = [u for alias in aliases(buffer) for u in alias.users if not _is_mark(u)]
     readers += [wait for u in readers if traits_of(u.target).starts for wait in u.users]
@@ -129,9 +130,11 @@ def last_read(buffer: Node, position: dict[Node, int]) -> int:
 
 
 def _is_mark(node: Node) -> bool:
-    """Whether this says which gradients are complete, of a reduction that is over."""
+    """Whether this says which gradients are complete, of a reduction that is over, or gathers for
+    the next step.
+    """
     traits = traits_of(node.target)
-    return traits.marks and not traits.awaits
+    return node.target is GATHER_NEXT or (traits.marks and not traits.awaits)
 
 
 def is_sum(node: Node) -> bool:
@@ -168,6 +171,48 @@ def sum_leaves(root: Node) -> list[Node]:
         else:
             leaves.append(node)
     return leaves
+
+
+def join_batches(run: Builder, grad: Node, other: Node) -> Node:
+    """The sum of flat gradients of two micro-batches: with its factor spelled out, so that `is_sum`
+    takes each for a flat gradient of its own.
+    """
+    result: Node = run(ADD, grad, other, alpha=1)
+    return result
+
+
+def batch_leaves(root: Node) -> list[Node]:
+    """The flat gradients of the micro-batches that `join_batches` has added up, first to last; of
+    one alone, itself.
+    """
+    if root.target is ADD and root.kwargs == {"alpha": 1}:
+        return [leaf for term in root.args for leaf in batch_leaves(term)]  # type: ignore[arg-type]
+    return [root]
+
+
+def batches_of(graph: Graph, losses: Sequence[Node], ones: Sequence[Node]) -> dict[Node, int]:
+    """The micro-batch that each node of a training graph is for, counted from 0.
+
+    losses: of the micro-batches, in order; what stands before one of them, and behind the one
+        before, is its forward.
+    ones: what their backwards begin with; what depends on several is for the last of them. What
+        stands behind all losses and depends on none is for the first that reads it.
+    """
+    last = {one: i for i, one in enumerate(ones)}
+    for node in graph.nodes:
+        behind = [last[n] for n in node.all_input_nodes if n in last]
+        if behind and node not in last:
+            last[node] = max(behind)
+    remaining, found = list(losses), dict(last)
+    for node in graph.nodes:
+        if node not in last and remaining:
+            found[node] = len(losses) - len(remaining)
+        if node in remaining:
+            remaining.remove(node)
+    for node in reversed(graph.nodes):
+        if node not in found:
+            found[node] = min((found[u] for u in node.users), default=len(losses) - 1)
+    return found
 
 
 def erase_unused(root: Node, *targets: object) -> None:

@@ -130,6 +130,11 @@ def get_heads(node: Node) -> Heads | None:
     return heads
 
 
+def forget_heads(node: Node) -> None:
+    """Let all outputs lead to all: the caller uses every one."""
+    node.meta.pop(_HEADS, None)
+
+
 def set_record(gm: GraphModule, text: str) -> None:
     """Keep the record of a finished graph until it becomes an argument of the graph's first op."""
     gm.meta[_RECORD] = text

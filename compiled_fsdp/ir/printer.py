@@ -84,15 +84,16 @@ def _arguments(node: Node) -> list[object]:
     if not count:
         return list(node.args)
     spec = param_spec(node)
-    return [*node.args[:count], spec.fqn, f"reshard={spec.reshard}"]
+    batch = [f"batch={spec.batch}"] if spec.batch else []
+    return [*node.args[:count], spec.fqn, f"reshard={spec.reshard}", *batch]
 
 
 def _note(node: Node) -> str:
     tag = meta.get_tag(node)
     if tag is None:
         return ""
-    unit = tag.unit.split("#")[0]
-    return f"  # {unit}: {tag.kind}"
+    unit, batch = tag.unit.split("#")[0], tag.specs[0].batch
+    return f"  # {unit}: {tag.kind}" + (f", batch {batch}" if batch else "")
 
 
 def _text(value: object) -> str:

@@ -16,6 +16,7 @@ them.
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
 | `update_(flat_grad, flat, offsets, step)` | the optimizer of a whole step updates these parameters, and drops their gradient |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
+| `gather_next(flat, start, ...)` | the same all-gather for the next step, once the buffer is updated; the unit keeps it under way |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
 | `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
 | `all_gather(shard, sizes, group_size, group, what, phase) -> gathered` | started, not awaited: pieces gathered side by side |
@@ -79,6 +80,8 @@ SCHEMAS = (
     "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
+    "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt group_size, "
+    "str group) -> ()",
     "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
     "copy_columns(Tensor columns) -> Tensor",
     "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
@@ -158,6 +161,7 @@ OURS = {
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
     "update_":                "0  -      -              kernel    -      no  no  program no  yes",
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
+    "gather_next":            "0  -      -              none      -      no  no  notes   no  yes",
     "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
     "copy_columns":           "0  -      -              copy      -      no  no  -       no  no",
     "all_gather":             "0  -      gather         bandwidth -      yes no  -       no  no",
@@ -236,6 +240,7 @@ REDUCE_LATER = fsdp.reduce_later_.default
 STEP = fsdp.step_.default
 UPDATE = fsdp.update_.default
 GATHER_AHEAD = fsdp.gather_ahead.default
+GATHER_NEXT = fsdp.gather_next.default
 FLATTEN_GRAD = fsdp.flatten_grad.default
 COPY_COLUMNS = fsdp.copy_columns.default
 ALL_GATHER = fsdp.all_gather.default

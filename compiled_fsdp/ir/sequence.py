@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from .collectives import as_in_torch, group_of
 from .expected import EXCHANGE
-from .graph import phase_of, starts, value
+from .graph import find, phase_of, starts, value
 from .meta import get_tag
 from .printer import printable
+from .schema import GATHER_NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,16 +38,16 @@ def sequence(graph: Graph) -> tuple[str, list[str]]:
         dtype = value(node.all_input_nodes[0]).dtype
         op = as_in_torch(node)[0]._opname
         lines.append(f"{op} of {_sizes(node)} x {dtype} over {label}: {owner(node)}")
-    return "\n".join([f"a {phase_of(graph)} graph of {len(lines)} collectives", *lines]), list(
-        groups
-    )
+    head = f"a {phase_of(graph)} graph of {len(lines)} collectives"
+    lines += [f"for the next step: {owner(node)}" for node in find(graph, GATHER_NEXT)]
+    return "\n".join([head, *lines]), list(groups)
 
 
 def sequence_over(graph: Graph, group: str) -> list[str]:
     """The lines of the collectives over one group."""
     lines = sequence(graph)[0].splitlines()[1:]
     return [
-        line for node, line in zip(starts(graph), lines, strict=True) if group_of(node) == group
+        line for node, line in zip(starts(graph), lines, strict=False) if group_of(node) == group
     ]
 
 

@@ -30,6 +30,7 @@ OWN_MESSAGE = 1 << 18
 
 MEAN = "mean:"  # before a hook's key
 IN_BACKWARD = "backward"  # `ParamSpec.overlap`
+NEXT = "next"  # `ParamSpec.overlap`
 AGAIN = "again"  # `ParamSpec.reshard`
 
 # What users gave us to call (custom communications, all-reduce hooks), by the key that stands in an
@@ -101,7 +102,8 @@ class ParamSpec:
     reduce_*, pre_divide, post_divide, replicate_*, sync, is_accumulating, hook, retained_dtype: see
     `Reduction`. overlap: "step": the optimizer's step may overlap with the last reductions and the
     first gathers; IN_BACKWARD: backward itself
-        steps what it has reduced; "": neither. See `overlap.py`.
+        steps what it has reduced; NEXT: the graph of a whole step gathers it for the next one, once
+        it is updated; "": none of that. See `overlap.py`.
     unit, fqn: names for people; `unit` also says which collectives may share a bucket.
     reduces_in_flight: reductions that may be under way at once; 0 leaves it to the plan.
     forward_after, backward_after: units whose explicit prefetch lists name this one, "" for the
@@ -115,6 +117,8 @@ class ParamSpec:
     gather_quantized: the dtype of the codes that travel when the parameter is gathered
         (`quantized.py`); None: it travels as it is.
     reduce_quantized: the same of its gradient, when it is sent to the ranks that reduce it.
+    batch: the micro-batch that it is gathered or reduced for, in the graph of a whole step that has
+        several; 0 also where it is for all of them.
     """
 
     offset: int
@@ -152,6 +156,7 @@ class ParamSpec:
     pins: bool = False
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
+    batch: int = 0
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

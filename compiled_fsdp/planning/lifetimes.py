@@ -23,7 +23,7 @@ from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from compiled_fsdp.ir.schema import ENCODE, GATHER_AHEAD, param_spec, traits_of
+from compiled_fsdp.ir.schema import ENCODE, GATHER_AHEAD, GATHER_NEXT, UPDATE, param_spec, traits_of
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -185,6 +185,10 @@ class Lifetimes:
             self._leaves[node] = [self._input(node, tensor) for tensor in tensors_of(node)]
         elif node.op == "call_function":
             self._leaves[node] = self._results(node)
+        if node.target is GATHER_NEXT:
+            self._keep_for_next(node)
+        if node.target is UPDATE:
+            self._compute_with(node)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
         awaits = traits_of(node.target).awaits
         if awaits:
@@ -195,6 +199,23 @@ class Lifetimes:
         for storage in needed:
             storage.users[node] = None
             storage.is_kept |= node.op == "output" or awaits == "unit"
+
+    def _keep_for_next(self, node: Node) -> None:
+        """What is gathered for the next step is alive until the end."""
+        tag = get_tag(node)
+        assert tag is not None
+        num_bytes = sum(spec.full_bytes() for spec in tag.specs)
+        kept = Storage(node, num_bytes, GATHERED, tag.unit.split("#")[0], is_kept=True)
+        self.storages.append(kept)
+
+    def _compute_with(self, node: Node) -> None:
+        """An optimizer allocates values of its own while it runs; of those of torch that have a
+        state, as many bytes as the gradient (the square root that Adam divides by).
+        """
+        grad: Any = node.args[0]
+        inside = Storage(node, num_bytes_of(grad.meta["val"]), TEMPORARY, node.name)
+        inside.users[node] = None
+        self.storages.append(inside)
 
     def _inline(self, node: Node) -> None:
         """Who reads this reads what it is computed from."""

@@ -44,7 +44,8 @@ DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
 _INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
 BEFORE_FORWARD = (
     "between optimizer.step() and forward, and had been gathered already. "
-    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer"
+    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer "
+    "or compile_step"
 )
 IN_FORWARD = (
     "after the gather for their forward was started: ahead, by the unit before, by a prefetch "
@@ -345,7 +346,9 @@ class FlatBuffer:
         torch._assert_async(self.checksum() == before, _for_device(text, before.device))
 
     def gather_ahead(self, piece: Piece) -> None:
-        """Start to gather a piece of what the buffer holds now."""
+        """See `ops.Owner`."""
+        for other in [p for p in self.ahead if p == piece or self.ahead[p][0] != self.version()]:
+            self.ahead.pop(other)[-1].wait()  # of values that are no longer these
         with torch.no_grad():
             rests = self.data.detach()[piece.start : piece.start + piece.numel]
             here = comm.from_host(launch.call, rests, self.params[0].spec)

@@ -85,6 +85,9 @@ class Owner(unused_outputs.Buffer, Protocol):
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
 
+    def gather_ahead(self, piece: Piece) -> None:
+        """Start to gather a piece of what the buffer holds now, for `gather` to hand over."""
+
 
 _settle_first: list[Callable[[GraphModule], None]] = []
 
@@ -301,6 +304,18 @@ def _gather_ahead_fake(
     shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
 ) -> Tensor:
     return shard.new_empty(group_size * shard.numel())
+
+
+@_kernel("gather_next")
+def _gather_next(
+    flat: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    group_size: int,
+    group: str,
+) -> None:
+    owner_of(flat, "gather_next").gather_ahead(Piece(start, tuple(sizes), dtype, group_size, group))
 
 
 @_kernel("all_reduce_hook")

@@ -164,12 +164,13 @@ class TestFolder(GraphTest):
                 """\
 rank0/000_joint/00_capture.json.gz
 rank0/000_joint/00_capture.txt
-rank0/000_joint/01_dedup_unshard.txt
-rank0/000_joint/02_join_grads.txt
-rank0/000_joint/03_choose_collectives.txt
-rank0/000_joint/04_reshard.txt
-rank0/000_joint/05_note_heads.txt
-rank0/000_joint/06_name_groups.txt
+rank0/000_joint/01_number_batches.txt
+rank0/000_joint/02_dedup_unshard.txt
+rank0/000_joint/03_join_grads.txt
+rank0/000_joint/04_choose_collectives.txt
+rank0/000_joint/05_reshard.txt
+rank0/000_joint/06_note_heads.txt
+rank0/000_joint/07_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -189,15 +190,16 @@ rank0/001_forward/10_free.diff
 rank0/001_forward/10_free.json.gz
 rank0/001_forward/10_free.txt
 rank0/001_forward/11_gather_ahead.txt
-rank0/001_forward/12_copy_aside.txt
-rank0/001_forward/13_summarize.txt
-rank0/001_forward/14_watch_heads.txt
-rank0/001_forward/15_agree.diff
-rank0/001_forward/15_agree.json.gz
-rank0/001_forward/15_agree.txt
-rank0/001_forward/16_use_gloo.txt
-rank0/001_forward/17_name_collectives.txt
-rank0/001_forward/18_verify.txt
+rank0/001_forward/12_gather_next.txt
+rank0/001_forward/13_copy_aside.txt
+rank0/001_forward/14_summarize.txt
+rank0/001_forward/15_watch_heads.txt
+rank0/001_forward/16_agree.diff
+rank0/001_forward/16_agree.json.gz
+rank0/001_forward/16_agree.txt
+rank0/001_forward/17_use_gloo.txt
+rank0/001_forward/18_name_collectives.txt
+rank0/001_forward/19_verify.txt
 rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
@@ -219,15 +221,16 @@ rank0/002_backward/08_place_updates.txt
 rank0/002_backward/09_read_strided.txt
 rank0/002_backward/10_free.txt
 rank0/002_backward/11_gather_ahead.txt
-rank0/002_backward/12_copy_aside.txt
-rank0/002_backward/13_summarize.txt
-rank0/002_backward/14_watch_heads.txt
-rank0/002_backward/15_agree.diff
-rank0/002_backward/15_agree.json.gz
-rank0/002_backward/15_agree.txt
-rank0/002_backward/16_use_gloo.txt
-rank0/002_backward/17_name_collectives.txt
-rank0/002_backward/18_verify.txt
+rank0/002_backward/12_gather_next.txt
+rank0/002_backward/13_copy_aside.txt
+rank0/002_backward/14_summarize.txt
+rank0/002_backward/15_watch_heads.txt
+rank0/002_backward/16_agree.diff
+rank0/002_backward/16_agree.json.gz
+rank0/002_backward/16_agree.txt
+rank0/002_backward/17_use_gloo.txt
+rank0/002_backward/18_name_collectives.txt
+rank0/002_backward/19_verify.txt
 rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
@@ -242,7 +245,7 @@ rank0/settings.json""",
             first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
             self.assertEqual(
                 first,
-                "# made by lower; holds: DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED; "
+                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED; "
                 "0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0",
             )
             self.assertExpectedInline(
@@ -304,7 +307,7 @@ return [None, %add]
                 texts.append([dumped.text for graph in graphs for dumped in graph.passes])
                 backward = Path(name) / "rank0" / graphs[-1].name
                 files = [
-                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "15_agree")
+                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "16_agree")
                 ]
             is_whole = ["%primals_2: f32[10]\n" in text for text in files]
             self.assertEqual(is_whole, [True, large > 0])

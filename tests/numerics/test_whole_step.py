@@ -250,6 +250,36 @@ def test_failed_halfway(two: Pool) -> None:
     assert "some units were updated and others were not. Load a checkpoint" in told[0]
 
 
+def kept() -> None:
+    """Gradients as the updates used them, clipped, until the next step; others are not dropped."""
+    options = Options("odd", max_norm=0.05)
+    loop, (run, _) = start(False, "eager", options), whole(options)
+    step = compile_step(
+        run.model,
+        run.optimizer,
+        loss_fn,
+        clip=0.05,
+        keep_grads=True,
+        backend="compiled_fsdp_eager",
+    )
+    for i in range(3):
+        loop.optimizer.zero_grad()
+        loop.backward(i)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05)
+        loop.optimizer.step()
+        step(*batch_of("odd", i))
+        grads = [[local(p.grad) for p in r.model.parameters()] for r in (run, loop)]
+        check_equal(*grads, f"gradients of step {i}")
+    check_equal(run.state(), loop.state(), "state")
+    run.backward(9)
+    with pytest.raises(RuntimeError, match="has a gradient of an earlier backward"):
+        step(*batch_of("odd", 3))
+
+
+def test_kept_gradients(two: Pool) -> None:
+    two.run(kept, timeout=SLOW)
+
+
 # -- what is seen
 
 
@@ -352,7 +382,6 @@ def refused_when_made() -> None:
     plain = nn.Linear(2, 2)
     for error, words, arguments in (
         (ValueError, "clip=0; should be None", {"clip": 0}),
-        (NotImplementedError, "accumulate=2; micro-batches", {"accumulate": 2}),
         (NotImplementedError, "scaler=GradScaler", {"scaler": torch.amp.GradScaler("cpu")}),
         (ValueError, "backend='inductors'; should be one of", {"backend": "inductors"}),
     ):

@@ -204,7 +204,7 @@ class TestPipeline(GraphTest):
             ["capture", *(entry.name for entry in HALF if entry.runs_in(Context()))],
         )
         self.assertExpectedInline(
-            body(found["joint/04_reshard"]),
+            body(found["joint/05_reshard"]),
             """\
 %primals_1: f32[3,4]
 %primals_2: f32[10]
@@ -665,7 +665,7 @@ class TestOwnPasses(GraphTest):
         with tempfile.TemporaryDirectory() as folder, pipeline(without=("free", "agree")):
             found = trace(self.compiled()._orig_mod, (torch.ones(3, 4),), Path(folder))
         last = max(name for name in found if name.startswith("forward"))
-        self.assertEqual(last, "forward/16_verify")
+        self.assertEqual(last, "forward/17_verify")
         self.assertNotIn("free(", found[last])
         self.assertNotIn("agree(", found[last])
 
@@ -749,7 +749,7 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/18_verify"])
+                self.assertNotIn("free(", found["forward/19_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
                         torch.ones(3, 4)

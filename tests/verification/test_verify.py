@@ -13,29 +13,32 @@ from unittest import mock
 
 import torch
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
+from compiled_fsdp.passes.gather_ahead import gather_ahead
+from compiled_fsdp.passes.gather_next import gather_next
 from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.step_in_backward import step_in_backward
-from compiled_fsdp.passes.verify import INVARIANTS, check, verify
+from compiled_fsdp.passes.verify import INVARIANTS, check, gathered_after_update, verify
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
-from compiled_fsdp.ir.graph import Builder, find, output
+from compiled_fsdp.ir.graph import Builder, find, join_batches, output
 from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
     FREE,
+    GATHER_NEXT,
     MARK_GRADS,
     REDUCE_LATER,
     START_COPY,
     UPDATE,
     WATCH_HEADS,
 )
-from compiled_fsdp.ir.spec import AGAIN, IN_BACKWARD
+from compiled_fsdp.ir.spec import AGAIN, IN_BACKWARD, NEXT
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.verification.invariant import GraphInvariantError
 
@@ -187,7 +190,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             lower(hand.returns(*twice), PLAN),
             """\
 after the pipeline: w is gathered here and at %all_gather_into_tensor_default.
-Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once more for backward.
+Invariant: Every parameter is gathered at most once over a group in a graph; of a whole step, once each way for each micro-batch.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %flat: f32[4]
    %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
@@ -217,7 +220,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             hand.returns(),
             """\
 after the pipeline: w is gathered here and at %cat_default.
-Invariant: Every parameter is gathered at most once over a group in a graph; in that of a whole step, once more for backward.
+Invariant: Every parameter is gathered at most once over a group in a graph; of a whole step, once each way for each micro-batch.
 This is a bug in the pass named above, or in a pass added to the pipeline.
    %trained: f32[4]
    %frozen: f32[4]
@@ -422,8 +425,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         check(self.step(scaled=(0, 1)), PLAN, "the pipeline")
         rule = (
             "\nInvariant: In the graph of a whole step, every flat gradient that is reduced goes to "
-            "exactly one update_, of its own buffer and parameters, and all are scaled by the same "
-            "factor or none is."
+            "exactly one update_, of its own buffer and parameters, with those of other "
+            "micro-batches, and all are scaled by the same factor or none is."
         )
         graphs = {
             "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
@@ -438,6 +441,61 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         Builder(output(twice), first)(UPDATE, *first.args)
         for detail, gm in graphs.items():
             self.assertEqual(self.broken_detail(gm), f"after the pipeline: {detail}.{rule}")
+
+    def test_updated_once_of_micro_batches(self):
+        """The gradients of both go to the update; one alone leaves the other behind."""
+        for num_taken in (2, 1):
+            hand = Hand()
+            x, flat = hand.input("x", 4), hand.input("flat", 2)
+            (spec,) = unit("u", {"w": (4,)})
+            specs = [replace(spec, batch=i) for i in range(2)]
+            params = [hand.unshard(flat, s) for s in specs]
+            grads = [
+                hand.reduce_grad(hand.add(x, p), flat, s)
+                for p, s in zip(params, specs, strict=True)
+            ]
+            run = Builder(hand.end, hand.end)
+            total = join_batches(run, *grads) if num_taken == 2 else grads[0]
+            hand(UPDATE, total, flat, [0], "step0")
+            gm = lower(hand.returns(x), PLAN)
+            if num_taken == 2:
+                check(gm, PLAN, "the pipeline")
+            else:
+                self.assertIn("marks a gradient that no update_ takes", self.broken_detail(gm))
+
+    def next_step(self) -> GraphModule:
+        """The graph of a whole step that gathers its buffer for the next one."""
+        hand = Hand()
+        (spec,) = unit("u", {"w": (4,)}, overlap=NEXT)
+        flat, x = hand.input("flat", 2), hand.input("x", 4)
+        x = hand.add(x, hand.unshard(flat, spec))
+        hand(UPDATE, hand.reduce_grad(x, flat, spec), flat, [0], "step0")
+        return gather_next(gather_ahead(lower(hand.returns(x), PLAN), PLAN), PLAN)
+
+    def test_gathered_after_update(self):
+        """Before the update, twice, another piece, a buffer that is not updated."""
+        gm = self.next_step()
+        check(gm, PLAN, "the pipeline")
+        (node,), (update,) = find(gm.graph, GATHER_NEXT), find(gm.graph, UPDATE)
+        update.prepend(node)
+        self.assertEqual(
+            self.broken_detail(gm),
+            "after the pipeline: %gather_next_default gathers %flat before %update__default writes "
+            "it.\nInvariant: What is gathered for the next step is a piece that the graph takes over "
+            "at its beginning, once each, and its buffer is updated before, never after.",
+        )
+        output(gm.graph).prepend(node)
+        with gm.graph.inserting_after(node):
+            again = gm.graph.node_copy(node)
+        self.assertIn("takes over, or a second time", self.broken_detail(gm))
+        gm.graph.erase_node(again)
+        node.args = (node.args[0], 1, *node.args[2:])
+        self.assertIn("gathers what no gather_ahead takes over", self.broken_detail(gm))
+        gm = self.next_step()
+        for unused in (*find(gm.graph, UPDATE), *find(gm.graph, MARK_GRADS)):
+            gm.graph.erase_node(unused)
+        violations = list(gathered_after_update(gm, PLAN))
+        self.assertIn("which the graph does not update", violations[0][1])
 
     def test_stepped_last_in_a_whole_step(self):
         """A gather of the next step's forward, started before the update that it should follow."""
