@@ -20,6 +20,7 @@ from compiled_fsdp.ir.collectives import OPTIONS
 from compiled_fsdp.ir.graph import phase_of
 from compiled_fsdp.ir.printer import show
 
+from .add_checksums import add_checksums
 from .agree import agree
 from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
@@ -121,6 +122,14 @@ PIPELINE = check_order(
         ),
         Pass(place_updates, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.UPDATED),
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
+        Pass(
+            add_checksums,
+            Stage.HALF,
+            (P.PREFETCHED, P.DELAYED),
+            P.SUMMED_UP,
+            is_tried=False,
+            consumes=("check",),
+        ),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
         Pass(

@@ -28,11 +28,12 @@ them.
 | `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
 | `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
 | `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
+| `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each of `rows` ranks holds of each parameter |
+| `compare_(sent, received, rests, flats, counts, collective, phase, names)` | notes checksums for the end of backward, where ranks compare them |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,
-`watch_heads` and `free`
-are functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
+`watch_heads`, `compare_` and `free` are functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
 its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
 `mark_grads_` can reach the unit at run time without any registry.
 
@@ -100,6 +101,9 @@ SCHEMAS = (
     "encode(Tensor[] pieces, str[] codes) -> Tensor",
     "decode(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "decode_sum(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
+    "checksum(Tensor[] pieces, SymInt rows, SymInt[] messages, SymInt[] sizes) -> Tensor",
+    "compare_(Tensor(a!) sent, Tensor received, Tensor[] rests, Tensor[] flats, SymInt[] counts, str "
+    "collective, str phase, str[] names) -> ()",
     "free(Tensor buffer) -> ()",
 )
 
@@ -178,6 +182,8 @@ OURS = {
     "encode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode_sum":             "0  -      -              kernel    -      no  no  -       no  no",
+    "checksum":               "0  -      -              kernel    -      no  no  -       no  no",
+    "compare_":               "0  -      -              none      -      no  no  notes   no  yes",
     "free":                   "0  -      -              none      -      no  no  notes   no  no",
 }
 TORCHS = {
@@ -256,6 +262,8 @@ START_COPY = fsdp.start_copy.default
 ENCODE = fsdp.encode.default
 DECODE = fsdp.decode.default
 DECODE_SUM = fsdp.decode_sum.default
+CHECKSUM = fsdp.checksum.default
+COMPARE = fsdp.compare_.default
 FREE = fsdp.free.default
 
 for _op, _traits in TRAITS.items():

@@ -112,6 +112,7 @@ class ParamSpec:
     gather_quantized: the dtype of the codes that travel when the parameter is gathered
         (`quantized.py`); None: it travels as it is.
     reduce_quantized: the same of its gradient, when it is sent to the ranks that reduce it.
+    is_checked: whether ranks compare checksums of what travels of it (`checksums.py`).
     """
 
     offset: int
@@ -149,6 +150,7 @@ class ParamSpec:
     pins: bool = False
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
+    is_checked: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

@@ -9,6 +9,7 @@ from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire.ablation import fake_group
 
+from . import checking
 from .mesh import averages, by_exchange, reduction
 from .precision import reduce_dtype
 from .quantizing import codes_of
@@ -37,6 +38,7 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
     gather_group, reduce_group = _groups(unit, info)
     if settings.fake_reduce and how.replicate_size > 1:
         how = replace(how, replicate_group=fake_group(how.replicate_group))
+    is_faked = settings.fake_all_gather or settings.fake_reduce
     post = unit.post_meshes.get(info)
     kind = "slice" if post else "gather" if unit.reshard else "keep"
     is_whole = settings.sync == "scatter" and info.replicate_size == 1
@@ -74,6 +76,7 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         pins=bool(unit.offload and unit.offload.device and unit.offload.pins),
         gather_quantized=gather_codes,
         reduce_quantized=reduce_codes,
+        is_checked=bool(settings.check) and not is_faked and not checking.refusal(unit),
     )
 
 
