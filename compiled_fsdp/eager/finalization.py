@@ -227,4 +227,4 @@ class Finalization:
         self.held.difference_update({r.root for r in units})
         self.delivered = self.delivered and bool(self.held)
         self.tree.end_iteration(is_last=is_last)
-        compare([runtime.unit for runtime in units])
+        compare([runtime.unit for runtime in units], self.tree.clock.count + 1)

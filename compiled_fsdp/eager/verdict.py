@@ -27,7 +27,6 @@ from compiled_fsdp.wire.checks import ChecksumError, Entry, Fault, difference, p
 
 from . import state_sums
 from .blame import blame, of_replicas, unwritten
-from .resident import num_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,8 +58,9 @@ def check_one_mesh(units: Sequence[Unit]) -> None:
         )
 
 
-def compare(units: Sequence[Unit]) -> None:
-    """At the end of a backward: compare what these units have summed up since the last time.
+def compare(units: Sequence[Unit], step: int) -> None:
+    """At the end of a backward, in this step of their optimizer: compare what these units have
+    summed up since the last time.
 
     Raises:
         ChecksumError: something differs; gradients were dropped.
@@ -75,11 +75,11 @@ def compare(units: Sequence[Unit]) -> None:
         if verdict.is_fake or not verdict.differs():
             return
         faults = verdict.faults()
+        verdict.clear()
     if not faults:
         return
     for unit in checked:
         _drop_gradients(unit)
-    step = num_steps() + 1
     raise ChecksumError(_text(faults, step), step, faults)
 
 
@@ -181,6 +181,12 @@ class Verdict:
             told = _everyones(group, "faults", [entry for each in told for entry in each])
             faults = [_fault(entry) for each in told for entry in each]
         return sorted(set(faults))
+
+    def clear(self) -> None:
+        """What has changed at rest is told; if it stays so, the next sums tell it again."""
+        for flat in self.rests:
+            if flat.resting.changed is not None:
+                flat.resting.changed.zero_()
 
     def _evidence(self) -> dict[str, Any]:
         """What this rank knows of sums that differ."""

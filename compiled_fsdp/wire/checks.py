@@ -37,7 +37,7 @@ class ChecksumError(RuntimeError):
 
     The step is not applied: gradients are dropped.
 
-    step: of optimizers in this process, counted from 1.
+    step: of the model's optimizer in this process, counted from 1.
     faults: what differed, one for each place.
     """
 
