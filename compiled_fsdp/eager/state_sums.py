@@ -102,10 +102,8 @@ def _after(optimizer: Optimizer) -> None:
     with torch.no_grad():
         for flat in (flat for unit in checked for flat in unit.flats):
             if flat.data.requires_grad and not flat.is_apart and flat.data.device.type != "meta":
-                places = range(len(flat.params))
-                flat.resting.note(
-                    list(places), flat.sum_up(), flat.version(), "the last update", len(places)
-                )
+                flat.resting.forget()
+                flat.note_rest("the last update")
         params = {id(p.sharded) for unit in checked for p in unit.params}
         _sums[optimizer] = [
             State(param, key, _version(tensor), _sum(tensor))

@@ -99,10 +99,7 @@ class Verdict:
         self.is_fake = backend_of(self.info.shard_group) == "fake"
         self.device = entries[0].sent.device
         for flat in self.rests:
-            num = len(flat.params)
-            flat.resting.note(
-                list(range(num)), flat.sum_up(), flat.version(), "the end of backward", num
-            )
+            flat.note_rest("the end of backward")
         self.states = state_sums.changed(units)
         self.replicated: list[tuple[str, str, tuple[str, ...], Tensor]] = []
         if self.has_replicas:

@@ -233,11 +233,12 @@ class FlatBuffer:
         places = [known.index(parts_of(name)[1]) for name in names]
         self.resting.note(places, sums, self.version(), f"its all-gather in {phase}", len(known))
 
-    def sum_up(self) -> Tensor:
-        """Returns a checksum of each parameter's shard, padding included: [P]."""
+    def note_rest(self, when: str) -> None:
+        """Sum up all parameters' shards, padding included, and compare them with before."""
         sizes = [p.layout.numel for p in self.params]
         with torch.no_grad():
-            return checksums([self.data.detach()], 1, [self.layout.numel], sizes)[0]
+            sums = checksums([self.data.detach()], 1, [self.layout.numel], sizes)[0]
+        self.resting.note(range(len(sizes)), sums, self.version(), when, len(sizes))
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""

@@ -12,6 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.torch_private.groups import group_named
 from compiled_fsdp.wire import gloo
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def in_exchange(
     exchange, wait = gloo._exchange, gloo.Exchange.wait
 
     def faulty(what: str, out: Tensor, sent: Any, received: Any, *more: Any) -> Any:
-        peer = (dist.get_rank() + 1) % dist.get_world_size()
+        group = group_named(more[-1])
+        peer = (group.rank() + 1) % group.size()
         is_it = what == collective and sum(p[peer].numel() for p in received) in numels
         seen[0] += is_it
         is_now = is_it and seen[0] == occurrence + 1 and dist.get_rank() == rank

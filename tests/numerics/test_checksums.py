@@ -220,7 +220,7 @@ def check_replicas(kind: str) -> None:
         run.step()
         error = found(run, lambda: run.forward().backward())
         (fault,) = error.faults
-        assert (fault.rank, fault.among, fault.collective) == (-1, (1, 3), "replicas")
+        assert (fault.rank, fault.among, fault.collective) == (-1, (1, 3), "replicas"), fault
         assert (fault.unit, fault.parameter) == ("blocks.0", "blocks.0.0.weight")
         if dist.get_rank() == 3:
             flip(next(run.model.parameters()), 5)
