@@ -4,6 +4,7 @@ Before:
 
     %g = all_gather(%flat)
     %v = wait(%g)
+    %w = view(%v, shape)
 
 After, where the plan says `check="checksums"`:
 
@@ -12,6 +13,7 @@ After, where the plan says `check="checksums"`:
     %v = wait(%g)
     %r = checksum([%v], N, messages, sizes)
     compare_(%s, %r, [], [%flat], [1], "all-gather", "forward", names)
+    %w = view(%v, shape)
 
 Likewise around an all-to-all whose rows are added up where they arrive, and behind an all-reduce
 over replicas, whose result is the same on each. What is gathered in another form than it rests in
@@ -20,8 +22,7 @@ the end of backward (`eager/verdict.py`).
 
 Requires: the final order of collectives, and no buffer freed yet.
 Ensures: each collective of a checked parameter that can be checked is summed up on both sides.
-Leaves alone: reduce-scatters, which add floating-point numbers on their way; parameters whose
-    settings do not ask for it.
+Leaves alone: parameters whose settings do not ask for it; communications over one rank.
 """
 
 from __future__ import annotations

@@ -188,6 +188,7 @@ HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
 # Not to be left out, and what would become of a graph otherwise.
 ALWAYS = {
     note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    add_checksums.__name__: "nothing that the plan wants to be compared would be",
     lower.__name__: "every parameter would be gathered by itself",
     watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",
     use_gloo.__name__: "torch's all-gather over gloo corrupts memory now and then",

@@ -9,10 +9,9 @@ sums go into the ledger of the unit, by `compare_`, and ranks compare them at th
 | all-gather | this rank's part of each parameter: [1, P] | that of every rank: [N, P] |
 | all-to-all, and a local sum | the rows for every rank: [N, P] | the rows of every rank: [N, P] |
 | all-reduce over replicas | - | the result, the same on each: [1, P] |
-| reduce-scatter | - | - |
 
 A reduce-scatter adds floating-point numbers on its way, so there is nothing that an integer could be
-compared with.
+compared with: gradients of checked units are exchanged, and added where they arrive (`units/specs.py`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class Plan:
     check: "checksums": what is gathered, what is exchanged to be reduced, and what rests between
         steps is summed up as integers, and ranks compare the sums once a backward, at its end; if
         they differ, it raises `ChecksumError`, nothing is applied, and gradients are dropped
-        (docs/failures.md says what is found). Holds for eager units too. None: nothing is summed.
+        (docs/failures.md says what is found). Gradients are reduced by all-to-all and a local sum
+        then. Holds for eager units too. None: nothing is summed.
     """
 
     prefetch: float | None = DISTANCES["prefetch"]
@@ -251,6 +252,12 @@ def _check_choices(plan: Plan) -> None:
         raise ValueError(f"Plan: regions={plan.regions!r}; should be one of {REGIONS}")
     if plan.check not in CHECKS:
         raise ValueError(f"Plan: check={plan.check!r}; should be one of {CHECKS}")
+    if plan.check is not None and plan.reductions == "reduce_scatter":
+        raise ValueError(
+            f"Plan: reductions='reduce_scatter' with check={plan.check!r}; what is added on its way "
+            "cannot be compared with what was sent, so gradients are exchanged and added where they "
+            "arrive. Leave out one of the two"
+        )
     if not isinstance(plan.recompute, bool):
         raise ValueError(f"Plan: recompute={plan.recompute!r}; should be True or False")
 

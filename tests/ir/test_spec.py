@@ -55,7 +55,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 35 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins', 'gather_quantized', 'reduce_quantized']""",  # noqa: E501
+            """ParamSpec.of: got 2 arguments (0, (4, 2)); the schema of fsdp::unshard has 36 after the flat buffer: ['offset', 'shape', 'dim', 'dtype', 'group_size', 'group', 'gather_algorithm', 'reduce_group', 'reshard', 'post_size', 'post_group', 'reduce_dtype', 'reduce_op', 'reduce_algorithm', 'pre_divide', 'post_divide', 'replicate_size', 'replicate_group', 'sync', 'is_accumulating', 'hook', 'overlap', 'unit', 'fqn', 'reduces_in_flight', 'forward_after', 'backward_after', 'own_message', 'forward_ahead', 'backward_ahead', 'retained_dtype', 'device', 'pins', 'gather_quantized', 'reduce_quantized', 'is_checked']""",  # noqa: E501
         )
 
     def test_rows_are_cut_as_torch_chunk_cuts(self):
