@@ -27,12 +27,13 @@ Leaves alone: parameters whose settings do not ask for it; communications over o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import checksums
-from compiled_fsdp.ir.collectives import WAIT, aten
-from compiled_fsdp.ir.graph import Builder, is_step, phase_of, value
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.graph import CAT, Builder, is_step, phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
+from compiled_fsdp.ir.schema import ENCODE
 
 from .base import consume
 
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
-
-
-SLICE = aten.slice.Tensor
 
 
 def add_checksums(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -79,7 +77,7 @@ def _add(region: Region, start: Node, phase: str) -> None:
     rests: list[Node] = []
     flats: list[tuple[Node, int]] = []
     if kind == checksums.GATHERED:
-        sources = _sources(region)
+        sources = _sources(region, start)
         distinct = list(dict.fromkeys(sources))
         flats = [(flat, sources.count(flat)) for flat in distinct]
         if not _is_sent_as_it_rests(region, start):
@@ -89,16 +87,26 @@ def _add(region: Region, start: Node, phase: str) -> None:
     around.after(Builder(wait.next, wait), wait, rests, flats)
 
 
-def _sources(region: Region) -> list[Node]:
-    """Of each parameter, its flat buffer: a bucket has what it takes of one in one piece."""
+def _sources(region: Region, start: Node) -> list[Node]:
+    """Of each parameter, in order, its flat buffer."""
     specs, found = region.tag.specs, []
-    for flat in region.sources:
-        slices = [n for n in region.nodes if n.target is SLICE and n.args[0] is flat]
-        taken = sum(value(n).numel() for n in slices) or value(flat).numel()
+    for flat, taken in _pieces(start.args[0], {*region.nodes}):
         while taken > 0 and len(found) < len(specs):
             taken -= specs[len(found)].shard_numel
             found.append(flat)
     return found
+
+
+def _pieces(node: Any, inside: set[Node]) -> list[tuple[Node, int]]:
+    """What was put side by side to make a value: flat buffers, and the elements of each piece."""
+    if node in inside and node.target in (CAT, ENCODE):
+        return [piece for each in node.args[0] for piece in _pieces(each, inside)]
+    flat = node
+    while flat in inside:
+        if flat.target in (CAT, ENCODE):  # its result was only viewed
+            return _pieces(flat, inside)
+        flat = flat.args[0]
+    return [(flat, value(node).numel())]
 
 
 def _is_sent_as_it_rests(region: Region, start: Node) -> bool:

@@ -457,7 +457,8 @@ def summed_up(gm: GraphModule, plan: Plan) -> Violations:
     """
     compared = {node: 0 for node in find(gm.graph, COMPARE)}
     regions = [r for kind in ("gather", "reduce") for r in find_regions(gm.graph, kind)]
-    for region in regions if compared or any(r.spec.is_checked for r in regions) else ():
+    is_finished = compared or find(gm.graph, AGREE)  # after `lower` nothing is summed up yet
+    for region in regions if is_finished else ():
         for start in region.starts if checksums.is_checked(region.tag.specs) else ():
             kind = checksums.kind_of(start.target)
             (wait,) = start.users if len(start.users) == 1 else (None,)
