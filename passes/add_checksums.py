@@ -73,7 +73,7 @@ def _add(region: Region, start: Node, phase: str) -> None:
     around = checksums.Around(kind, specs, phase)
     pieces = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
     widths = [value(piece).shape[-1] for piece in pieces]  # type: ignore[arg-type]
-    around.before(Builder(start, start), pieces, widths)  # type: ignore[arg-type]
+    around.before(Builder(start, start), pieces, widths)
     rests: list[Node] = []
     flats: list[tuple[Node, int]] = []
     if kind == checksums.GATHERED:
@@ -89,7 +89,8 @@ def _add(region: Region, start: Node, phase: str) -> None:
 
 def _sources(region: Region, start: Node) -> list[Node]:
     """Of each parameter, in order, its flat buffer."""
-    specs, found = region.tag.specs, []
+    specs = region.tag.specs
+    found: list[Node] = []
     for flat, taken in _pieces(start.args[0], {*region.nodes}):
         while taken > 0 and len(found) < len(specs):
             taken -= specs[len(found)].shard_numel

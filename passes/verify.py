@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import checksums, quantized, schema
+from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,

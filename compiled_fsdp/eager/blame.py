@@ -84,9 +84,7 @@ def of_replicas(shown: Sequence[list[list[Any]]], ranks: Sequence[int]) -> list[
         what = "its reduced gradient" if phase else "its shard"
         if num <= len(ranks) // 2:
             text = f"ranks {list(ranks)} are replicas, and {what} differs between them"
-            faults.append(
-                Fault(UNKNOWN, tuple(ranks), unit, parameter, collective, phase, text)
-            )
+            faults.append(Fault(UNKNOWN, tuple(ranks), unit, parameter, collective, phase, text))
             continue
         for rank in odd:
             text = f"rank {rank}: {what} differs from that of the other replicas {list(ranks)}"

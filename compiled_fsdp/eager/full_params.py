@@ -346,9 +346,7 @@ class FullParams:
         self.unit.options.consume(WHO, "check")
         flats = [f for f in self.unit.flats if any(param in f.params for _, param in members)]
         sources = [n for _, param in members for n, f in enumerate(flats) if param in f.params]
-        is_cast = gathers_bytes(specs) or any(
-            f.data.dtype != specs[0].dtype for f in flats
-        )
+        is_cast = gathers_bytes(specs) or any(f.data.dtype != specs[0].dtype for f in flats)
         phase = "backward" if in_backward() else "forward"
         sized = [(f.data, f.layout.numel) for f in flats]
         return Watched(run, specs, phase, sized, sources, is_cast=is_cast)

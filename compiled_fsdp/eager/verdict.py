@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.ir.checksums import EXCHANGED, REPLICATED
+from compiled_fsdp.ir.checksums import REPLICATED
 from compiled_fsdp.torch_private.groups import backend_of
 from compiled_fsdp.wire import agreement
 from compiled_fsdp.wire.checks import ChecksumError, Entry, Fault, difference, parts_of
@@ -215,7 +215,15 @@ class Verdict:
             unit, parameter = names[state.param]
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
             rests.append(
-                [what, unit, parameter, True, bool(changed), "the last update", "the end of backward"]
+                [
+                    what,
+                    unit,
+                    parameter,
+                    True,
+                    bool(changed),
+                    "the last update",
+                    "the end of backward",
+                ]
             )
         return {"travelled": travelled, "rests": rests}
 
@@ -276,8 +284,8 @@ def _drop_gradients(unit: Unit) -> None:
     for module in unit.modules:
         for param in module.parameters():
             param.grad = None
-    for param in unit.params:
-        param.sharded.grad = None
+    for sharded in (param.sharded for param in unit.params):
+        sharded.grad = None
 
 
 def _text(faults: Sequence[Fault], step: int) -> str:
@@ -295,14 +303,10 @@ def _text(faults: Sequence[Fault], step: int) -> str:
         else "Parameters and optimizer state are those of before the step: run it again, from "
         "zero_grad() on, and take that rank out of service if it happens again"
     )
-    kinds = {EXCHANGED}
-    more = (
-        " (gradients that differ were dropped)" if kinds & {f.collective for f in faults} else ""
-    )
     return "\n".join(
         [
             f"compiled_fsdp: checksums differ in step {step}; nothing of it is applied, and all "
-            f"gradients were dropped{more}:",
+            "gradients were dropped:",
             *lines,
             advice,
         ]

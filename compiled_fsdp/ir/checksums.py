@@ -100,7 +100,9 @@ class Around:
             for start, run_of in _runs(own):
                 total = sum(s.shard_numel for s in run_of)
                 is_all = total == numel
-                part = flat if is_all else run(comm.aten.slice.Tensor, flat, 0, start, start + total)
+                part = (
+                    flat if is_all else run(comm.aten.slice.Tensor, flat, 0, start, start + total)
+                )
                 sizes = [s.shard_numel for s in run_of]
                 sums.append(run(CHECKSUM, [part], 1, [total], sizes))
         return sums

@@ -28,8 +28,8 @@ them.
 | `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
 | `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
 | `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
-| `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each of `rows` ranks holds of each parameter |
-| `compare_(sent, received, rests, flats, counts, collective, phase, names)` | notes checksums for the end of backward, where ranks compare them |
+| `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each rank has of each parameter |
+| `compare_(sent, received, rests, flats, ...)` | notes checksums; ranks compare them at the end of backward |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,

@@ -98,9 +98,8 @@ def found(run: Run, act: Any) -> ChecksumError:
     assert all(p.grad is None for p in run.model.parameters())
     assert "nothing of it is applied" in said[0]
     now = run.shards(), run.state()
-    flipped = sum(
-        not torch.equal(a, b) for a, b in zip(sum(before, []), sum(now, []), strict=True)
-    )
+    pairs = [*zip(before[0], now[0], strict=True), *zip(before[1], now[1], strict=True)]
+    flipped = sum(not torch.equal(a, b) for a, b in pairs)
     assert flipped <= 1, "a step that is refused changes nothing"
     return caught.value
 
@@ -261,51 +260,74 @@ def check_same_numbers(kind: str, policy: Any) -> None:
     assert all(map(torch.equal, with_checks[1], without[1]))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param("inductor", marks=pytest.mark.timeout(SLOW))])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, pytest.param("inductor", marks=pytest.mark.timeout(SLOW))]
+)
 def test_the_same_numbers(two: Pool, kind: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     two.run(check_same_numbers, kind, policy, timeout=SLOW)
 
 
+class Between:
+    """What people do between steps, one thing a time; under `torch.no_grad()`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.params = list(run.model.parameters())
+        self.saved = {name: value.clone() for name, value in run.model.state_dict().items()}
+        self.states = copy.deepcopy(run.optimizer.state_dict())
+
+    def write(self) -> None:
+        self.params[0].mul_(0.99)
+
+    def write_uncounted(self) -> None:
+        self.params[4].data.mul_(0.99)
+
+    def write_by_foreach(self) -> None:
+        torch._foreach_mul_(self.params, 0.99)
+
+    def evaluate(self) -> None:
+        for _ in range(3):
+            self.run.forward()
+
+    def load(self) -> None:
+        self.run.model.load_state_dict(self.saved)
+
+    def load_states(self) -> None:
+        self.run.optimizer.load_state_dict(self.states)
+
+    def write_states(self) -> None:
+        for state in self.run.optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    @torch.enable_grad()
+    def accumulate(self) -> None:
+        self.run.model.set_requires_gradient_sync(False)
+        self.run.forward().backward()
+        self.run.model.set_requires_gradient_sync(True)
+
+    @torch.enable_grad()
+    def leave_a_forward_alone(self) -> None:
+        self.run.forward()
+
+    def freeze(self) -> None:
+        self.params[1].requires_grad_(False)
+
+    def take_another_optimizer(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.params, 0.1)
+        self.run.optimizer = torch.optim.SGD([p for p in self.params if p.requires_grad], 0.1)
+
+
 def check_nothing_is_found(kind: str) -> None:
-    """What people do between steps."""
     with planned(**CHECKED):
         run = Run(kind)
-        params = list(run.model.parameters())
-        saved, saved_state = run.model.state_dict(), None
-        saved = {name: value.clone() for name, value in saved.items()}
-        for number in range(14):
-            run.step()
-            if number == 1:
-                saved_state = copy.deepcopy(run.optimizer.state_dict())
+        run.step()
+        between = Between(run)
+        for act in [name for name in vars(Between) if not name.startswith("_")]:
             with torch.no_grad():
-                if number == 2:
-                    params[0].mul_(0.99)
-                if number == 3:
-                    params[4].data.mul_(0.99)  # no version counts it
-                if number == 4:
-                    torch._foreach_mul_(params, 0.99)
-                if number == 5:
-                    for _ in range(3):
-                        run.forward()
-                if number == 6:
-                    run.model.load_state_dict(saved)
-                if number == 7:
-                    run.optimizer.load_state_dict(saved_state)
-                if number == 8:
-                    for state in run.optimizer.state.values():
-                        state["exp_avg"].mul_(0.5)
-            if number == 9:
-                run.model.set_requires_gradient_sync(False)
-                run.forward().backward()
-                run.model.set_requires_gradient_sync(True)
-            if number == 10:
-                params[1].requires_grad_(False)
-            if number == 11:
-                torch.nn.utils.clip_grad_norm_(params, 0.1)
-                run.optimizer = torch.optim.SGD([p for p in params if p.requires_grad], 0.1)
-            if number == 12:
-                run.forward()  # whose backward never comes
+                getattr(between, act)()
+            run.step()
+            run.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)

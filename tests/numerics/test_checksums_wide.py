@@ -68,7 +68,7 @@ def random_steps(first: int, number: int, steps: int) -> int:
 
 
 def test_200_steps_of_random_models_in_which_nothing_happens(two: Pool) -> None:
-    assert two.run(random_steps, 300, 20, 10) == [200, 200]
+    assert two.run(random_steps, 300, 8, 25) == [200, 200]
 
 
 def fsdp1(is_compiled: bool, use_orig_params: bool) -> list[str]:
@@ -118,8 +118,9 @@ def fsdp1(is_compiled: bool, use_orig_params: bool) -> list[str]:
 def test_fsdp1(two: Pool, is_compiled: bool, use_orig_params: bool) -> None:
     gathered, exchanged, rests = two.run(fsdp1, is_compiled, use_orig_params)[0]
     assert gathered.split()[0] == exchanged.split()[0] == "1"
-    assert gathered.endswith("all-gather") and exchanged.endswith("all-to-all")
-    assert rests.split()[0] == "0" and rests.endswith("shard at rest")
+    assert gathered.endswith("all-gather")
+    assert exchanged.endswith("all-to-all")
+    assert (rests.split()[0], rests[-13:]) == ("0", "shard at rest")
 
 
 class Checkpointed(nn.Module):
@@ -193,11 +194,13 @@ def graphs_with_and_without() -> None:
     assert len(with_checks) == len(without) == 2
     for graph, plain in zip(with_checks, without, strict=True):
         added = find(graph, CHECKSUM, COMPARE)
-        assert added and not find(plain, CHECKSUM, COMPARE)
+        assert added
+        assert not find(plain, CHECKSUM, COMPARE)
         for node in reversed(added):
             graph.erase_node(node)
         assert _shape(graph) == _shape(plain), "without the sums it is the same graph"
-    assert "checked" in told and "checked" not in silent
+    assert "checked: 4 parameters (gathers" in told
+    assert "checked: " not in silent
 
 
 def _shape(graph: Any) -> list[str]:
@@ -258,7 +261,8 @@ class _Comm:
 )
 def test_what_is_refused(two: Pool, what: str) -> None:
     text = two.run(refused, what)[0]
-    assert what in text and "Plan(check='checksums')" in text
+    assert what in text
+    assert "Plan(check='checksums')" in text
 
 
 @pytest.mark.parametrize(
@@ -266,7 +270,8 @@ def test_what_is_refused(two: Pool, what: str) -> None:
 )
 def test_what_is_refused_on_four(four: Pool, what: str) -> None:
     text = four.run(refused, what)[0]
-    assert what in text and "Plan(check='checksums')" in text
+    assert what in text
+    assert "Plan(check='checksums')" in text
 
 
 def test_arguments() -> None:

@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 import torch
-from compiled_fsdp.passes import add_checksums as module
 from compiled_fsdp.passes.add_checksums import add_checksums
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.bucket_reduce_scatter import bucket_reduce_scatter
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.verify import check
-from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
+from kit.passes_harness import PLAN, GraphTest, Hand, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import COMPARE, UPDATE
 from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.passes import add_checksums as module
 from compiled_fsdp.planning.plan import Plan
 
 (W,) = unit("u#1", {"w": (4, 2)}, is_checked=True, reduce_algorithm="all_to_all")

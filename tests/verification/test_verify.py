@@ -731,7 +731,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
    %all_to_all_default: f32[2,4] = all_to_all([%reshape_default], 2, 'shard')  # u: reduce
    %wait_tensor_default_1: f32[2,4] = wait_tensor(%all_to_all_default)  # u: reduce
    %checksum_default_3: i64[2,1] = checksum([%wait_tensor_default_1], 2, [4], [4])
-   compare_(%checksum_default_2, %checksum_default_3, [], [], [], 'all-to-all', 'forward', ['u#1:w'])""",
+   compare_(%checksum_default_2, %checksum_default_3, [], [], [], 'all-to-all', 'forward', ['u#1:w'])""",  # noqa: E501
         )
 
         def is_broken(change: Callable[[Node, Node], None], expected: str) -> None:
