@@ -550,7 +550,10 @@ def _compare(
     """Copies: who runs the graph may use the memory of the sums again."""
     ledger = checks.ledger_of(names[0])
     if ledger is None:
-        return
+        raise RuntimeError(
+            f"fsdp::compare_: no unit of this process is called {names[0].partition(':')[0]!r}, so "
+            "nobody would compare what was summed up. Compile the model in this process"
+        )
     rest = (torch.cat(list(rests), 1) if rests else sent.clone())[0]
     start = 0
     for flat, count in zip(flats, counts, strict=True):
