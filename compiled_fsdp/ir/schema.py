@@ -34,8 +34,9 @@ them.
 
 `spec` stands for the fields of `compiled_fsdp.ir.spec.ParamSpec`, in order. All but `agree`,
 `watch_heads`, `compare_` and `free` are functional, have fake kernels, and never alias their
-inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
-`mark_grads_` can reach the unit at run time without any registry.
+inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat buffer
+for its size, its dtype, and so that `mark_grads_` can reach the unit at run time without any
+registry.
 
 Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per
 parameter, none overlapped.
