@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,14 +151,30 @@ def checksums(
 def checksum(columns: Tensor) -> Tensor:
     """The sum of every row of [rows, n], of any dtype: int64 [rows]."""
     words = _words(columns)
-    if words.shape[1] <= CHUNK:
+    rows, numel = words.shape
+    if numel <= CHUNK:
         return words.sum(1)
-    whole = words.shape[1] // CHUNK * CHUNK
-    chunks = words[:, :whole].unflatten(1, (-1, CHUNK)).sum(2)
-    weights = torch.arange(1, 2 * chunks.shape[1], 2, device=words.device) * ODD
-    total: Tensor = (chunks * weights).sum(1)
+    num = numel // CHUNK
+    whole = num * CHUNK
+    chunks = words.narrow(1, 0, whole).view(rows, num, CHUNK).sum(2)
+    total: Tensor = chunks.mul_(_odd_numbers(num, words.device)).sum(1)
+    if whole == numel:
+        return total
     # The rest is a chunk too: of the number after the last.
-    return total + words[:, whole:].sum(1) * _signed((2 * chunks.shape[1] + 1) * ODD)
+    return total.add_(words.narrow(1, whole, numel - whole).sum(1), alpha=_odd_number(num))
+
+
+@lru_cache(maxsize=256)
+def _odd_numbers(num: int, device: torch.device) -> Tensor:
+    """What the sums of chunks are multiplied by."""
+    with torch.inference_mode(mode=False):
+        return torch.arange(1, 2 * num, 2, device=device) * ODD
+
+
+def _odd_number(place: int) -> int:
+    """The one of this place, as 64 bits wrap around."""
+    value = (2 * place + 1) * ODD & (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
 
 
 def _words(columns: Tensor) -> Tensor:
@@ -166,19 +183,17 @@ def _words(columns: Tensor) -> Tensor:
     """
     rows, numel = columns.shape
     size = columns.element_size()
-    ratio = max(1, 8 // size)
-    is_aligned = (
-        columns.stride(1) == 1
-        and numel % ratio == 0
-        and columns.storage_offset() % ratio == 0
-        and (rows == 1 or columns.stride(0) % ratio == 0)
-        and not columns.is_complex()
-    )
-    if is_aligned and numel:
-        if rows == 1:
-            return columns.reshape(-1).view(torch.int64).view(1, -1)
-        return columns.view(torch.int64)
-    as_bytes = columns.contiguous().view(rows, numel).view(torch.uint8).view(rows, numel * size)
+    ratio = 8 // size if size < 8 else 1
+    stride, step = columns.stride()
+    if (
+        numel
+        and step == 1
+        and not (numel % ratio or columns.storage_offset() % ratio)
+        and (rows == 1 or not stride % ratio)
+        and size <= 8
+    ):
+        return (columns.view(-1) if rows == 1 else columns).view(torch.int64).view(rows, -1)
+    as_bytes = columns.contiguous().view(-1).view(torch.uint8).view(rows, numel * size)
     filled = as_bytes.new_zeros(rows, -(-numel * size // 8) * 8)
     filled[:, : numel * size] = as_bytes
     return filled.view(torch.int64)
@@ -199,9 +214,3 @@ def difference(sent: Tensor, received: Tensor, rank: int) -> Tensor:
     size = received.shape[0]
     others = torch.arange(size, device=sent.device)[:, None]
     return hashed(sent, rank, others, size).sum(0) - hashed(received, others, rank, size).sum(0)
-
-
-def _signed(value: int) -> int:
-    """A Python integer as one of 64 bits wraps around."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
