@@ -392,6 +392,11 @@ VARIANTS["ours_int8"] = Variant(
     "ours, parameters gathered and gradients reduced as int8",
     CODED_TOLERANCE,
 )
+VARIANTS["ours_checked"] = Variant(
+    partial(build_ours_planned, check="checksums"),
+    "local_compile",
+    "ours, what travels and rests is compared between ranks",
+)
 VARIANTS |= {
     name: Variant(
         partial(build_ours_planned, memory_budget=budget),

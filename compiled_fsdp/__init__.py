@@ -60,6 +60,7 @@ from compiled_fsdp.units.precision import MixedPrecisionPolicy as MixedPrecision
 from compiled_fsdp.verification.invariant import GraphInvariantError as GraphInvariantError
 from compiled_fsdp.wire.agreement import CommunicationError as CommunicationError
 from compiled_fsdp.wire.agreement import DivergenceError as DivergenceError
+from compiled_fsdp.wire.checks import ChecksumError as ChecksumError
 
 from . import sharded_grad_scaler as sharded_grad_scaler
 from . import wrap as wrap

@@ -20,6 +20,7 @@ from compiled_fsdp.ir.collectives import OPTIONS
 from compiled_fsdp.ir.graph import phase_of
 from compiled_fsdp.ir.printer import show
 
+from .add_checksums import add_checksums
 from .agree import agree
 from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
@@ -124,6 +125,14 @@ PIPELINE = check_order(
         ),
         Pass(place_updates, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.UPDATED),
         Pass(read_strided, Stage.HALF, (P.LOWERED,), P.STRIDED, consumes=("Plan.copy_out",)),
+        Pass(
+            add_checksums,
+            Stage.HALF,
+            (P.PREFETCHED, P.DELAYED),
+            P.SUMMED_UP,
+            is_tried=False,
+            consumes=("check",),
+        ),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
         Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),
@@ -183,6 +192,7 @@ HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
 # Not to be left out, and what would become of a graph otherwise.
 ALWAYS = {
     note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
+    add_checksums.__name__: "nothing that the plan wants to be compared would be",
     lower.__name__: "every parameter would be gathered by itself",
     watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",
     use_gloo.__name__: "torch's all-gather over gloo corrupts memory now and then",

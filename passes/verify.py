@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from compiled_fsdp.ir import checksums, quantized, schema
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import quantized, schema
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
@@ -37,6 +37,8 @@ from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
     AGREE,
+    CHECKSUM,
+    COMPARE,
     FREE,
     GATHER_AHEAD,
     GATHER_NEXT,
@@ -488,6 +490,41 @@ def _piece(node: Node, args: Any) -> tuple[object, ...]:
     return flat, start, str(list(sizes)), *group, value(node).dtype
 
 
+def summed_up(gm: GraphModule, plan: Plan) -> Violations:
+    """Each collective of checked parameters is summed up on both sides, what is sent before it
+    starts, and compared once under their names; no other is.
+    """
+    compared = {node: 0 for node in find(gm.graph, COMPARE)}
+    regions = [r for kind in ("gather", "reduce") for r in find_regions(gm.graph, kind)]
+    is_finished = compared or find(gm.graph, AGREE)  # after `lower` nothing is summed up yet
+    for region in regions if is_finished else ():
+        for start in region.starts if checksums.is_checked(region.tag.specs) else ():
+            kind = checksums.kind_of(start.target)
+            (wait,) = start.users if len(start.users) == 1 else (None,)
+            if not kind or wait is None or wait.target is not WAIT:
+                yield start, f"%{start.name} of checked parameters cannot be compared"
+                continue
+            found = [c for c in compared if _sums(c.args[1]) == [wait]]
+            for compare in found:
+                compared[compare] += 1
+                sent, _, *_, name, _, names = cast("tuple[Any, ...]", compare.args)
+                is_sent = sent < start and _sums(sent) == _sent(start)
+                if kind != checksums.REPLICATED and not is_sent:
+                    yield compare, f"%{sent.name} is no sum of what %{start.name} is about to send"
+                if (name, list(names)) != (kind, checksums.names_of(region.tag.specs)):
+                    yield compare, f"%{compare.name} compares {name} of {list(names)}"
+            if len(found) != 1:
+                yield start, f"%{start.name} is compared {len(found)} times"
+    for compare, num in compared.items():
+        if not num:
+            yield compare, f"%{compare.name} compares what no checked collective has brought"
+
+
+def _sums(node: Any) -> list[Node]:
+    """What a checksum is of."""
+    return list(node.args[0]) if node.target is CHECKSUM else []
+
+
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:
     """No more gathers or reductions are under way at once than the plan, or the user for a unit,
     allows.
@@ -604,6 +641,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     updated_once,
     gathered_after_update,
     stepped_last,
+    summed_up,
     bounded_in_flight,
     bounded_left,
     same_interface,

@@ -191,6 +191,11 @@ def _fields(spec: ParamSpec) -> dict[str, str]:
             "(set_custom_all_gather, set_custom_reduce_scatter, set_all_reduce_hook), which "
             "stands in no file. Leave it out"
         )
+    if spec.is_checked:
+        raise NotImplementedError(
+            f"precompile: parameter {spec.fqn} is checked (Plan(check='checksums')), and checksums "
+            "find their unit by a number of this process. Compile with check=None"
+        )
     values = asdict(spec)
     for name in ("unit", "forward_after", "backward_after"):
         values[name] = re.sub(r"#\d+", "", str(values[name]))

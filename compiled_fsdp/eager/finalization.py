@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.modules import StockGradientReductionHandle
 
+from .verdict import compare
+
 if TYPE_CHECKING:
     from .runtime import Runtime
     from .tree import Tree
@@ -225,3 +227,4 @@ class Finalization:
         self.held.difference_update({r.root for r in units})
         self.delivered = self.delivered and bool(self.held)
         self.tree.end_iteration(is_last=is_last)
+        compare([runtime.unit for runtime in units], self.tree.clock.count + 1)

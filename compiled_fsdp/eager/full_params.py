@@ -14,6 +14,8 @@ from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.checksums import Watched, is_checked
+from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
@@ -328,10 +330,26 @@ class FullParams:
             options = dict.fromkeys(o for _, spec, _ in members for o in comm.gather_options(spec))
             self.unit.options.consume(WHO, *options)
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
-            gathered = comm.gather_bucket(run, [(source, spec) for source, spec, _ in members])
+            watched = self._watched(run, [(spec, param) for _, spec, param in members])
+            gathered = comm.gather_bucket(watched, [(source, spec) for source, spec, _ in members])
             run.advance()
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
         return gathers
+
+    def _watched(
+        self, run: Deferred, members: Sequence[tuple[ParamSpec, ShardedParam]]
+    ) -> Deferred | Watched:
+        """What runs a gather: with checksums around it, if the unit is checked."""
+        specs = [spec for spec, _ in members]
+        if not is_checked(specs):
+            return run
+        self.unit.options.consume(WHO, "check")
+        flats = [f for f in self.unit.flats if any(param in f.params for _, param in members)]
+        sources = [n for _, param in members for n, f in enumerate(flats) if param in f.params]
+        is_cast = gathers_bytes(specs) or any(f.data.dtype != specs[0].dtype for f in flats)
+        phase = "backward" if in_backward() else "forward"
+        sized = [(f.data, f.layout.numel) for f in flats]
+        return Watched(run, specs, phase, sized, sources, is_cast=is_cast)
 
     def _extension_gathers(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.ir.schema import KEEP_SLICE
 from compiled_fsdp.torch_private.autograd import accumulates
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -373,7 +374,11 @@ class Runtime(FullParams):
         self.unit.options.consume(WHO, *options)
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
-        reduced = comm.reduce_bucket(run, grads, flat.data, flat.data.dtype)
+        watched: Deferred | Watched = run
+        if is_checked(specs):
+            self.unit.options.consume(WHO, "check")
+            watched = Watched(run, specs, "backward")
+        reduced = comm.reduce_bucket(watched, grads, flat.data, flat.data.dtype)
         if reduced is not None:
             reduced = comm.place_bucket(run, reduced, specs, flat.layout.numel)
         return run, flat, reduced, [param for param, _ in ready]
@@ -460,6 +465,7 @@ class Runtime(FullParams):
             if param.unsharded is not None:
                 param.unsharded.grad = None
         self.is_in_forward = False
+        self.unit.ledger.take()
         self.drop_pending()
         self._close()
         self.has_run.clear()

@@ -1,7 +1,8 @@
-"""What the plan says of codes on the wire reaches the units: those that there are, and new ones.
+"""What the plan says of codes on the wire, and of checksums, reaches the units: those that there are,
+and new ones.
 
-A plan is for graphs, but codes change numbers, so what runs eagerly uses them too; and graphs that
-were compiled before are compiled again.
+A plan is for graphs, but codes change numbers, and what is checked communicates, so what runs
+eagerly does so too; and graphs that were compiled before are compiled again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.planning.plan import current_plan, when_followed_fields_change
+from compiled_fsdp.planning.plan import FOLLOWED, current_plan, when_followed_fields_change
+from compiled_fsdp.units import checking
 from compiled_fsdp.units.quantizing import refusal
 from compiled_fsdp.units.registered import UNITS
 
@@ -25,11 +27,16 @@ if TYPE_CHECKING:
 def follow(unit: Unit) -> None:
     """Let a unit do as the plan says."""
     plan, settings = current_plan(), unit.settings
-    asked = plan.gather_quantized, plan.reduce_quantized, plan.exact
-    if asked == (settings.gather_quantized, settings.reduce_quantized, settings.exact):
+    if all(getattr(plan, name) == getattr(settings, name) for name in FOLLOWED):
         return
-    settings.gather_quantized, settings.reduce_quantized, settings.exact = asked
+    for name in FOLLOWED:
+        setattr(settings, name, getattr(plan, name))
     unit.publish()
+    unit.options.ask("check", settings.check)
+    if not settings.check:
+        unit.ledger.take()
+        for flat in unit.flats:
+            flat.resting.forget()
     for name in ("gather_quantized", "reduce_quantized"):
         codes = [getattr(param.spec, name) for param in unit.params]
         unit.options.ask(name, next(filter(None, codes), None))
@@ -60,7 +67,7 @@ def check_supported(unit: Unit) -> None:
         NotImplementedError: it cannot; the text says why.
     """
     follow(unit)
-    if text := refusal(unit):
+    if text := refusal(unit) or checking.refusal(unit):
         raise NotImplementedError(text)
 
 

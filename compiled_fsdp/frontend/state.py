@@ -16,6 +16,7 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
+from compiled_fsdp.eager.verdict import check_one_mesh
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
@@ -71,10 +72,16 @@ class State:
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
         unit.on_shared = self._share
+        unit.ledger.on_entry = self._note_entry
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
         self.runtime.tree.delivers = True
+
+    def _note_entry(self) -> None:
+        """Checksums of a backward are to be compared at its end."""
+        if in_backward():
+            self.runtime.tree.queue_callback()
 
     def _share(self, module: nn.Module) -> None:
         """A module of another unit holds one of this one's parameters from now on (tied after
@@ -100,6 +107,7 @@ class State:
         check_devices(units)
         check_same_model(units)
         check_names(units)
+        check_one_mesh(units)
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)

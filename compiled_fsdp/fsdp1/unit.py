@@ -125,6 +125,12 @@ class FlatUnit(Unit):
         return spec if hook is None else self._hooked(spec)
 
     @property
+    def is_reduced_by_user(self) -> bool:
+        """See `Unit`."""
+        hook = self.wrapper._comm_hook
+        return hook is not None and hook not in LOW_PRECISION
+
+    @property
     def mode(self) -> object:
         """See `Unit`; the dtypes of evaluation, the user's hook, and which originals are frozen."""
         if self.keeper is None:

@@ -13,6 +13,7 @@ from compiled_fsdp import log
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.dump.graph_record import GraphRecord
 from compiled_fsdp.ir import quantized
+from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.dynamo import recompiles
 from compiled_fsdp.torch_private.groups import common_name
@@ -133,7 +134,7 @@ def _unit(
         groups=list(dict.fromkeys(name for info in infos for name in _groups(info))),
         gathers=_shared(unit, [record.gathers for record in graphs], keys),
         reductions=_shared(unit, [record.reductions for record in graphs], keys),
-        wire=_wire([p.spec for p in unit.params]),
+        wire=[*_wire([p.spec for p in unit.params]), *_checked(unit)],
     )
 
 
@@ -166,6 +167,46 @@ def _wire(specs: list[ParamSpec]) -> list[str]:
             f"the largest in {whose} block"
         )
     return found
+
+
+def _checked(unit: Unit) -> list[str]:
+    """What of a unit is compared between ranks, and how much is read to sum it up."""
+    checked = [p for p in unit.params if p.spec.is_checked]
+    if not checked:
+        return []
+    specs = [p.spec for p in checked]
+    size = specs[0].group_size
+    shards = sum(p.layout.numel * p.sharded.dtype.itemsize for p in checked)
+    gathers = quantized.gathered_payloads(specs)
+    if not quantized.gathers_bytes(specs):
+        gathers = [s.shard_numel * s.dtype.itemsize for s in specs]
+    reductions = [
+        n * p.sharded.requires_grad for n, p in zip(_reduced(specs), checked, strict=True)
+    ]
+    often = [1 + (s.reshard == "gather") for s in specs]
+    travels = sum((1 + size) * n * times for n, times in zip(gathers, often, strict=True))
+    if size == 1:
+        travels, reductions = 0, [0]
+    casts = sum(
+        p.layout.numel * p.sharded.dtype.itemsize * times
+        for p, times in zip(checked, often, strict=True)
+        if p.sharded.dtype != p.spec.dtype or p.spec.gather_quantized
+    )
+    num_bytes = travels + 2 * size * sum(reductions) + casts + 2 * shards
+    costs = current_plan().costs
+    seconds = f", about {1e3 * num_bytes / costs.bandwidth:.2g} ms" if costs else ""
+    what = "gathers, exchanged gradients, shards and optimizer state at rest"
+    replicas = ", replicas" if specs[0].replicate_size > 1 else ""
+    return [
+        f"checked: {len(checked)} parameters ({what}{replicas}); a step reads {num_bytes} bytes for "
+        f"checksums, optimizer state aside{seconds}"
+    ]
+
+
+def _reduced(specs: list[ParamSpec]) -> list[int]:
+    if quantized.reduces_bytes(specs):
+        return quantized.reduced_payloads(specs)
+    return [s.shard_numel * s.reduce_dtype.itemsize for s in specs]
 
 
 def _where(unit: Unit, in_graphs: set[str], *, has_run: bool) -> str:

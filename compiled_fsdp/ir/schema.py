@@ -29,12 +29,14 @@ them.
 | `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
 | `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
 | `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
+| `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each rank has of each parameter |
+| `compare_(sent, received, rests, flats, ...)` | notes checksums; ranks compare them at the end of backward |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
-`spec` is a `compiled_fsdp.ir.spec.ParamSpec`, as text. All but `agree`, `watch_heads` and `free` are
-functional, have fake kernels, and never alias their inputs. `unshard` is differentiable once;
-its formula is `reduce_grad`, which takes the flat buffer for its size, its dtype, and so that
-`mark_grads_` can reach the unit at run time without any registry.
+`spec` is a `compiled_fsdp.ir.spec.ParamSpec`, as text. All but `agree`, `watch_heads`, `compare_`
+and `free` are functional, have fake kernels, and never alias their inputs. `unshard` is
+differentiable once; its formula is `reduce_grad`, which takes the flat buffer for its size, its
+dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
 
 Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per
 parameter, none overlapped.
@@ -95,6 +97,9 @@ SCHEMAS = (
     "encode(Tensor[] pieces, str[] codes) -> Tensor",
     "decode(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "decode_sum(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
+    "checksum(Tensor[] pieces, SymInt rows, SymInt[] messages, SymInt[] sizes) -> Tensor",
+    "compare_(Tensor(a!) sent, Tensor received, Tensor[] rests, Tensor[] flats, SymInt[] counts, str "
+    "collective, str phase, str[] names) -> ()",
     "free(Tensor buffer) -> ()",
 )
 
@@ -174,6 +179,8 @@ OURS = {
     "encode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode_sum":             "0  -      -              kernel    -      no  no  -       no  no",
+    "checksum":               "0  -      -              kernel    -      no  no  -       no  no",
+    "compare_":               "0  -      -              none      -      no  no  notes   no  yes",
     "free":                   "0  -      -              none      -      no  no  notes   no  no",
 }
 TORCHS = {
@@ -253,6 +260,8 @@ START_COPY = fsdp.start_copy.default
 ENCODE = fsdp.encode.default
 DECODE = fsdp.decode.default
 DECODE_SUM = fsdp.decode_sum.default
+CHECKSUM = fsdp.checksum.default
+COMPARE = fsdp.compare_.default
 FREE = fsdp.free.default
 
 for _op, _traits in TRAITS.items():

@@ -119,6 +119,7 @@ class ParamSpec:
     reduce_quantized: the same of its gradient, when it is sent to the ranks that reduce it.
     batch: the micro-batch that it is gathered or reduced for, in the graph of a whole step that has
         several; 0 also where it is for all of them.
+    is_checked: whether ranks compare checksums of what travels of it (`checksums.py`).
     """
 
     offset: int
@@ -157,6 +158,7 @@ class ParamSpec:
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
     batch: int = 0
+    is_checked: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

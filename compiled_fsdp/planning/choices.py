@@ -106,6 +106,7 @@ def _may_change(spec: ParamSpec) -> bool:
         spec.group_size > 1
         and not is_users
         and spec.reduce_quantized is None
+        and not spec.is_checked
         and (spec.reduce_op == "sum" or spec.replicate_size == 1)
     )
 

@@ -54,7 +54,8 @@ SIZES = {
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
-FOLLOWED = ("gather_quantized", "reduce_quantized", "exact")  # outside of graphs too
+CHECKS = (None, "checksums")
+FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,11 @@ class Plan:
     exact: names of parameters that travel as they are all the same, gradients too; `*` stands for
         anything: ("head.*",). These three hold for units that run eagerly too, and from the next
         call of a model on, for which it is compiled again.
+    check: "checksums": what is gathered, what is exchanged to be reduced, and what rests between
+        steps is summed up as integers, and ranks compare the sums once a backward, at its end; if
+        they differ, it raises `ChecksumError`, nothing is applied, and gradients are dropped
+        (docs/failures.md says what is found). Gradients are reduced by all-to-all and a local sum
+        then. Holds for eager units too. None: nothing is summed.
     """
 
     prefetch: float | None = DISTANCES["prefetch"]
@@ -142,6 +148,7 @@ class Plan:
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
     exact: tuple[str, ...] = ()
+    check: str | None = None
 
     def __post_init__(self) -> None:
         for name in FROM_COSTS:
@@ -243,6 +250,14 @@ def _check_choices(plan: Plan) -> None:
         )
     if plan.regions not in REGIONS:
         raise ValueError(f"Plan: regions={plan.regions!r}; should be one of {REGIONS}")
+    if plan.check not in CHECKS:
+        raise ValueError(f"Plan: check={plan.check!r}; should be one of {CHECKS}")
+    if plan.check is not None and plan.reductions == "reduce_scatter":
+        raise ValueError(
+            f"Plan: reductions='reduce_scatter' with check={plan.check!r}; what is added on its way "
+            "cannot be compared with what was sent, so gradients are exchanged and added where they "
+            "arrive. Leave out one of the two"
+        )
     if not isinstance(plan.recompute, bool):
         raise ValueError(f"Plan: recompute={plan.recompute!r}; should be True or False")
 

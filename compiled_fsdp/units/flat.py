@@ -20,6 +20,7 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
+from compiled_fsdp.wire.checks import checksums, parts_of
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import Piece, set_owner
 
@@ -28,6 +29,7 @@ from .in_flight import Arrival
 from .layout import FlatLayout
 from .mesh import MeshInfo
 from .param import ShardedParam
+from .resting import Resting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -70,6 +72,7 @@ class FlatBuffer:
     arrival: the reduction that the last backward has left in flight.
     ahead: gathers under way since the optimizer's step, with version and checksum of what they
         gather.
+    resting: checksums of what it holds, where the unit is checked.
     is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered
         ahead is for the next forward.
     left_out: a run of a backward graph, and the offsets of parameters to which it does not lead;
@@ -87,6 +90,7 @@ class FlatBuffer:
     marked: dict[int, set[int]] = field(default_factory=dict)
     retained: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     arrival: Arrival | None = None
+    resting: Resting = field(default_factory=Resting)
     is_stepped: bool = False
     left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
@@ -223,6 +227,19 @@ class FlatBuffer:
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_update[step](self, flat_grad, params)
+
+    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
+        """See `ops.Owner`."""
+        known = [p.fqn for p in self.params]
+        places = [known.index(parts_of(name)[1]) for name in names]
+        self.resting.note(places, sums, self.version(), f"its all-gather in {phase}", len(known))
+
+    def note_rest(self, when: str) -> None:
+        """Sum up all parameters' shards, padding included, and compare them with before."""
+        sizes = [p.layout.numel for p in self.params]
+        with torch.no_grad():
+            sums = checksums([self.data.detach()], 1, [self.layout.numel], sizes)[0]
+        self.resting.note(range(len(sizes)), sums, self.version(), when, len(sizes))
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""

@@ -27,6 +27,7 @@ class Settings:
     fake_all_gather, fake_reduce: communicate nothing, to see what the rest of a step takes; results
         mean nothing then.
     gather_quantized, reduce_quantized, exact: what travels as codes, see `Plan`.
+    check: what is compared between ranks, see `Plan`.
     """
 
     requires_gradient_sync: bool = True
@@ -53,6 +54,7 @@ class Settings:
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
     exact: tuple[str, ...] = ()
+    check: str | None = None
 
     @property
     def stays_full(self) -> bool:

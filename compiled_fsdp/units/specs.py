@@ -9,6 +9,7 @@ from compiled_fsdp.ir.spec import MEAN, ParamSpec
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.wire.ablation import fake_group
 
+from . import checking
 from .mesh import averages, by_exchange, reduction
 from .precision import reduce_dtype
 from .quantizing import codes_of
@@ -32,7 +33,10 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
     if is_mean and settings.reduce_scatter:  # a user's communication is asked for what stock asks
         how = replace(how, op="avg", post_divide=1.0)
     gather_codes, reduce_codes = codes_of(unit, info, param)
-    if settings.reduce_quantized and info.shard_size > 1 and not settings.reduce_scatter:
+    is_faked = settings.fake_all_gather or settings.fake_reduce
+    is_checked = bool(settings.check) and not is_faked and not checking.refusal(unit)
+    is_exchanged = is_checked or settings.reduce_quantized
+    if is_exchanged and info.shard_size > 1 and not settings.reduce_scatter:
         how = by_exchange(how, info.shard_size)
     gather_group, reduce_group = _groups(unit, info)
     if settings.fake_reduce and how.replicate_size > 1:
@@ -74,6 +78,7 @@ def make_spec(unit: Unit, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         pins=bool(unit.offload and unit.offload.device and unit.offload.pins),
         gather_quantized=gather_codes,
         reduce_quantized=reduce_codes,
+        is_checked=is_checked,
     )
 
 

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from compiled_fsdp.options import Options, remember
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.groups import backend_of
+from compiled_fsdp.wire import checks
 from compiled_fsdp.wire.ablation import is_ablated
 
 from .assigned import adopt_assigned
@@ -78,12 +79,14 @@ class Unit:
             fake_all_gather=is_ablated("FSDP_USE_FAKE_ALL_GATHER"),
             fake_reduce=is_ablated("FSDP_USE_FAKE_REDUCE"),
         )
+        self.ledger = checks.Ledger()
         self.is_auto_reshard = reshard is None
         self.reshard: bool | int = False if reshard is None else reshard
         self.number = next(_unit_numbers)
         self.kind = self.name = type(modules[0]).__name__
         self.options = Options()
         remember(self.number, self.options)
+        checks.remember(self.number, self.ledger)
         # Why it ran outside a graph inside a compiled model, if Dynamo said so.
         self.why_eager: dict[str, None] = {}
         self.num_eager_forwards = 0
@@ -282,6 +285,11 @@ class Unit:
     def make_spec(self, flat: FlatBuffer, param: ShardedParam) -> ParamSpec:
         """The op arguments of one parameter under the current settings."""
         return make_spec(self, flat, param)
+
+    @property
+    def is_reduced_by_user(self) -> bool:
+        """Whether a communication of the user's reduces its gradients over the shard axis."""
+        return bool(self.settings.reduce_scatter)
 
     @property
     def mode(self) -> object:

@@ -23,7 +23,7 @@ from compiled_fsdp.torch_private.compiling import collect_rarely
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
-from . import agreement, codes, copies, gloo, launch, ranges, unused_outputs
+from . import agreement, checks, codes, copies, gloo, launch, ranges, unused_outputs
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class Owner(unused_outputs.Buffer, Protocol):
 
     def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
         """Reduced gradients of these, for the optimizer of the whole step of this name."""
+
+    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
+        """Checksums [P] of what the buffer holds of these, while they are gathered."""
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
@@ -534,6 +537,47 @@ def _decode_sum(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> T
 @_fake("decode_sum")
 def _decode_sum_fake(payload: Tensor, numel: int, dtype: torch.dtype, name: str) -> Tensor:
     return payload.new_empty(numel, dtype=dtype)
+
+
+@_kernel("checksum")
+def _checksum(
+    pieces: Sequence[Tensor], rows: int, messages: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    return checks.checksums(pieces, rows, messages, sizes)
+
+
+@_fake("checksum")
+def _checksum_fake(
+    pieces: Sequence[Tensor], rows: int, messages: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    return pieces[0].new_empty(rows, len(sizes), dtype=torch.int64)
+
+
+@_kernel("compare_")
+def _compare(
+    sent: Tensor,
+    received: Tensor,
+    rests: Sequence[Tensor],
+    flats: Sequence[Tensor],
+    counts: Sequence[int],
+    collective: str,
+    phase: str,
+    names: Sequence[str],
+) -> None:
+    """Copies: who runs the graph may use the memory of the sums again."""
+    ledger = checks.ledger_of(names[0])
+    if ledger is None:
+        raise RuntimeError(
+            f"fsdp::compare_: no unit of this process is called {names[0].partition(':')[0]!r}, so "
+            "nobody would compare what was summed up. Compile the model in this process"
+        )
+    rest = (torch.cat(list(rests), 1) if rests else sent.clone())[0]
+    start = 0
+    for flat, count in zip(flats, counts, strict=True):
+        stop = start + count
+        owner_of(flat, "compare_").rested(rest[start:stop], names[start:stop], phase)
+        start = stop
+    ledger.add(checks.Entry(collective, phase, tuple(names), sent.clone(), received.clone()))
 
 
 @_kernel("free")

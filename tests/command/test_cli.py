@@ -76,11 +76,11 @@ def test_dump_lists(dumps, capsys):
         f"{compiled_fsdp.__version__}, python {sys.version.split()[0]}"
     )
     assert (
-        "    10_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "
+        "    11_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "
         "bucket 80" in text
     )
     assert (
-        "    10_free                     1 gathers, 2 reductions; 64 bytes gathered, largest "
+        "    11_free                     1 gathers, 2 reductions; 64 bytes gathered, largest "
         "bucket 64" in text
     )
 
@@ -90,7 +90,7 @@ def test_dump_prints_a_graph(dumps, capsys):
     status, text = run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "free")
     assert status == 0
     lines = text.splitlines()
-    assert lines[0] == "# rank0/001_forward/10_free"
+    assert lines[0] == "# rank0/001_forward/11_free"
     assert lines[1].startswith(
         "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
@@ -110,12 +110,12 @@ def test_diff_of_passes(dumps, capsys):
     )
     assert status == 1
     assert text.startswith(
-        "rank0/001_forward/01_lower -> rank0/001_forward/10_free\n"
+        "rank0/001_forward/01_lower -> rank0/001_forward/11_free\n"
         "  all-gathers: 4 -> 2\n"
         "  frees: 0 -> 2\n"
         "  peak above rest: 144 bytes -> 240 bytes\n"
         "--- rank0/001_forward/01_lower\n"
-        "+++ rank0/001_forward/10_free\n"
+        "+++ rank0/001_forward/11_free\n"
     )
     assert run(capsys, "diff", dumps / "dumped", "--passes", "free", "summarize") == (
         0,
@@ -137,7 +137,7 @@ def test_diff_of_ranks(folder, dumps, capsys):
         capsys, "diff", folder, "--ranks", 0, 1, "--graph", "backward", "--after", "free"
     )
     assert status == 1
-    assert text.startswith("rank0/002_backward/10_free -> rank1/002_backward/10_free\n")
+    assert text.startswith("rank0/002_backward/11_free -> rank1/002_backward/11_free\n")
     assert "  reductions: 2 -> 1\n" in text
 
 

@@ -320,6 +320,7 @@ CHANGES = {
     "gather_quantized": torch.int8,
     "reduce_quantized": torch.float8_e4m3fn,
     "exact": ("head.*",),
+    "check": "checksums",
 }
 
 

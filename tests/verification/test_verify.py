@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+from compiled_fsdp.passes.add_checksums import add_checksums
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.gather_next import gather_next
@@ -26,10 +27,11 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForB
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.ir.graph import Builder, find, join_batches, output
-from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads
+from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads, set_tag
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
+    COMPARE,
     FREE,
     GATHER_NEXT,
     MARK_GRADS,
@@ -45,7 +47,7 @@ from compiled_fsdp.verification.invariant import GraphInvariantError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
 
 (W,) = unit("u", {"w": (4, 2)})
 
@@ -72,6 +74,10 @@ def ours(hand: Hand, is_awaited: bool = True) -> list[Node]:
     if is_awaited:
         add(WAIT, add.nodes[0])
     return add.nodes
+
+
+def _input(graph: Graph, name: str) -> Node:
+    return next(node for node in graph.nodes if node.name == name)
 
 
 BEFORE = tuple(itertools.takewhile(lambda entry: entry.name != "verify", HALF))
@@ -749,6 +755,67 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 "Invariant: What a graph says of itself before it runs is so: its collectives, in "
                 "order, and which outputs lead to which parameters.",
             )
+
+    def test_summed_up(self):
+        """Summed up twice, too late, of something else, under another name, or not at all."""
+        (w,) = unit("u#1", {"w": (4, 2)}, is_checked=True, reduce_algorithm="all_to_all")
+
+        def summed() -> GraphModule:
+            hand = Hand()
+            flat, d = hand.input("flat", 4), hand.input("d", 4, 2)
+            full = hand.compute(hand.unshard(flat, w))
+            gm = lower(hand.returns(full, hand.reduce_grad(d, flat, w)), PLAN)
+            return add_checksums(gm, PLAN)
+
+        self.assertUnchanged(verify, summed())
+        gm = summed()
+        gm.graph.erase_node(find(gm.graph, COMPARE)[0])
+        self.assertBroken(
+            gm,
+            """\
+after the pipeline: %all_gather_into_tensor_default is compared 0 times.
+Invariant: Each collective of checked parameters is summed up on both sides, what is sent before it starts, and compared once under their names; no other is.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %flat: f32[4]
+   %d: f32[4,2]
+   %checksum_default: i64[1,1] = checksum([%flat], 1, [4], [4])
+-> %all_gather_into_tensor_default: f32[8] = all_gather_into_tensor(%flat, 2, 'shard')  # u: gather
+   %wait_tensor_default: f32[8] = wait_tensor(%all_gather_into_tensor_default)  # u: gather
+   %checksum_default_1: i64[2,1] = checksum([%wait_tensor_default], 2, [4], [4])
+   %view_default: f32[4,2] = view(%wait_tensor_default, [4, 2])  # u: gather
+   %neg_default: f32[4,2] = neg(%view_default)
+   %reshape_default: f32[2,4] = reshape(%d, [2, 4])  # u: reduce
+   %checksum_default_2: i64[2,1] = checksum([%reshape_default], 2, [4], [4])
+   %all_to_all_default: f32[2,4] = all_to_all([%reshape_default], 2, 'shard')  # u: reduce
+   %wait_tensor_default_1: f32[2,4] = wait_tensor(%all_to_all_default)  # u: reduce
+   %checksum_default_3: i64[2,1] = checksum([%wait_tensor_default_1], 2, [4], [4])
+   compare_(%checksum_default_2, %checksum_default_3, [], [], [], 'all-to-all', 'forward', ['u#1:w'])""",  # noqa: E501
+        )
+
+        def is_broken(change: Callable[[Node, Node], None], expected: str) -> None:
+            gm = summed()
+            change(find(gm.graph, COMPARE)[0], find(gm.graph, ALL_GATHER)[0])
+            with self.assertRaisesRegex(GraphInvariantError, expected):
+                verify(gm, PLAN)
+
+        is_broken(lambda compare, start: start.append(compare.args[0]), "is no sum of what")
+        is_broken(
+            lambda compare, start: compare.args[0].update_arg(0, [_input(start.graph, "d")]),
+            "is no sum of what",
+        )
+        is_broken(lambda compare, _: compare.update_arg(7, ["u#1:b"]), "compares all-gather of")
+        is_broken(lambda compare, _: compare.update_arg(5, "all-to-all"), "compares all-to-all of")
+        is_broken(lambda compare, _: compare.update_arg(1, compare.args[0]), "is compared 0 times")
+        is_broken(
+            lambda compare, _: compare.append(compare.graph.node_copy(compare, lambda n: n)),
+            "is compared 2 times",
+        )
+        gm = summed()
+        for node in gm.graph.nodes:
+            if (tag := get_tag(node)) is not None:
+                set_tag(node, replace(tag, specs=(replace(w, is_checked=False),)))
+        with self.assertRaisesRegex(GraphInvariantError, "compares what no checked collective"):
+            verify(gm, PLAN)
 
     def test_every_invariant_is_tested_and_in_the_readme(self):
         names = [invariant.__name__ for invariant in INVARIANTS]

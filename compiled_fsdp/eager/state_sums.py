@@ -1,0 +1,115 @@
+"""Checksums of what optimizers remember from one step to the next.
+
+They are taken when a step has ended, and compared at the end of the next backward, before anything
+is updated. A tensor that was replaced or written to meanwhile (a state dict was loaded) is not
+compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.units.registered import UNITS
+from compiled_fsdp.wire.checks import checksum
+
+from . import optimizer_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+    from compiled_fsdp.units.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One tensor that an optimizer remembers of a parameter.
+
+    key: "exp_avg", say.
+    version: of the tensor when its sum was taken, and which tensor it was.
+    """
+
+    param: int
+    key: str
+    version: tuple[int, ...]
+    sum: Tensor
+
+
+_sums: weakref.WeakKeyDictionary[Optimizer, list[State]] = weakref.WeakKeyDictionary()
+
+
+def changed(units: Iterable[Unit]) -> list[tuple[Optimizer, State, Tensor]]:
+    """The states of these units' parameters, each with a bool: whether it has changed unnoticed."""
+    params = {id(p.sharded) for unit in units for p in unit.params}
+    found = []
+    for optimizer, states in _sums.items():
+        now = {(param, key): tensor for param, key, tensor in _tensors(optimizer, params)}
+        for state in states:
+            tensor = now.get((state.param, state.key))
+            if tensor is not None and _version(tensor) == state.version:
+                found.append((optimizer, state, _sum(tensor) != state.sum))
+    return found
+
+
+def accept(optimizer: Optimizer, states: Iterable[State]) -> None:
+    """What is there now is right: it was written by the program."""
+    gone = [id(state) for state in states]
+    _sums[optimizer] = [state for state in _sums[optimizer] if id(state) not in gone]
+
+
+def _tensors(optimizer: Optimizer, params: set[int]) -> Iterator[tuple[int, str, Tensor]]:
+    for param, state in optimizer.state.items():
+        if id(param) not in params or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
+            if isinstance(value, Tensor) and _local(value).numel() > 1:
+                yield id(param), str(key), value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _version(tensor: Tensor) -> tuple[int, ...]:
+    local = _local(tensor)
+    return id(tensor), local.data_ptr(), tensor._version, local._version
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return checksum(_local(tensor).detach().reshape(1, -1))[0]
+
+
+def _before(optimizer: Optimizer) -> None:
+    """It is about to write; a step that fails leaves nothing to compare."""
+    _sums.pop(optimizer, None)
+    for unit in UNITS:
+        for flat in unit.flats if unit.settings.check else ():
+            if flat.data.requires_grad:
+                flat.resting.forget()
+
+
+def _after(optimizer: Optimizer) -> None:
+    checked = [unit for unit in UNITS if unit.settings.check]
+    if not checked:
+        return
+    with torch.no_grad():
+        for flat in (flat for unit in checked for flat in unit.flats):
+            if flat.data.requires_grad and not flat.is_apart and flat.data.device.type != "meta":
+                flat.resting.forget()
+                flat.note_rest("the last update")
+        params = {id(p.sharded) for unit in checked for p in unit.params}
+        _sums[optimizer] = [
+            State(param, key, _version(tensor), _sum(tensor))
+            for param, key, tensor in _tensors(optimizer, params)
+        ]
+
+
+optimizer_steps.before(_before)
+optimizer_steps.after(_after)

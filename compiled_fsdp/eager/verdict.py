@@ -1,0 +1,313 @@
+"""The end of a backward of checked units: ranks compare their checksums, and refuse the step if some
+differ.
+
+[Note: verdict]
+One all-reduce over the group that shards adds up, for each sum that was taken, what should come to
+zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of what has to be
+the same on all of them, and one after it, so that all ranks come to the same verdict. One value is
+read on the host. Only if something differs do ranks tell each other their sums, through the store,
+and find out whose they are.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.ir.checksums import REPLICATED
+from compiled_fsdp.torch_private.groups import backend_of
+from compiled_fsdp.wire import agreement
+from compiled_fsdp.wire.checks import ChecksumError, Entry, Fault, difference, parts_of
+
+from . import state_sums
+from .blame import blame, of_replicas, unwritten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compiled_fsdp.units.flat import FlatBuffer
+    from compiled_fsdp.units.mesh import MeshInfo
+    from compiled_fsdp.units.unit import Unit
+
+REST, STATE = "shard at rest", "optimizer state at rest"
+
+
+def check_one_mesh(units: Sequence[Unit]) -> None:
+    """Refuse to check a model whose units are sharded over several meshes.
+
+    Raises:
+        NotImplementedError: they are, and the plan asks for it.
+    """
+    checked = [unit for unit in units if unit.settings.check]
+    infos = list(dict.fromkeys(flat.mesh_info for unit in checked for flat in unit.flats))
+    if len(infos) > 1:
+        names = [
+            next(u.name for u in checked if any(f.mesh_info == info for f in u.flats))
+            for info in infos
+        ]
+        raise NotImplementedError(
+            f"Plan(check={checked[0].settings.check!r}): units {shortened(names)} are sharded over "
+            "different meshes (expert parallelism), and the ranks of one would not hear of what "
+            "those of another find. It is not supported yet: set check=None"
+        )
+
+
+def compare(units: Sequence[Unit], step: int) -> None:
+    """At the end of a backward, in this step of their optimizer: compare what these units have
+    summed up since the last time.
+
+    Raises:
+        ChecksumError: something differs; gradients were dropped.
+    """
+    checked = [unit for unit in units if unit.settings.check]
+    entries = [entry for unit in checked for entry in unit.ledger.take()]
+    if not entries:
+        return
+    check_one_mesh(checked)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        verdict = Verdict(checked, entries)
+        if verdict.is_fake or not verdict.differs():
+            return
+        faults = verdict.faults()
+        verdict.clear()
+    if not faults:
+        return
+    for unit in checked:
+        _drop_gradients(unit)
+    raise ChecksumError(_text(faults, step), step, faults)
+
+
+class Verdict:
+    """What ranks compare at the end of one backward.
+
+    rests: flat buffers, of which the shards are compared with those of before.
+    states: what optimizers remember, each with whether it has changed.
+    replicated: what has to be the same on all replicas: a name, and the sums.
+    """
+
+    def __init__(self, units: Sequence[Unit], entries: Sequence[Entry]) -> None:
+        self.units = units
+        self.info: MeshInfo = next(flat.mesh_info for unit in units for flat in unit.flats)
+        self.travelled = [e for e in entries if e.collective != REPLICATED]
+        self.rests: list[FlatBuffer] = [f for u in units for f in u.flats if not f.is_apart]
+        self.is_fake = backend_of(self.info.shard_group) == "fake"
+        self.device = entries[0].sent.device
+        for flat in self.rests:
+            flat.note_rest("the end of backward")
+        self.states = state_sums.changed(units)
+        self.replicated: list[tuple[str, str, tuple[str, ...], Tensor]] = []
+        if self.has_replicas:
+            self.replicated = [
+                (e.collective, e.phase, e.names, e.received[0])
+                for e in entries
+                if e.collective == REPLICATED
+            ]
+            self.replicated += [
+                ("replicas", "", _names(flat), flat.resting.sums)
+                for flat in self.rests
+                if flat.resting.sums is not None
+            ]
+        self.bad = torch.zeros(0)
+        self.bad_replicas = torch.zeros(0, dtype=torch.bool)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks hold the same shards."""
+        return self.info.replicate_size > 1
+
+    def differs(self) -> bool:
+        """Whether anything differs, on any rank; the same on all."""
+        found = [self._of_travelled()]
+        found += [f.resting.changed.long() for f in self.rests if f.resting.changed is not None]
+        states = [changed.reshape(1).long() for *_, changed in self.states]
+        found.append(torch.cat(states).sum()[None] if states else self._zeros(1))
+        found.append(self._of_replicas().long())
+        total = torch.cat(found)
+        if self.info.shard_size > 1:
+            dist.all_reduce(total, group=self.info.shard_group)
+        self.bad = total
+        flag = (total != 0).any().long()
+        if self.has_replicas:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.info.replicate_group)
+        return bool(flag.item())
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=torch.int64, device=self.device)
+
+    def _of_travelled(self) -> Tensor:
+        if not self.travelled:
+            return self._zeros(0)
+        size = self.info.shard_size
+        sent = torch.cat([e.sent.expand(size, -1) for e in self.travelled], 1)
+        received = torch.cat([e.received for e in self.travelled], 1)
+        return difference(sent, received, self.info.shard_rank)
+
+    def _of_replicas(self) -> Tensor:
+        """Whether the largest of all replicas' sums is their smallest."""
+        if not self.replicated:
+            return self.bad_replicas.to(self.device)
+        own = torch.cat([sums for *_, sums in self.replicated])
+        both = torch.cat([own, ~own])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.info.replicate_group)
+        largest, smallest = both.chunk(2)
+        self.bad_replicas = largest != ~smallest
+        return self.bad_replicas
+
+    # -- once something differs
+
+    def faults(self) -> list[Fault]:
+        """Whose sums differ; the same on all ranks. What the program has written itself is none."""
+        group = self.info.shard_group
+        ranks = dist.get_process_group_ranks(group)
+        said = _everyones(group, "evidence", self._evidence())
+        written = unwritten(said)
+        self._accept(written)
+        faults = blame(said, written, ranks)
+        if self.has_replicas:
+            others = self.info.replicate_group
+            assert others is not None
+            shown = _everyones(others, "replicas", self._shown_to_replicas())
+            faults += of_replicas(shown, dist.get_process_group_ranks(others))
+            told = _everyones(others, "faults", [astuple(fault) for fault in faults])
+            told = _everyones(group, "faults", [entry for each in told for entry in each])
+            faults = [_fault(entry) for each in told for entry in each]
+        return sorted(set(faults))
+
+    def clear(self) -> None:
+        """What has changed at rest is told; if it stays so, the next sums tell it again."""
+        for flat in self.rests:
+            if flat.resting.changed is not None:
+                flat.resting.changed.zero_()
+
+    def _evidence(self) -> dict[str, Any]:
+        """What this rank knows of sums that differ."""
+        travelled, at = [], 0
+        for number, entry in enumerate(self.travelled):
+            for place, name in enumerate(entry.names):
+                if self.bad[at]:
+                    unit, parameter = parts_of(name)
+                    sent = entry.sent.expand(self.info.shard_size, -1)[:, place].tolist()
+                    received = entry.received[:, place].tolist()
+                    where = [number, entry.collective, entry.phase, unit, parameter]
+                    travelled.append([*where, sent, received])
+                at += 1
+        rests = []
+        for flat in self.rests:
+            resting = flat.resting
+            for place, param in enumerate(flat.params):
+                seen = resting.seen[place]
+                is_changed = resting.changed is not None and bool(resting.changed[place])
+                if self.bad[at]:
+                    when = seen[1] if seen else ""
+                    holds = param.layout.local_rows(self.info.shard_rank) > 0
+                    rests.append(
+                        [REST, flat.unit.name, param.fqn, holds, is_changed, when, resting.latest]
+                    )
+                at += 1
+        names = {id(p.sharded): (u.name, p.fqn) for u in self.units for p in u.params}
+        for optimizer, state, changed in self.states if self.bad[at] else ():
+            unit, parameter = names[state.param]
+            what = f"{STATE}: {type(optimizer).__name__} {state.key}"
+            rests.append(
+                [
+                    what,
+                    unit,
+                    parameter,
+                    True,
+                    bool(changed),
+                    "the last update",
+                    "the end of backward",
+                ]
+            )
+        return {"travelled": travelled, "rests": rests}
+
+    def _shown_to_replicas(self) -> list[list[Any]]:
+        """The sums that differ from another replica's."""
+        shown: list[list[Any]] = []
+        at = 0
+        for collective, phase, names, sums in self.replicated:
+            for name, value in zip(names, sums.tolist(), strict=True):
+                if self.bad_replicas[at]:
+                    shown.append([collective, phase, *parts_of(name), value])
+                at += 1
+        return shown
+
+    def _accept(self, written: Sequence[tuple[str, str, str]]) -> None:
+        """What the program has written in a way that no version counts is right."""
+        if not written:
+            return
+        warn_once(
+            f"compiled_fsdp: {written[0][2]} was written to between two steps in a way that no "
+            "version counts (through .data, or by a foreach op), on all ranks: it is taken for the "
+            "program's own write, and Plan(check='checksums') goes on from there. Write to it "
+            "under torch.no_grad(), and memory that fails in the same moment is still found",
+            about="uncounted writes of checked parameters",
+        )
+        for flat in self.rests:
+            places = [
+                place
+                for place, param in enumerate(flat.params)
+                if (REST, flat.unit.name, param.fqn) in written
+            ]
+            if places:
+                flat.resting.accept(places)
+        names = {id(p.sharded): (u.name, p.fqn) for u in self.units for p in u.params}
+        for optimizer, state, _ in self.states:
+            what = f"{STATE}: {type(optimizer).__name__} {state.key}"
+            if (what, *names[state.param]) in written:
+                state_sums.accept(optimizer, [state])
+
+
+def _names(flat: FlatBuffer) -> tuple[str, ...]:
+    return tuple(f"{flat.unit.key}:{p.fqn}" for p in flat.params)
+
+
+def _everyones(group: dist.ProcessGroup, what: str, mine: Any) -> list[Any]:
+    said = agreement.everyones(group.group_name, f"checksums differ: {what}", json.dumps(mine))
+    return [json.loads(text) for text in said]
+
+
+def _fault(entry: list[Any]) -> Fault:
+    rank, among, *others = entry
+    return Fault(rank, tuple(among), *others)
+
+
+def _drop_gradients(unit: Unit) -> None:
+    """Nothing is left of the step that could be applied."""
+    unit.drop_gradients()
+    for module in unit.modules:
+        for param in module.parameters():
+            param.grad = None
+    for sharded in (param.sharded for param in unit.params):
+        sharded.grad = None
+
+
+def _text(faults: Sequence[Fault], step: int) -> str:
+    lines = [
+        f"  unit {f.unit!r}, {f.parameter}, {f.collective}"
+        + (f" in {f.phase}" if f.phase else "")
+        + f": {f.text}"
+        for f in faults
+    ]
+    rests = any("at rest" in f.collective or f.collective == "replicas" for f in faults)
+    advice = (
+        "Parameters or optimizer state are no longer what they were: load the last checkpoint, and "
+        "take that rank out of service if it happens again"
+        if rests
+        else "Parameters and optimizer state are those of before the step: run it again, from "
+        "zero_grad() on, and take that rank out of service if it happens again"
+    )
+    return "\n".join(
+        [
+            f"compiled_fsdp: checksums differ in step {step}; nothing of it is applied, and all "
+            "gradients were dropped:",
+            *lines,
+            advice,
+        ]
+    )

@@ -1,0 +1,34 @@
+"""What `Plan(check="checksums")` cannot be combined with, by unit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+def refusal(unit: Unit) -> str:
+    """Why a unit cannot be checked as the plan asks; "" if it can."""
+    settings = unit.settings
+    if not settings.check:
+        return ""
+    reasons = {
+        "tensor parallelism": any(param.full is not None for param in unit.params),
+        "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
+        "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
+        "an int reshard_after_forward": bool(unit.post_meshes),
+        "overlap_optimizer": bool(settings.overlap),
+        "set_custom_all_gather": bool(settings.all_gather),
+        "set_custom_reduce_scatter, or a communication hook of FullyShardedDataParallel": bool(
+            unit.is_reduced_by_user
+        ),
+        "a pipeline schedule": settings.is_scheduled,
+    }
+    found = next((what for what, applies in reasons.items() if applies), "")
+    if not found:
+        return ""
+    return (
+        f"Plan(check={settings.check!r}): unit {unit.name!r} uses {found}, which is not supported "
+        "with it yet. Leave out one of the two"
+    )
