@@ -101,7 +101,7 @@ def test_dump_prints_a_graph(dumps, capsys):
     assert "free(%wait_tensor_default_4)" in lines
     assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[
         1
-    ].startswith("# rank0/001_forward/19_verify\n")
+    ].startswith("# rank0/001_forward/20_verify\n")
 
 
 def test_diff_of_passes(dumps, capsys):
@@ -204,7 +204,7 @@ def test_verify_finds_another_divisor(folder, capsys):
     tamper(text_file(path), ", 2.0)", ", 4.0)")
     status, text = run(capsys, "verify", folder)
     assert status == 1
-    assert text.startswith("rank0/002_backward/16_agree: after agree in ")
+    assert text.startswith("rank0/002_backward/17_agree: after agree in ")
     assert "Invariant: " in text
     assert text.endswith("2 graphs of 1 ranks: 1 wrong\n")
 

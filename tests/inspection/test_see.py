@@ -61,7 +61,8 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:9] == [
+    assert lines[:10] == [
+        "000_joint number_batches: no change",
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
         "000_joint choose_collectives: no change",
@@ -75,7 +76,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward verify: no change"
-    assert len(lines) == 6 + 18 + 18
+    assert len(lines) == 7 + 20 + 20
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -157,8 +158,8 @@ def test_artifacts_in_torchs_trace(traced):
     names = [name.removeprefix("compiled_fsdp_") for name in ours]
     assert names[:3] == [
         "000_joint_00_capture.txt",
-        "000_joint_01_dedup_unshard.txt",
-        "000_joint_02_join_grads.txt",
+        "000_joint_01_number_batches.txt",
+        "000_joint_02_dedup_unshard.txt",
     ]
     assert {
         "001_forward_11_free.txt",

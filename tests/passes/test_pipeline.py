@@ -665,7 +665,7 @@ class TestOwnPasses(GraphTest):
         with tempfile.TemporaryDirectory() as folder, pipeline(without=("free", "agree")):
             found = trace(self.compiled()._orig_mod, (torch.ones(3, 4),), Path(folder))
         last = max(name for name in found if name.startswith("forward"))
-        self.assertEqual(last, "forward/17_verify")
+        self.assertRegex(last, r"/\d+_verify$")
         self.assertNotIn("free(", found[last])
         self.assertNotIn("agree(", found[last])
 
@@ -749,7 +749,7 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/19_verify"])
+                self.assertNotIn("free(", found["forward/20_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
                         torch.ones(3, 4)
