@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_equal
-from kit.harness import BACKENDS, ROUNDING, SLOW, Options, batch_of, local
+from kit.harness import BACKENDS, SLOW, Options, batch_of, local
 from kit.models import loss_of
 from kit.overlap import BF16, OPTIMIZERS, Run, start
 from torch import nn
@@ -35,12 +35,9 @@ def loss_fn(model: Any, *batch: Any) -> Any:
 class Trainer:
     """The same script with the loop and with the step."""
 
-    def __init__(
-        self, options: Options, optimizer: str, *, is_whole: bool, kind: str = "compiled"
-    ) -> None:
+    def __init__(self, options: Options, optimizer: str, *, is_whole: bool) -> None:
         self.run: Run = start(False, "eager", options, OPTIMIZERS[optimizer])
         self.options, self.is_whole = options, is_whole
-        self.backend = BACKENDS[kind].replace("inductor", "compiled_fsdp")
         self.make()
 
     def make(self, **more: Any) -> None:
@@ -51,7 +48,7 @@ class Trainer:
                 self.run.optimizer,
                 loss_fn,
                 clip=self.options.max_norm,
-                backend=self.backend,
+                backend=BACKENDS["compiled"],
                 **more,
             )
 
@@ -130,15 +127,12 @@ def compare(
     script: Callable[[Trainer], list[float]],
     options: Options = ODD,
     optimizer: str = "adamw_foreach",
-    kind: str = "compiled",
-    rtol: float = 0.0,
-    atol: float = 0.0,
 ) -> None:
     loop = Trainer(options, optimizer, is_whole=False)
     wanted = script(loop)
-    whole = Trainer(options, optimizer, is_whole=True, kind=kind)
-    check_equal(script(whole), wanted, f"{script.__name__}, {options}", rtol, atol)
-    check_equal(whole.run.state(), loop.run.state(), f"{script.__name__}, {options}", rtol, atol)
+    whole = Trainer(options, optimizer, is_whole=True)
+    check_equal(script(whole), wanted, f"{script.__name__}, {options}")
+    check_equal(whole.run.state(), loop.run.state(), f"{script.__name__}, {options}")
 
 
 def in_turns(trainer: Trainer) -> list[float]:
@@ -163,23 +157,6 @@ def compare_scripts() -> None:
 def test_scripts(two: Pool) -> None:
     """Bit for bit."""
     two.run(compare_scripts, timeout=SLOW)
-
-
-def compare_meshes() -> None:
-    compare(plain, Options("odd", mesh="hsdp"))
-
-
-def test_meshes(four: Pool) -> None:
-    four.run(compare_meshes, timeout=SLOW)
-
-
-def compare_inductor() -> None:
-    rtol, atol = ROUNDING
-    compare(plain, optimizer="sgd", kind="inductor", rtol=rtol, atol=atol)
-
-
-def test_inductor(two: Pool) -> None:
-    two.run(compare_inductor, timeout=SLOW)
 
 
 def resumed(folder: str) -> None:
