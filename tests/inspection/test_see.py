@@ -75,7 +75,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward verify: no change"
-    assert len(lines) == 6 + 18 + 18
+    assert len(lines) == 6 + 19 + 19
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -163,5 +163,6 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "step_",
         "update_",
         "gather_ahead",
+        "compare_",
     }
     assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}
