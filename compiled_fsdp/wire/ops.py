@@ -159,6 +159,12 @@ def _unaliased(result: Tensor, source: Tensor) -> Tensor:
 @_kernel("unshard")
 def _unshard(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
+    if spec.is_checked:
+        raise NotImplementedError(
+            f"Plan(check='checksums'): the graph that reads {spec.fqn} has reached its backend "
+            "without our passes, so nothing would be compared. Use torch.compile's default backend "
+            "or 'compiled_fsdp_eager', or set check=None"
+        )
     warn_once(
         "compiled_fsdp: a graph reached its backend without our passes, so every parameter is "
         f"gathered by a collective of its own, none overlapped ({spec.fqn} was the first). The "

@@ -67,8 +67,12 @@ def random_steps(first: int, number: int, steps: int) -> int:
     return taken
 
 
-def test_200_steps_of_random_models_in_which_nothing_happens(two: Pool) -> None:
-    assert two.run(random_steps, 300, 8, 25) == [200, 200]
+def test_random_models_in_which_nothing_happens(two: Pool) -> None:
+    assert two.run(random_steps, 300, 8, 5) == [40, 40]
+
+
+def test_200_steps_of_random_models(two: Pool) -> None:
+    assert two.run(random_steps, 320, 20, 10) == [200, 200]
 
 
 def fsdp1(is_compiled: bool, use_orig_params: bool) -> list[str]:
@@ -231,6 +235,8 @@ def refused(what: str) -> str:
     elif what == "overlap_optimizer":
         overlap_optimizer(model, optimizer)
     call = model
+    if what == "without our passes":
+        call = torch.compile(model, backend="aot_eager")
     if what == "compile_step":
         call = compile_step(model, optimizer, _loss, backend="compiled_fsdp_eager")
     elif what == "different meshes":
@@ -257,7 +263,13 @@ class _Comm:
 
 @pytest.mark.parametrize(
     "what",
-    ["set_custom_all_gather", "set_custom_reduce_scatter", "overlap_optimizer", "compile_step"],
+    [
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "overlap_optimizer",
+        "compile_step",
+        "without our passes",
+    ],
 )
 def test_what_is_refused(two: Pool, what: str) -> None:
     text = two.run(refused, what)[0]
