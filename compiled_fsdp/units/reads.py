@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @traced_as_it_is
 def unshard_as(flat: Tensor, key: str) -> Tensor:
-    """An `fsdp::unshard` with the `ParamSpec` of this key. One argument in Dynamo's graph, and one
-    guard, where the op itself would be some forty of each.
+    """An `fsdp::unshard` with the `ParamSpec` of this key: Dynamo guards on a short name, not on the
+    text that the op has.
     """
     full: Tensor = UNSHARD(flat, *SPECS[key].args())
     return full
@@ -42,7 +42,7 @@ OP_OF = {unshard_as: UNSHARD, reduce_grad_as: REDUCE_GRAD}
 
 
 def spell_out(gm: GraphModule) -> None:
-    """Let Dynamo's whole graph say the ops with all their arguments: what a backend gets, and what
+    """Let Dynamo's whole graph say the ops with their own arguments: what a backend gets, and what
     compiled code is cached by, needs no table.
     """
     for module in gm.modules():
