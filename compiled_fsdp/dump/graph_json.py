@@ -1,7 +1,7 @@
 """A graph as JSON, and back: so that a dump can be checked and compared later, elsewhere, by
 anybody.
 
-    {"format": 1, "pass": "free", "plan": {...}, "saved": [...], "specs": [[...], ...],
+    {"format": 2, "pass": "free", "plan": {...}, "saved": [...], "specs": [[...], ...],
      "nodes": [[name, op, target, args, kwargs, value, tag, symbols?], ...]}
 
 The graph that is built from it is for reading, and cannot be run: it has no module, so that no code
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import GraphModule
 
-FORMAT = 1
+FORMAT = 2  # ops have a parameter's settings as one text
 QUANTIZED = ("gather_quantized", "reduce_quantized")  # fields of the plan that are dtypes
 NAMESPACES = ("aten", "prims", "fsdp", "_c10d_functional")
 CONSTANTS: dict[type, str] = {
