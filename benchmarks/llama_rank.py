@@ -24,7 +24,9 @@ def main() -> None:
     for unit in (*model.layers, [model.norm, model.head], model):
         fully_shard(unit, mp_policy=policy)
     model.to_empty(device="cpu")
-    model.get_buffer("table").copy_(rotary_table(CONFIG.max_length, CONFIG.width // CONFIG.num_heads))
+    model.get_buffer("table").copy_(
+        rotary_table(CONFIG.max_length, CONFIG.width // CONFIG.num_heads)
+    )
     call = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     while True:  # until `simulate` has seen enough
