@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir import quantized
@@ -173,8 +174,9 @@ class GraphRecord:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> GraphRecord:
-        """From `text`.
+        """From `text`, once: each first step of a model asks for all records of its process.
 
         Raises:
             ValueError: it is no such JSON.

@@ -221,7 +221,7 @@ def _measure_little() -> None:
     """Costs in one round and of small tensors: on a machine that runs tests, repeats scatter."""
     from compiled_fsdp.planning import calibrate
 
-    calibrate.ROUNDS = 1
+    calibrate.ROUNDS, calibrate.REPEATS = 1, 3
     calibrate.MATMUL["cpu"], calibrate.OPERANDS["cpu"], calibrate.STREAM["cpu"] = 128, 4, 1 << 18
 
 

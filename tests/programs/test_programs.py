@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs.draw import INDUCTOR, make, make_routed
+from programs.draw import AOT_EAGER, INDUCTOR, make, make_routed
 from programs.hunt import Hunter
 from programs.kinds import Outcome
 from programs.legal import is_legal
@@ -28,6 +28,7 @@ NUM_PROGRAMS, CHUNK = (
     int(os.environ.get("RANDOM_PROGRAMS", "100")),
     5,
 )  # more: benchmarks/results/random_programs.md
+TORCHS = {"aot_eager": AOT_EAGER, "inductor": INDUCTOR}  # how often a program has them: `kinds_of`
 SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
@@ -54,12 +55,13 @@ def pools(request: pytest.FixtureRequest) -> dict[int, Pool]:
 
 @pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, CHUNK))
 def test_random_programs(pools: dict[int, Pool], first: int, pytestconfig: pytest.Config) -> None:
-    """Of those that Inductor compiles, one in ten, `make test` lets it compile every third."""
+    """Of those that run with torch's own backends, `make test` runs every third with them."""
     hunter = Hunter(pools)
     for seed in range(first, first + CHUNK):
         program = make(seed)
-        if seed % (3 * INDUCTOR) != INDUCTOR - 2 and not pytestconfig.getoption("--all"):
-            program = replace(program, kinds=tuple(k for k in program.kinds if k != "inductor"))
+        if not pytestconfig.getoption("--all"):
+            left_out = {k for k, every in TORCHS.items() if seed % (3 * every) != every - 2}
+            program = replace(program, kinds=tuple(k for k in program.kinds if k not in left_out))
         if program.names() & OPEN:
             continue
         for fault in hunter.check(script(program)).faults[:1]:
