@@ -166,11 +166,11 @@ def at(values, name):
     [
         (
             lambda v: v.pop("format"),
-            r'no graph of format 1: the key "format" is missing or another',
+            r'no graph of format 2: the key "format" is missing or another',
         ),
         (
             lambda v: v.update(format=2),
-            r'no graph of format 1: the key "format" is missing or another',
+            r'no graph of format 2: the key "format" is missing or another',
         ),
         (lambda v: v.pop("nodes"), r"KeyError: 'nodes'"),
         (lambda v: v["nodes"].pop(), r"the graph has no output: the text is cut off"),
