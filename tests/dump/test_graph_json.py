@@ -169,7 +169,7 @@ def at(values, name):
             r'no graph of format 2: the key "format" is missing or another',
         ),
         (
-            lambda v: v.update(format=2),
+            lambda v: v.update(format=1),
             r'no graph of format 2: the key "format" is missing or another',
         ),
         (lambda v: v.pop("nodes"), r"KeyError: 'nodes'"),
