@@ -226,10 +226,11 @@ def _measure_little() -> None:
 
 
 def begin() -> None:
-    """Count messages and runs from a new number: a test in which only some ranks fail leaves them
-    at different ones.
+    """Count messages, runs and units from a new number: a test in which only some ranks fail, or
+    shard something, leaves them at different ones.
     """
     from compiled_fsdp import errors
+    from compiled_fsdp.units import unit
     from compiled_fsdp.wire import agreement, gloo
 
     number = next(_numbers) << 16
@@ -237,6 +238,7 @@ def begin() -> None:
     for group in agreement._groups.values():
         group.number = number
         group.runs.clear()
+    unit._unit_numbers = itertools.count(number)
     errors._on_every_rank = True
     errors._said.clear()  # what another test was told once must not be missing from this one
 
