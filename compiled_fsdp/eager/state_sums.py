@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.unit import Unit
 
 
@@ -86,13 +87,23 @@ def _sum(tensor: Tensor) -> Tensor:
     return checksum(_local(tensor).detach().reshape(1, -1))[0]
 
 
+def _written(optimizer: Optimizer) -> Iterator[FlatBuffer]:
+    """The flat buffers of checked units that an optimizer writes to: those of its parameters, and of
+    FSDP1 all, since it may hold the user's own parameters (`use_orig_params`).
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for unit in UNITS:
+        for flat in unit.flats if unit.settings.check else ():
+            is_its = unit.is_flat or any(id(p.sharded) in held for p in flat.params)
+            if is_its and flat.data.requires_grad:
+                yield flat
+
+
 def _before(optimizer: Optimizer) -> None:
     """It is about to write; a step that fails leaves nothing to compare."""
     _sums.pop(optimizer, None)
-    for unit in UNITS:
-        for flat in unit.flats if unit.settings.check else ():
-            if flat.data.requires_grad:
-                flat.resting.forget()
+    for flat in _written(optimizer):
+        flat.resting.forget()
 
 
 def _after(optimizer: Optimizer) -> None:
@@ -100,8 +111,8 @@ def _after(optimizer: Optimizer) -> None:
     if not checked:
         return
     with torch.no_grad():
-        for flat in (flat for unit in checked for flat in unit.flats):
-            if flat.data.requires_grad and not flat.is_apart and flat.data.device.type != "meta":
+        for flat in _written(optimizer):
+            if not flat.is_apart and flat.data.device.type != "meta":
                 flat.resting.forget()
                 flat.note_rest("the last update")
         params = {id(p.sharded) for unit in checked for p in unit.params}

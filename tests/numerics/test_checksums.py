@@ -193,6 +193,25 @@ def test_a_bit_that_flips_at_rest(two: Pool, kind: str, what: str, when: str) ->
     two.run(check_rest, kind, what, when)
 
 
+def check_beside_another() -> None:
+    with planned(**CHECKED):
+        run, other = Run("eager"), Run("eager")
+        run.step()
+        other.step()
+        name, param = list(run.model.named_parameters())[4]
+        if dist.get_rank() == 1:
+            flip(param, 77)
+        other.step()
+        (fault,) = found(run, lambda: run.forward().backward()).faults
+        assert (fault.rank, fault.parameter) == (1, name)
+        assert "the last update" in fault.text
+
+
+def test_another_optimizer_accepts_nothing(two: Pool) -> None:
+    """Of two models in one process, as in a GAN."""
+    two.run(check_beside_another)
+
+
 def mesh_of_replicas(num_shards: int) -> Any:
     shape = (dist.get_world_size() // num_shards, num_shards)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
