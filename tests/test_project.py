@@ -210,6 +210,12 @@ class TestProject(unittest.TestCase):
         )
         self.assertIn("ImportError: import compiled_fsdp.passes, not passes", done.stderr)
 
+    def test_every_room_is_in_the_wheel(self):
+        """An editable install, which all other tests run in, has them all."""
+        text = (ROOT / "pyproject.toml").read_text()
+        listed = re.findall(r'^    "(compiled_fsdp[\w.]*)",$', text, re.MULTILINE)
+        self.assertEqual({*listed}, {name_of(path).rpartition(".")[0] for path in FILES})
+
     def test_one_test_file_for_each_pass(self):
         passes = {p.stem for p in PASSES} - {"__init__", "base", "verify"}
         tests = {
