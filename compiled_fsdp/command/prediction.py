@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp.compiler.unrun import unrun
 from compiled_fsdp.dump.graph_record import GraphRecord
+from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.planning.plan import forced
 from compiled_fsdp.wire.runs import all_runs
 
@@ -48,7 +48,8 @@ class _EnoughError(BaseException):
 class Predicted:
     """What is predicted of a step, in seconds and bytes; fields as in `Found`.
 
-    optimizer_s: of that, for the optimizer; forward_s, backward_s: for graphs.
+    optimizer_s: of that, for the optimizer; forward_s, backward_s: for graphs. 0 in the one graph
+        of a whole step.
     floor_s: if nothing were exposed.
     """
 
@@ -89,8 +90,7 @@ class Predicted:
             f"PREDICTED, nothing was measured: {machine.name}, at {self.efficiency:g} of its "
             "published peaks",
             head(self.rank, self.world, self.ranks_per_node, self.wires),
-            f"step      {self.step_s * 1e3:9.2f} ms  forward {self.forward_s * 1e3:.2f}, backward "
-            f"{self.backward_s * 1e3:.2f}, optimizer {self.optimizer_s * 1e3:.2f}",
+            f"step      {self.step_s * 1e3:9.2f} ms  {self._parts()}",
             f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of the step",
             f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and all wires",
             f"wires     {self.wire_s * 1e3:9.2f} ms  {self.sent_bytes / 1e6:.2f} MB sent",
@@ -103,6 +103,12 @@ class Predicted:
             f"not modelled: {NOT_MODELLED}",
         ]
         return "\n".join(lines)
+
+    def _parts(self) -> str:
+        if not self.backward_s:
+            return "one graph, the optimizer's updates in it"
+        forward, backward = self.forward_s * 1e3, self.backward_s * 1e3
+        return f"forward {forward:.2f}, backward {backward:.2f}, optimizer {self.optimizer_s * 1e3:.2f}"
 
     def to_json(self) -> str:
         """All of it."""
@@ -123,7 +129,7 @@ def predicted(
     steps, counts = Steps(world, skip=0), list[dict[str, int]]()
     flops: list[float] = []
 
-    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def after(optimizer: torch.optim.Optimizer) -> None:
         before = len(steps.ends)
         steps(optimizer)
         if len(steps.ends) == before:
@@ -133,8 +139,8 @@ def predicted(
         if len(counts) == LAST:
             raise _EnoughError
 
-    with unrun() as tally, forced(costs=machine.costs(options.efficiency)), as_rank(world):
-        hook = register_optimizer_step_post_hook(after)
+    costs = machine.costs(options.efficiency)
+    with unrun() as tally, forced(costs=costs), as_rank(world), watched(after):
         try:
             run()
         except _EnoughError:
@@ -142,8 +148,6 @@ def predicted(
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-        finally:
-            hook.remove()
         return _summed(steps, counts, flops, world, machine, options)
 
 
@@ -165,7 +169,8 @@ def _summed(
         for record, count in counts[1].items()
     ]
     ran = [(record, count) for record, count in ran if count > 0 and record.predicted]
-    if not any(record.kind == "backward" for record, _ in ran):
+    whole = [record for record, _ in ran if record.kind == "step"]
+    if not whole and not any(record.kind == "backward" for record, _ in ran):
         raise SimulationError(
             "--machine predicts compiled graphs of ours, and the script trains in none: compile the "
             "sharded model (torch.compile), with --replace if torch's FSDP shards it"
@@ -179,7 +184,8 @@ def _summed(
     memory.by_kind = max((record for record, _ in ran), key=lambda r: r.peak).peak_kinds
     # reads parameters, states and gradients, and writes the first two
     moved = 2 * (memory.parameters + memory.optimizer) + memory.parameters
-    optimizer_s = moved / (machine.memory_bandwidth * options.efficiency)
+    # in the graph of a whole step, it is a part of that
+    optimizer_s = 0.0 if whole else moved / (machine.memory_bandwidth * options.efficiency)
     return Predicted(
         rank=world.rank,
         world=world.size,

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from compiled_fsdp.eager.optimizer_steps import watched
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.torch_private.groups import lone_store
 from compiled_fsdp.wire.timed import BACKEND, World, timed_world
@@ -43,8 +43,7 @@ def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, 
         SimulationError: too few steps were made.
     """
     steps = Steps(world, skip)
-    with as_rank(world):
-        hook = register_optimizer_step_post_hook(steps)
+    with as_rank(world), watched(steps):
         steps.probe.watch()
         try:
             run()
@@ -55,7 +54,6 @@ def simulated(run: Callable[[], None], world: World, skip: int) -> tuple[Found, 
             _note(error, steps)
             raise
         finally:
-            hook.remove()
             steps.probe.finish()
     return steps.found(), steps.probe.profile
 

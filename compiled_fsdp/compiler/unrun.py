@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +28,14 @@ from torch.utils._pytree import tree_map
 
 from compiled_fsdp.ir.expected import hint
 from compiled_fsdp.ir.graph import is_matmul
-from compiled_fsdp.ir.schema import FREE, traits_of
+from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, traits_of
 from compiled_fsdp.planning.costs import flops
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.compiling import instead_of
 
 from .driver import run_half, run_joint
 from .partition import partition
+from .stitch import WholeStep, stitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +58,7 @@ def unrun() -> Iterator[Tally]:
     """Inside, what is compiled by Inductor, or by our own backends, is not run."""
     tally = Tally()
 
-    def backend(gm: GraphModule, inputs: list[torch.Tensor], **_: object) -> Any:
+    def backend(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
         def half(gm: GraphModule, _: Any) -> Callable[..., Any]:
             return _Unrun.of(gm, tally)
 
@@ -64,7 +66,7 @@ def unrun() -> Iterator[Tally]:
             fw_compiler=half,
             bw_compiler=half,
             inference_compiler=lambda gm, inputs: half(_joint(gm), inputs),
-            partition_fn=_partition,
+            partition_fn=partial(_partition, WholeStep.of(options)),
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )(gm, inputs)
@@ -73,15 +75,21 @@ def unrun() -> Iterator[Tally]:
         yield tally
 
 
-def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    return partition(_joint(joint), inputs, current_plan(), **options)
+def _partition(
+    step: WholeStep | None, joint: GraphModule, inputs: Any, **options: Any
+) -> tuple[GraphModule, GraphModule]:
+    plan = current_plan()
+    halves = partition(_joint(joint, step), inputs, plan, **options)
+    if step is None:
+        return halves
+    return stitch(*halves, options["num_fwd_outputs"], step, plan, is_fused=True)
 
 
-def _joint(gm: GraphModule) -> GraphModule:
+def _joint(gm: GraphModule, step: WholeStep | None = None) -> GraphModule:
     """Inductor's passes over a joint graph, which save memory that is never there, and ours."""
     with inductor_config.patch(joint_custom_post_pass=None):  # ours, by hand
         joint_graph_passes(gm)
-    return run_joint(gm, is_fused=True)
+    return run_joint(gm, step, is_fused=True)
 
 
 class _Unrun(Interpreter):
@@ -102,7 +110,7 @@ class _Unrun(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run a node, or make something of the size of its result."""
-        effect = traits_of(n.target).effect and n.target is not FREE
+        effect = traits_of(n.target).effect and n.target not in (FREE, GATHER_NEXT)
         if n.op not in ("call_function", "call_module") or n.target is operator.getitem or effect:
             return super().run_node(n)
         return tree_map(_like, n.meta.get("val"))

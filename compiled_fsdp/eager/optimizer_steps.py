@@ -13,6 +13,7 @@ Private torch used here (tried on 2.11, 2.13): `torch._dynamo.comptime`.
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim.optimizer import (
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
 
@@ -53,6 +54,18 @@ def after(call: OnStep) -> None:
     """Call this after every step, once registered."""
     if call not in _after:
         _after.append(call)
+
+
+@contextmanager
+def watched(call: OnStep) -> Iterator[None]:
+    """Call this after every step inside: those that are a graph of ours (`compile_step`) included,
+    which no hook of torch's sees.
+    """
+    _after.append(call)
+    try:
+        yield
+    finally:
+        _after.remove(call)
 
 
 def begun(optimizer: Optimizer) -> None:

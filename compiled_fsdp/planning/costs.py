@@ -21,7 +21,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.expected import EXCHANGE, hint
 from compiled_fsdp.ir.graph import is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
-from compiled_fsdp.ir.schema import traits_of
+from compiled_fsdp.ir.schema import UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# An update reads a shard, its gradient and two states, and writes all but the gradient (Adam's).
+UPDATE_PASSES = 7
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
 
 
@@ -125,6 +127,8 @@ class Costs:
                 return known
             seconds = flops(node) / self.rate(node)
             return self.overhead + max(seconds, self._traffic(node))
+        if node.target is UPDATE:
+            return self.overhead + UPDATE_PASSES * nbytes(node.args[1]) / self.bandwidth  # type: ignore[arg-type]
         if self.is_fused and is_fusible(node):
             return self._traffic(node)
         return self.overhead + self._traffic(node)

@@ -105,6 +105,30 @@ def test_a_step_is_predicted_and_not_computed(
     assert found["peak"] >= 3 * rest + max(found["memory"]["by_kind"].values())
 
 
+def test_a_whole_step(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its one graph holds the updates; the same is computed, gathered and reduced as in the loop,
+    but for what backward reads of what forward has gathered last.
+    """
+    loop = _predicted(script, tmp_path)
+    torch._dynamo.reset()
+    text = Path(script).read_text()
+    head, _, _ = text.partition("call = ")
+    Path(script).write_text(
+        head
+        + "from compiled_fsdp import compile_step\n"
+        + "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)\n"
+        + "step = compile_step(model, optimizer, lambda model, x: model(x).sum())\n"
+        + "while True:\n    step(torch.ones(BATCH, WIDTH))\n"
+    )
+    whole = _predicted(script, tmp_path)
+    assert "one graph, the optimizer's updates in it" in capsys.readouterr().out
+    assert whole["flops"] == loop["flops"]
+    assert whole["optimizer_s"] == 0 < loop["optimizer_s"]
+    assert whole["memory"]["optimizer"] == loop["memory"]["optimizer"] > 2 * NUMEL
+    assert loop["sent_bytes"] - NUMEL * 4 * 3 / 4 <= whole["sent_bytes"] <= loop["sent_bytes"]
+    assert whole["step_s"] > whole["exposed_s"] + 7 * (NUMEL // 4 * 4) / 3.35e12
+
+
 def test_half_the_efficiency_is_twice_the_time(script: str, tmp_path: Path) -> None:
     options = ("--latency", "0")
     whole = _predicted(script, tmp_path, *options)

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "ahead": "leaves ir wire units planning passes compiler frontend",
     "fsdp1": "leaves ir wire units eager compiler frontend",
     "fsdp2": "leaves ir wire units eager compiler frontend",
-    "command": "leaves ir wire planning dump compiler inspection fsdp1 fsdp2",
+    "command": "leaves ir wire eager planning dump compiler inspection fsdp1 fsdp2",
 }
 
 
