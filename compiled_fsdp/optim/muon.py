@@ -20,7 +20,7 @@ from .owners import BUCKET_BYTES, Item
 from .pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim.optimizer import ParamsT
@@ -129,12 +129,19 @@ class Muon(optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._step()
         return loss
 
     @untraced
-    def _update(self) -> None:
-        """Update every parameter that has a gradient."""
+    def _step(self) -> None:
+        for _ in self.updates():
+            pass
+
+    @torch.no_grad()
+    def updates(self) -> Iterator[Tensor]:
+        """Update every parameter that has a gradient, and yield each one as soon as it is; hooks on
+        steps are not called. To be iterated to the end, by every rank.
+        """
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         params = [(group, p) for group, p in params if p.grad is not None]
 
@@ -150,6 +157,7 @@ class Muon(optim.Muon):
             local, lr = local_tensor(p), group["lr"]
             local.mul_(1 - lr * group["weight_decay"])
             local.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], p.shape))
+            yield p
 
     def _direction(self, group: dict[str, Any], p: nn.Parameter) -> Tensor:
         """Add this rank's piece of a gradient to the momentum, and return the piece of what is to

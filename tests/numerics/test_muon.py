@@ -37,6 +37,7 @@ from compiled_fsdp import (
     overlap_optimizer,
     update_whole,
 )
+from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.optim import exchange, muon, owners
 
 if TYPE_CHECKING:
@@ -178,3 +179,63 @@ def check_overlap() -> None:
 
 def test_buckets_travel_while_others_are_orthogonalized(two: Pool) -> None:
     two.run(check_overlap)
+
+
+# -- inside of training
+
+
+def two_optimizers(model: nn.Module, kind: Any = Muon) -> list[torch.optim.Optimizer]:
+    """AdamW for what is no matrix, first."""
+    held = {id(p) for _, p in matrices(model)}
+    others = [p for p in model.parameters() if id(p) not in held]
+    return [
+        torch.optim.AdamW(others, lr=0.02),
+        kind([p for _, p in matrices(model)], lr=0.05),
+    ]
+
+
+def steps(call: Any, optimizers: list[Any], name: str, after: Any = None) -> list[float]:
+    losses = []
+    for step in range(4):
+        loss = loss_of(call(*batch_of(name, step)))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+        if after is not None:
+            after()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return losses
+
+
+def check_overlapped() -> None:
+    """With `overlap_optimizer`: the same bits; gathers ahead start where the other optimizer has
+    stepped before, and only then.
+    """
+    for kind in ("compiled", "eager"):
+        for is_last in (True, False):
+            results = []
+            for overlaps in (False, True):
+                torch._dynamo.reset()
+                model = shard(build("odd"), Options("odd"), fully_shard)
+                adamw, optimizer = two_optimizers(model)
+                ahead: list[int] = []
+                if overlaps:
+                    overlap_optimizer(model, optimizer)
+                call = compiled(model) if kind == "compiled" else model
+                order = [adamw, optimizer] if is_last else [optimizer, adamw]
+                losses = steps(call, order, "odd", lambda: ahead.append(num_ahead(model)))  # noqa: B023
+                assert [bool(each) for each in ahead] == [overlaps and is_last] * 4, (kind, ahead)
+                results.append([losses, [whole(p) for p in model.parameters()]])
+            check_equal(results[1], results[0], f"{kind}, Muon last: {is_last}")
+
+
+def num_ahead(model: nn.Module) -> int:
+    states = states_below(model)
+    eager = sum(bool(state.runtime.pending) for state in states)
+    return eager + sum(len(flat.ahead) for state in states for flat in state.unit.flats)
+
+
+def test_overlap_optimizer(two: Pool) -> None:
+    two.run(check_overlapped)
