@@ -28,9 +28,7 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]  # one, or 
 RUN_TYPES = {"job": str, "options": dict, "step": int, "text": str, "history": dict, "files": dict}
 
 
-def save(
-    out: Path, model: nn.Module, optimizers: Optimizers, run: dict[str, Any]
-) -> Path:
+def save(out: Path, model: nn.Module, optimizers: Optimizers, run: dict[str, Any]) -> Path:
     """Write `out/checkpoint` on all ranks together and return it; `run` is what `read_run` returns.
 
     The file table is added here.

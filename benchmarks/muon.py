@@ -70,9 +70,7 @@ def run(settings: Settings, screen: Screen) -> Report:
             notes.append(f"{title}: left out: {error}")
             continue
         about = (
-            [machine(), describe(comparison)]
-            if rate is None
-            else facts(rate, comparison, result)
+            [machine(), describe(comparison)] if rate is None else facts(rate, comparison, result)
         )
         tables.append(_table(title, [*about, _work(job)], result))
         panels.append(_panel(title, result))

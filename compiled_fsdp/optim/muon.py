@@ -109,7 +109,9 @@ class Muon(optim.Muon):
         group = self.param_groups[-1]
         wrong = [
             f"{name} of shape {tuple(p.shape)}"
-            for name, p in zip(_names(group, len(self.param_groups) - 1), group["params"], strict=True)
+            for name, p in zip(
+                _names(group, len(self.param_groups) - 1), group["params"], strict=True
+            )
             if p.ndim != 2
         ]
         if wrong:
@@ -150,7 +152,9 @@ class Muon(optim.Muon):
 
         def orthogonalize(number: int, matrix: Tensor) -> Sequence[Tensor]:
             group = params[number][0]
-            return [newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])]
+            return [
+                newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            ]
 
         for number, (update,) in self._pipeline(params).run(prepare, orthogonalize):
             group, p = params[number]

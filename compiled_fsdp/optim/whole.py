@@ -102,9 +102,12 @@ def _updated(
         return [results] if isinstance(results, Tensor) else results
 
     for number, pieces in pipeline.run(prepare, call):
-        yield number, tuple(
-            make_dtensor(piece, tensor) if isinstance(tensor, DTensor) else piece
-            for piece, tensor in zip(pieces, tensors[number], strict=False)
+        yield (
+            number,
+            tuple(
+                make_dtensor(piece, tensor) if isinstance(tensor, DTensor) else piece
+                for piece, tensor in zip(pieces, tensors[number], strict=False)
+            ),
         )
 
 

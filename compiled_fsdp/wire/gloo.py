@@ -122,9 +122,7 @@ def all_to_all(
     return out
 
 
-def exchange(
-    received: Sequence[Tensor], sent: Sequence[Tensor], name: str, what: str
-) -> Exchange:
+def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], name: str, what: str) -> Exchange:
     """Start to send one tensor to each rank, of any size, and to receive one from each."""
     work = _exchange("all_to_all", received[0], [sent], [received], what, name)
     work.buffers = (*received, *sent)

@@ -5,7 +5,6 @@ exchanges under way while others are updated.
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from compiled_fsdp import (
@@ -41,7 +40,7 @@ from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.optim import exchange, muon, owners
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kit.pool import Pool
 
@@ -239,3 +238,204 @@ def num_ahead(model: nn.Module) -> int:
 
 def test_overlap_optimizer(two: Pool) -> None:
     two.run(check_overlapped)
+
+
+def check_plain_torch() -> None:
+    """torch.optim.Muon on our shards: DTensor's matmuls add partial sums in bfloat16, so the
+    directions are those of whole matrices up to that. (For gradients of full rank: of others the
+    iteration blows up what rounding has left in directions that should be empty.)
+    """
+    model = shard(build("equal_units"), Options("equal_units"), fully_shard)
+    plain = build("equal_units")
+    before = [whole(p) for _, p in matrices(plain)]
+    generator = torch.Generator().manual_seed(0)
+    for (_, p), (_, q) in zip(matrices(model), matrices(plain), strict=True):
+        q.grad = torch.randn(q.shape, generator=generator)
+        p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements, src_data_rank=None)
+    for each in (model, plain):
+        torch.optim.Muon([p for _, p in matrices(each)], lr=0.05).step()
+    for start, (_, p), (_, q) in zip(before, matrices(model), matrices(plain), strict=True):
+        moved, wanted = (whole(p) - start).flatten(), (q.detach() - start).flatten()
+        assert torch.cosine_similarity(moved, wanted, 0) > 0.999
+        assert torch.allclose(moved.norm(), wanted.norm(), rtol=0.01)
+
+
+def check_compiled_step() -> None:
+    """A compiled function around it breaks there, and comes to the same numbers."""
+    results = []
+    for is_compiled in (False, True):
+        model = shard(build("odd"), Options("odd"), fully_shard)
+        optimizers = two_optimizers(model)
+        if is_compiled:
+            optimizers[1].step = torch.compile(optimizers[1].step, backend="eager")
+        losses = steps(model, optimizers, "odd")
+        results.append([losses, [whole(p) for p in model.parameters()]])
+    check_equal(results[1], results[0], "compiled step")
+
+
+def raises(kind: type[Exception], words: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def check_refused() -> None:
+    model = shard(build("odd"), Options("odd"), fully_shard)
+    with pytest.raises(
+        ValueError, match=r"Muon: 4 of .*layers.0.bias of shape \(7,\), .*fully_shard"
+    ):
+        Muon(model.named_parameters())
+    raises(ValueError, "group 0, parameter 1 of shape", lambda: Muon(model.parameters()))
+    raises(ValueError, "ns_dtype=torch.float16", lambda: Muon([], ns_dtype=torch.float16))
+    optimizer = Muon(matrices(model))
+    raises(TypeError, "compile_step: .*Muon orthogonalizes", lambda: compile_step(model, optimizer))
+    raises(
+        NotImplementedError,
+        "Leave out in_backward",
+        lambda: overlap_optimizer(model, optimizer, in_backward=True),
+    )
+    stock = torch.optim.Muon([p for _, p in matrices(model)])
+    raises(TypeError, "compiled_fsdp.Muon", lambda: overlap_optimizer(model, stock))
+    flat = FullyShardedDataParallel(
+        Net(), device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh_of("1d")
+    )
+    raises(ValueError, "FullyShardedDataParallel keeps parts", lambda: Muon(flat.parameters()))
+
+
+def check_ranks_differ() -> None:
+    """A gradient that one rank lacks is found before anything is sent."""
+    model = shard(build("equal_units"), Options("equal_units"), fully_shard)
+    optimizer = Muon(matrices(model))
+    gradients(model, model, "equal_units", 0)
+    if dist.get_rank():
+        matrices(model)[2][1].grad = None
+    raises(DivergenceError, "Muon of 4 matrices[^$]*2.weight", optimizer.step)
+
+
+def check_hook() -> None:
+    """Shampoo of docs/optimizers.md, sharded and not."""
+    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(code, space)
+    model = shard(build("odd"), Options("odd"), fully_shard)
+    plain = build("odd")
+    params, others = ([p for _, p in matrices(m)] for m in (model, plain))
+    sharded, reference = space["Shampoo"](params), space["Shampoo"](others)
+    for latency in (AT_OWNERS, EVERYWHERE):
+        found = gradients(model, model, "odd", 0)
+        for (name, _), q in zip(matrices(plain), others, strict=True):
+            q.grad = found[name]
+        with mock.patch.object(owners, "LATENCY", latency):
+            sharded.step()
+        reference.step()
+        model.zero_grad()
+        for p, q in zip(params, others, strict=True):
+            assert torch.equal(whole(p), q)
+            for side in ("left", "right"):
+                assert torch.equal(whole(sharded.state[p][side]), reference.state[q][side])
+                assert sharded.state[p][side].placements == p.placements
+    both = params[0], whole(params[0])
+    raises(ValueError, "cut over different ranks", lambda: update_whole([both], as_it_is))
+    raises(ValueError, "num_results=2", lambda: update_whole(params, as_it_is, num_results=2))
+    raises(ValueError, "work has 1", lambda: update_whole(params, as_it_is, work=[1.0]))
+    with mock.patch.object(owners, "LATENCY", EVERYWHERE):
+        wrong = update_whole(params[:1], lambda _, matrix: matrix.double())
+        raises(TypeError, "returned torch.float64 .*should be torch.float32", lambda: list(wrong))
+
+
+@pytest.mark.parametrize(
+    "check", [check_plain_torch, check_compiled_step, check_refused, check_hook, check_ranks_differ]
+)
+def test_beside_others(two: Pool, check: Callable[[], None]) -> None:
+    two.run(check)
+
+
+def check_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = Muon([("0.weight", model[0].weight)])
+    loss_of(model(torch.ones(2, 8))).backward()
+    raises(NotImplementedError, "0.weight is placed as .*torch.optim.Muon does", optimizer.step)
+
+
+def check_cut_on_columns() -> None:
+    model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 8, bias=False))
+    fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"],
+        shard_placement_fn=lambda p: Shard(1),
+    )  # fmt: skip
+    before = [whole(p) for p in model.parameters()]
+    optimizer = Muon(model.parameters(), lr=0.05)
+    loss_of(model(torch.ones(2, 8))).backward()
+    reference = [nn.Parameter(p) for p in before]
+    for p, q in zip(model.parameters(), reference, strict=True):
+        q.grad = whole(p.grad)
+    with mock.patch.object(owners, "LATENCY", AT_OWNERS):
+        optimizer.step()
+    torch.optim.Muon(reference, lr=0.05).step()
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), reference, strict=True))
+
+
+@pytest.mark.parametrize("check", [check_tensor_parallel, check_cut_on_columns])
+def test_other_placements(four: Pool, check: Callable[[], None]) -> None:
+    four.run(check)
+
+
+# -- state
+
+
+def resumed(folder: str, begin: int) -> list[Any]:
+    """Two steps from there; a checkpoint, and the full state as torch.optim.Muon has it."""
+    model = shard(build("odd"), Options("odd"), fully_shard)
+    optimizers = two_optimizers(model)
+    options = StateDictOptions()
+    if begin:
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizers, options=options),
+        }
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizers, state["optimizer"], options=options)
+    for step in range(begin, begin + 2):
+        for p in model.parameters():  # whatever the number of ranks
+            p.grad = torch.ones_like(p) * p.detach() + 0.1 * step
+        for optimizer in optimizers:
+            optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizers, options=options),
+    }
+    if not begin:
+        dcp.save(state, checkpoint_id=folder)
+        resumed_here = [whole(p) for p in model.parameters()]
+        for step in (2, 3):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) * p.detach() + 0.1 * step
+            for optimizer in optimizers:
+                optimizer.step()
+        assert not torch.equal(resumed_here[0], whole(next(model.parameters())))
+    plain = build("odd")
+    full = StateDictOptions(full_state_dict=True)
+    ours = get_optimizer_state_dict(model, optimizers, options=full)
+    theirs = get_optimizer_state_dict(plain, two_optimizers(plain, torch.optim.Muon), options=full)
+    if dist.get_rank() == 0:
+        same = {name: sorted(value) for name, value in ours["state"].items()}
+        assert same == {name: sorted(value) for name, value in theirs["state"].items()}
+        assert [sorted(g) for g in ours["param_groups"]] == [
+            sorted(g) for g in theirs["param_groups"]
+        ]
+    return [whole(p) for p in model.parameters()] + [
+        whole(optimizers[1].state[p]["momentum_buffer"]) for _, p in matrices(model)
+    ]
+
+
+def test_resume_at_another_number_of_ranks(two: Pool, four: Pool, tmp_path: Path) -> None:
+    (wanted, *_), (found, *_) = (
+        two.run(resumed, str(tmp_path), 0),
+        four.run(resumed, str(tmp_path), 2),
+    )
+    check_equal(found, wanted, "four steps, and two after two at another number of ranks")
