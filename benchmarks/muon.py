@@ -4,7 +4,6 @@ joined by a wire (needs root).
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from gpt import SIZES

@@ -335,16 +335,7 @@ def _excluding(options: Options) -> list[str]:
             "--whole-step is for --model gpt with --impl compiled_fsdp, --front-end fsdp2 and a "
             "backend other than eager; leave it out"
         )
-    if options.optimizer == "muon" and (options.whole_step or options.front_end == "fsdp1"):
-        wrong.append(
-            "--optimizer muon needs whole matrices of fully_shard's parameters, in a step of its own; "
-            "leave out --whole-step and --front-end fsdp1"
-        )
-    if options.optimizer == "muon" and options.compare:
-        wrong.append(
-            "--compare is for AdamW; how torch.optim.Muon does on stock's shards is measured by "
-            'make bench ARGS="muon"; leave one out'
-        )
+    wrong += _excluding_muon(options)
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
             f"--report shows our compiled graphs, and --impl {options.impl} --backend "
@@ -360,6 +351,24 @@ def _excluding(options: Options) -> list[str]:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
     if options.compare and options.impl == "stock":
         wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
+    return wrong
+
+
+def _excluding_muon(options: Options) -> list[str]:
+    """What does not go with Muon."""
+    if options.optimizer != "muon":
+        return []
+    wrong = []
+    if options.whole_step or options.front_end == "fsdp1":
+        wrong.append(
+            "--optimizer muon needs whole matrices of fully_shard's parameters, in a step of its own; "
+            "leave out --whole-step and --front-end fsdp1"
+        )
+    if options.compare:
+        wrong.append(
+            "--compare is for AdamW; how torch.optim.Muon does on stock's shards is measured by "
+            'make bench ARGS="muon"; leave one out'
+        )
     return wrong
 
 

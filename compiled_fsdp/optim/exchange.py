@@ -40,9 +40,10 @@ class Exchange:
         device: torch.device,
         what: str,
     ) -> None:
-        self._awaited, self._work = awaited, None
+        self._awaited, self._given = awaited, sent
+        self._received: Tensor | None = None
+        self._work: Any = None
         if not group:
-            self._received, self._given = None, sent
             return
         kinds = [[(tuple(t.shape), t.dtype) for t in each] for each in sent]
         packed = torch.empty(sum(map(num_bytes, kinds)), dtype=torch.uint8, device=device)
@@ -50,7 +51,8 @@ class Exchange:
             place.copy_(tensor)
         self._received = packed.new_empty(sum(map(num_bytes, awaited)))
         sizes = [num_bytes(each) for each in awaited], [num_bytes(each) for each in kinds]
-        self._work: Any = launch.start_exchange(self._received, packed, *sizes, group, what)
+        self._given = ()
+        self._work = launch.start_exchange(self._received, packed, *sizes, group, what)
 
     def wait(self) -> Sequence[Sequence[Tensor]]:
         """Returns what has come from each rank."""

@@ -123,7 +123,7 @@ class Muon(optim.Muon):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one step, on every rank of the parameters' meshes together; returns what
         `closure` does.
         """
@@ -178,7 +178,7 @@ class Muon(optim.Muon):
 
     def _pipeline(self, params: Sequence[tuple[dict[str, Any], nn.Parameter]]) -> Pipeline:
         """That of the last step, if the same parameters have gradients."""
-        tensors = [p for _, p in params]
+        tensors: list[Tensor] = [p for _, p in params]
         if self._planned is not None:
             before, pipeline = self._planned
             if len(before) == len(tensors) and all(map(operator.is_, before, tensors)):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dtensors import local_tensor, make_dtensor
 
-from .cut import cut_of
+from .cut import Cut, cut_of
 from .owners import BUCKET_BYTES, Item
 from .pipeline import Pipeline
 
@@ -111,6 +111,6 @@ def _updated(
         )
 
 
-def _square(cut: Any) -> float:
+def _square(cut: Cut) -> float:
     """Floating-point operations of a matrix times itself, over its shorter side."""
     return 2.0 * prod(cut.shape) * min(cut.shape, default=1)

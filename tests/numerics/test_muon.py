@@ -385,57 +385,62 @@ def test_other_placements(four: Pool, check: Callable[[], None]) -> None:
 # -- state
 
 
-def resumed(folder: str, begin: int) -> list[Any]:
-    """Two steps from there; a checkpoint, and the full state as torch.optim.Muon has it."""
-    model = shard(build("odd"), Options("odd"), fully_shard)
-    optimizers = two_optimizers(model)
-    options = StateDictOptions()
-    if begin:
+def state_dicts(model: Any, optimizers: Any, **options: Any) -> dict[str, Any]:
+    asked = StateDictOptions(**options)
+    return {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizers, options=asked),
+    }
+
+
+def two_steps(model: Any, optimizers: list[Any], begin: int) -> list[Any]:
+    """With gradients that are the same at any number of ranks; what there is afterwards."""
+    for step in (begin, begin + 1):
         for p in model.parameters():
-            nn.init.zeros_(p)
-        state = {
-            "model": model.state_dict(),
-            "optimizer": get_optimizer_state_dict(model, optimizers, options=options),
-        }
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, optimizers, state["optimizer"], options=options)
-    for step in range(begin, begin + 2):
-        for p in model.parameters():  # whatever the number of ranks
             p.grad = torch.ones_like(p) * p.detach() + 0.1 * step
         for optimizer in optimizers:
             optimizer.step()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizers, options=options),
-    }
-    if not begin:
-        dcp.save(state, checkpoint_id=folder)
-        resumed_here = [whole(p) for p in model.parameters()]
-        for step in (2, 3):
-            for p in model.parameters():
-                p.grad = torch.ones_like(p) * p.detach() + 0.1 * step
-            for optimizer in optimizers:
-                optimizer.step()
-        assert not torch.equal(resumed_here[0], whole(next(model.parameters())))
-    plain = build("odd")
-    full = StateDictOptions(full_state_dict=True)
-    ours = get_optimizer_state_dict(model, optimizers, options=full)
-    theirs = get_optimizer_state_dict(plain, two_optimizers(plain, torch.optim.Muon), options=full)
-    if dist.get_rank() == 0:
-        same = {name: sorted(value) for name, value in ours["state"].items()}
-        assert same == {name: sorted(value) for name, value in theirs["state"].items()}
-        assert [sorted(g) for g in ours["param_groups"]] == [
-            sorted(g) for g in theirs["param_groups"]
-        ]
     return [whole(p) for p in model.parameters()] + [
         whole(optimizers[1].state[p]["momentum_buffer"]) for _, p in matrices(model)
     ]
 
 
-def test_resume_at_another_number_of_ranks(two: Pool, four: Pool, tmp_path: Path) -> None:
-    (wanted, *_), (found, *_) = (
-        two.run(resumed, str(tmp_path), 0),
-        four.run(resumed, str(tmp_path), 2),
+def saved(folder: str) -> list[Any]:
+    """A checkpoint after two steps; the state is described as torch.optim.Muon's. Then two more."""
+    model = shard(build("odd"), Options("odd"), fully_shard)
+    optimizers = two_optimizers(model)
+    two_steps(model, optimizers, 0)
+    dcp.save(state_dicts(model, optimizers), checkpoint_id=folder)
+    ours = state_dicts(model, optimizers, full_state_dict=True)["optimizer"]
+    plain = build("odd")
+    theirs = state_dicts(plain, two_optimizers(plain, torch.optim.Muon), full_state_dict=True)
+    if dist.get_rank() == 0:
+        assert described(ours) == described(theirs["optimizer"])
+    return two_steps(model, optimizers, 2)
+
+
+def described(state: dict[str, Any]) -> Any:
+    """The names of everything in an optimizer's state dict."""
+    return (
+        {name: sorted(value) for name, value in state["state"].items()},
+        [sorted(group) for group in state["param_groups"]],
     )
+
+
+def resumed(folder: str) -> list[Any]:
+    """Two steps from the checkpoint."""
+    model = shard(build("odd"), Options("odd"), fully_shard)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    optimizers = two_optimizers(model)
+    state = state_dicts(model, optimizers)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizers, state["optimizer"])
+    return two_steps(model, optimizers, 2)
+
+
+def test_resume_at_another_number_of_ranks(two: Pool, four: Pool, tmp_path: Path) -> None:
+    wanted = two.run(saved, str(tmp_path))[0]
+    found = four.run(resumed, str(tmp_path))[0]
     check_equal(found, wanted, "four steps, and two after two at another number of ranks")
