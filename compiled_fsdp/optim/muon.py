@@ -47,7 +47,7 @@ class Muon(optim.Muon):
 
         matrices = [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
         muon = compiled_fsdp.Muon(matrices, lr=0.02)
-        others = set(model.parameters()) - set(matrices)
+        others = [p for p in model.parameters() if all(p is not each for each in matrices)]
         adamw = torch.optim.AdamW(others, lr=3e-4)
 
     Args:

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # buckets on their way to their owners while one is updated
 
-Prepare = "Callable[[int], Sequence[Tensor]]"
-Update = "Callable[..., Sequence[Tensor]]"
-
 
 class Pipeline:
     """The same items in every step.
