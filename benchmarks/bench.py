@@ -3,6 +3,7 @@
     wire      two hosts joined by a wire of 0.5, 1, 2, 4 Gbit/s and unshaped; needs root
     experts   a mixture of 8 experts over the same wire, its experts divided among the ranks
     latency   24 layers of width 64 on two local ranks: many tiny parameters
+    muon      Muon beside AdamW and the usual ways to run it on shards; over a wire too as root
     budget    step time against memory: what keeping parameters for backward buys; needs root
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
@@ -34,6 +35,7 @@ import gpu
 import graphs
 import latency
 import memory
+import muon
 import page
 import plan
 import simulated
@@ -49,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "wire": wire.run,
     "experts": experts.run,
     "latency": latency.run,
+    "muon": muon.run,
     "budget": budget.run,
     "memory": memory.run,
     "compile": compile_.run,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from usage import UsageError
 
 FOLDER, RUN = "checkpoint", "run.json"
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]  # one, or several
 RUN_TYPES = {"job": str, "options": dict, "step": int, "text": str, "history": dict, "files": dict}
 
 
-def save(
-    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
-) -> Path:
+def save(out: Path, model: nn.Module, optimizers: Optimizers, run: dict[str, Any]) -> Path:
     """Write `out/checkpoint` on all ranks together and return it; `run` is what `read_run` returns.
 
     The file table is added here.
@@ -37,7 +37,7 @@ def save(
     if dist.get_rank() == 0:
         shutil.rmtree(new, ignore_errors=True)
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     try:
         save_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=new)
     except CheckpointException as error:
@@ -55,11 +55,11 @@ def save(
     return final
 
 
-def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the tensors of `out/checkpoint` into the model and the optimizer, at any number of
+def load(out: Path, model: nn.Module, optimizers: Optimizers) -> None:
+    """Read the tensors of `out/checkpoint` into the model and the optimizers, at any number of
     ranks.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
         load_shards(state, storage_reader=Reader(_whole(out)), planner=Planner())
@@ -67,7 +67,7 @@ def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(f"reading the checkpoint {out / FOLDER}: {_first_cause(error)}") from error
     set_state_dict(
         model,
-        optimizer,
+        optimizers,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )

@@ -20,6 +20,7 @@ from usage import UsageError
 
 MODELS = ("gpt", "moe")
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
 CODES = ("int8", "float8_e4m3fn")
 INDUCTOR_BACKENDS = ("inductor", "compiled_fsdp")
 BACKENDS = (*INDUCTOR_BACKENDS, "compiled_fsdp_eager", "eager")
@@ -56,6 +57,7 @@ class Options:
     save_every: int | None
     batch: int
     length: int
+    optimizer: str
     lr: float
     clip: float
     seed: int
@@ -225,6 +227,8 @@ def _parser() -> Parser:
     add("--batch", type=int, default=4, help="sequences per rank and step; a run resumed on another"
         " number of ranks divides the same sequences among them")  # fmt: skip
     add("--length", type=int, default=128, help="bytes per sequence")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for the matrices of the blocks,"
+        " with AdamW for all else")  # fmt: skip
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")
     add("--seed", type=int, default=0, help="seed of the weights and of the data order")
@@ -331,6 +335,7 @@ def _excluding(options: Options) -> list[str]:
             "--whole-step is for --model gpt with --impl compiled_fsdp, --front-end fsdp2 and a "
             "backend other than eager; leave it out"
         )
+    wrong += _excluding_muon(options)
     if options.report and (options.impl == "stock" or options.backend == "eager"):
         wrong.append(
             f"--report shows our compiled graphs, and --impl {options.impl} --backend "
@@ -346,6 +351,24 @@ def _excluding(options: Options) -> list[str]:
         wrong.append("--minutes does nothing beside --compare and --steps; leave it out")
     if options.compare and options.impl == "stock":
         wrong.append("--compare adds stock FSDP2 itself; leave out --impl stock")
+    return wrong
+
+
+def _excluding_muon(options: Options) -> list[str]:
+    """What does not go with Muon."""
+    if options.optimizer != "muon":
+        return []
+    wrong = []
+    if options.whole_step or options.front_end == "fsdp1":
+        wrong.append(
+            "--optimizer muon needs whole matrices of fully_shard's parameters, in a step of its own; "
+            "leave out --whole-step and --front-end fsdp1"
+        )
+    if options.compare:
+        wrong.append(
+            "--compare is for AdamW; how torch.optim.Muon does on stock's shards is measured by "
+            'make bench ARGS="muon"; leave one out'
+        )
     return wrong
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hosts import gloo_rate, sent_bytes
+from matrix_optimizers import SECONDS
 from measure import communication, peak_tensor_bytes
 from moe import config_of
 from screen import Screen, leave
@@ -145,6 +147,8 @@ def summarize(side: Side, with_memory: bool) -> dict[str, Any]:
     if prediction is not None:
         found["predicted_s"] = prediction.predicted() or math.nan
         found["measured_s"] = statistics.median(prediction.seconds[-len(side.times) :])
+    if SECONDS.get(side.name):
+        found["optimizers_s"] = statistics.median(SECONDS[side.name][-len(side.times) :])
     if with_memory:
         found |= memory_of(side.step)
     elif VARIANTS[side.name].trains:
@@ -171,8 +175,8 @@ def memory_of(step: Step) -> dict[str, float]:
 
 
 def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Return by how much the losses of each side differ from the first one's that trains, on any
-    rank.
+    """Return by how much the losses of each side differ from the first one's that the same optimizer
+    trains, on any rank.
 
     Raises:
         RuntimeError: by more than TOLERANCE, or its own tolerance, within the first NUM_COMPARED
@@ -183,8 +187,10 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     }
     if not training:
         return {}
-    first = "stock_eager" if "stock_eager" in training else next(iter(training))
-    gaps = {name: largest_gap(found, training[first]) for name, found in training.items()}
+    gaps = {
+        name: largest_gap(found, training[_first(name, training)])
+        for name, found in training.items()
+    }
     worst = torch.tensor(list(gaps.values()), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     gaps = dict(zip(gaps, worst.tolist(), strict=True))
@@ -195,11 +201,20 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     }
     if wrong:
         raise RuntimeError(
-            f"comparing losses with {first}'s over {NUM_COMPARED} steps: {wrong} differ by more "
+            f"comparing losses with {_first(next(iter(wrong)), training)}'s over {NUM_COMPARED} steps: {wrong} differ by more "
             f"than {TOLERANCE}. These sides do not do the same job, so their times must not be "
             "compared"
         )
     return gaps
+
+
+def _first(name: str, training: Iterable[str]) -> str:
+    """The side that another one is compared with: of those that the same optimizer trains, stock's,
+    or the first.
+    """
+    own = VARIANTS[name].optimizer
+    alike = [other for other in training if VARIANTS[other].optimizer == own]
+    return "stock_eager" if "stock_eager" in alike else alike[0]
 
 
 def largest_gap(ours: list[float], theirs: list[float]) -> float:

@@ -133,7 +133,7 @@ def train(trainer: Trainer, screen: Screen, minutes: float | None) -> Outcome:
     screen.line(f"training with {variant.name}, {trainer.num_parameters:,} parameters{active}")
     if options.resume:
         run = checkpoint.read_run(options.out)
-        checkpoint.load(options.out, trainer.model, trainer.optimizer)
+        checkpoint.load(options.out, trainer.model, trainer.optimizers)
         outcome.losses = run["history"]["losses"]
         outcome.validation = [(step, loss) for step, loss in run["history"]["validation"]]
         screen.line(f"resuming from {options.out} at step {run['step']}")
@@ -167,7 +167,7 @@ def save(trainer: Trainer, outcome: Outcome) -> Path:
         "text": trainer.text.digest,
         "history": history,
     }
-    return checkpoint.save(options.out, trainer.model, trainer.optimizer, run)
+    return checkpoint.save(options.out, trainer.model, trainer.optimizers, run)
 
 
 def report(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,17 +98,14 @@ class Trainer:
         if variant.is_compiled and not variant.is_per_block:
             whole = variant.impl == "compiled_fsdp"  # Stock FSDP2 breaks the graph at its hooks.
             self.forward = torch.compile(self.model, backend=variant.backend, fullgraph=whole)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-
+        self.optimizers = make_optimizers(self.model, options, variant)
         self.whole_step: Callable[..., Tensor] | None = None
         if options.whole_step and variant.impl == "compiled_fsdp":
             from compiled_fsdp import compile_step
 
             backend = "compiled_fsdp_eager" if "eager" in variant.backend else "compiled_fsdp"
             self.whole_step = compile_step(
-                self.model, self.optimizer, clip=options.clip or None, backend=backend
+                self.model, self.optimizers[0], clip=options.clip or None, backend=backend
             )
 
     @property
@@ -118,7 +116,7 @@ class Trainer:
     def step(self, index: int, phase: Phase = nullcontext) -> Tensor:
         """Take optimizer step `index` and return this rank's loss; `phase` encloses the passes."""
         options = self.options
-        for group in self.optimizer.param_groups:
+        for group in (group for each in self.optimizers for group in each.param_groups):
             group["lr"] = options.lr * self.schedule(index)
         tokens, targets = random_crops(
             self.text.train, options.seed, index, self.part, options.batch, options.length
@@ -134,8 +132,9 @@ class Trainer:
             self.model.clip_grad_norm_(options.clip)
         elif options.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
     def schedule(self, index: int) -> float:
@@ -174,6 +173,34 @@ class Trainer:
         index = self.horizon or WARMUP - 1  # stopped inside the warmup: its last step
         peak = peak_tensor_bytes(lambda: self.step(index))
         return peak, communication(lambda: self.step(index))
+
+
+def make_optimizers(
+    model: nn.Module, options: Options, variant: Variant
+) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the others.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate does for both. It
+    iterates in fp32: a CPU without instructions for bfloat16 takes thirty times longer in that.
+    """
+    trained = dict(model.named_parameters())
+    matrices = {
+        name: p
+        for name, p in trained.items()
+        if options.optimizer == "muon" and name.startswith("layers.") and p.ndim == 2
+    }
+    others = [p for name, p in trained.items() if name not in matrices]
+    adamw = torch.optim.AdamW(
+        others, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    if not matrices:
+        return [adamw]
+    settings: dict[str, Any] = {"lr": options.lr, "adjust_lr_fn": "match_rms_adamw"}
+    if variant.impl == "stock":
+        return [adamw, torch.optim.Muon(matrices.items(), **settings)]
+    from compiled_fsdp import Muon
+
+    return [adamw, Muon(matrices.items(), ns_dtype=torch.float32, **settings)]
 
 
 def wrap(model: GPT, options: Options, variant: Variant) -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig
+from matrix_optimizers import by_dtensor, gathered, planned, step_of
 from moe import MoEConfig, MoEGPT, share_experts
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
@@ -63,12 +64,14 @@ class Variant:
     floor: the variant that computes with the same kernels and communicates nothing; "" for the
         floors.
     tolerance: by how much its first losses may differ from those of the others, beyond rounding.
+    optimizer: those of the same one lose alike.
     """
 
     build: Callable[[Job], Step]
     floor: str = ""
     summary: str = ""
     tolerance: float = 0.0
+    optimizer: str = "adamw"
 
     @property
     def trains(self) -> bool:
@@ -179,6 +182,18 @@ def build_ours_costs(job: Job) -> Step:
 
     PREDICTIONS["ours_costs"] = Prediction(predicted, seconds)
     return step_from_costs
+
+
+def build_muon(job: Job, *, name: str) -> Step:
+    """Muon for the matrices of the blocks, in one of the ways of `matrix_optimizers.py`."""
+    from compiled_fsdp import fully_shard
+
+    is_eager = name in ("stock_muon", "muon_eager")
+    make = {"muon_gathered": gathered, "stock_muon": by_dtensor}.get(name, planned)
+    model = make_model(job)
+    shard(model, stock_fully_shard if name == "stock_muon" else fully_shard)
+    run = model if is_eager else torch.compile(model, fullgraph=True, dynamic=False)
+    return step_of(name, model, run, make_batches(job), make, overlaps=name == "muon")
 
 
 def build_stock(job: Job, *, prefetch: bool = False, compiled: bool = False) -> Step:
@@ -404,6 +419,27 @@ VARIANTS |= {
         f"ours, memory_budget={budget}",
     )
     for name, budget in SWEEP.items()
+}
+# torch's Muon iterates in bfloat16, the others here in fp32.
+BF16_TOLERANCE = 0.1
+VARIANTS |= {
+    name: Variant(partial(build_muon, name=name), floor, summary, tolerance, "muon")
+    for name, floor, summary, tolerance in (
+        ("muon", "local_compile", "ours, Muon for matrices with overlap_optimizer, and AdamW", 0.0),
+        (
+            "muon_gathered",
+            "local_compile",
+            "ours, each gradient gathered in optimizer.step, orthogonalized on every rank",
+            0.0,
+        ),
+        ("muon_eager", "local_eager", "ours, eager, Muon and AdamW", 0.0),
+        (
+            "stock_muon",
+            "local_eager",
+            "FSDP2 with torch.optim.Muon: DTensor's collectives for each matmul, in bfloat16",
+            BF16_TOLERANCE,
+        ),
+    )
 }
 KEPT: dict[str, Any] = {"memory_budget": 1.0, "prefetch": 6.0, "reduces_in_flight": 2.0}
 VARIANTS["ours_kept"] = Variant(

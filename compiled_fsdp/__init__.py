@@ -48,6 +48,8 @@ from compiled_fsdp.fsdp2.fsdp_module import (
 )
 from compiled_fsdp.fsdp2.fsdp_module import share_comm_ctx as share_comm_ctx
 from compiled_fsdp.inspection.explanation import Explanation as Explanation
+from compiled_fsdp.optim.muon import Muon as Muon
+from compiled_fsdp.optim.whole import update_whole as update_whole
 from compiled_fsdp.passes.pipeline import pipeline as pipeline
 from compiled_fsdp.passes.pipeline import print_graph as print_graph
 from compiled_fsdp.planning.costs import Costs as Costs
@@ -90,6 +92,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
@@ -124,5 +127,6 @@ __all__ = [
     "set_fallback",
     "set_plan",
     "share_comm_ctx",
+    "update_whole",
     "warmup",
 ]

@@ -26,19 +26,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn, optim
 
+from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.spec import IN_BACKWARD
+from compiled_fsdp.optim.muon import Muon
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import uncompiled, untraced
 from compiled_fsdp.units.in_flight import SteppedGrad, is_stepped_grad
 
+from .others import Others
 from .parts import check_ahead_bytes, check_one_by_one, step_part
 from .state import states_below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -66,7 +69,10 @@ def overlap_optimizer(
 
     Args:
         model: the sharded module, compiled or not.
-        optimizer: of one of the classes in `parts.ONE_BY_ONE`.
+        optimizer: of one of the classes in `parts.ONE_BY_ONE`, or a `Muon`, whose matrices then go
+            to their owners while gathers of the next forward are under way. Other optimizers of the
+            same model are to step before this one: where they come after it, gathers wait for
+            forward.
         max_ahead_bytes: at most so many bytes of full parameters are gathered before the next
             forward begins; 0 for none. Inside backward, at most half of them.
         in_backward: step units in a compiled backward as soon as their gradients are reduced, and
@@ -89,7 +95,7 @@ def overlap_optimizer(
     states = states_below(uncompiled(model))
     units = [state.unit for state in states]
     base: type[optim.Optimizer] = type(optimizer)
-    _check(units, optimizer, max_ahead_bytes)
+    _check(units, optimizer, max_ahead_bytes, in_backward)
     for unit in units:
         unit.settings.overlap = IN_BACKWARD if in_backward else "step"
         unit.options.ask("overlap_optimizer", True)
@@ -106,7 +112,9 @@ def overlap_optimizer(
     return optimizer
 
 
-def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: object) -> None:
+def _check(
+    units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: object, in_backward: bool
+) -> None:
     name = type(optimizer).__name__
     if not units:
         raise ValueError(
@@ -121,7 +129,13 @@ def _check(units: list[Unit], optimizer: optim.Optimizer, max_ahead_bytes: objec
         )
     if hasattr(optimizer, "_fsdp_overlap"):
         raise ValueError(f"overlap_optimizer: this {name} overlaps already. Call it once")
-    check_one_by_one(optimizer, "overlap_optimizer")
+    if type(optimizer) is not Muon:
+        check_one_by_one(optimizer, "overlap_optimizer")
+    elif in_backward:
+        raise NotImplementedError(
+            "overlap_optimizer(in_backward=True): Muon exchanges matrices between ranks, which is "
+            "not supported inside backward. Leave out in_backward=True"
+        )
     if "step" in vars(optimizer):
         raise RuntimeError(
             f"overlap_optimizer: step of this {name} was replaced already, as a learning rate "
@@ -184,6 +198,14 @@ class Overlap:
         self._said: set[str] = set()
         self._held_now: dict[FlatBuffer | None, set[int]] = {}
         self._base = base
+        self._others = Others()
+        _made.add(self)
+        optimizer_steps.after(_note_step)
+
+    def note_step(self, optimizer: optim.Optimizer) -> None:
+        """Some optimizer has stepped."""
+        if optimizer is not self._optimizer():
+            self._others.note(optimizer)
 
     def note(self, gather: Gather) -> None:
         """Forward comes to a gather. A graph gathers no element of a buffer twice."""
@@ -210,10 +232,9 @@ class Overlap:
         }
         remaining = {part: params - consumed for part, params in held.items() if params - consumed}
         ahead = self._first_gathers(held)
-        waiting = self._sorted(remaining)
-        for part in list(waiting):
-            step_part(optimizer, self._base, remaining[part])
-            waiting.remove(part)
+        waiting = set(remaining)
+        for part in self._stepped(optimizer, remaining):
+            waiting.discard(part)
             while ahead and not any(flat in waiting for flat in ahead[0].flats):
                 ahead.pop(0).start()
         for flat in self._flats():
@@ -222,6 +243,30 @@ class Overlap:
         self.early.clear()
         self.reads.clear()
         self.shared.clear()
+
+    def _stepped(
+        self, optimizer: optim.Optimizer, remaining: dict[FlatBuffer | None, set[int]]
+    ) -> Iterator[FlatBuffer | None]:
+        """Step these parameters, and yield each buffer once all of its are stepped.
+
+        Muon's exchanges come in the same order on every rank, whatever has arrived on it.
+        """
+        if not isinstance(optimizer, Muon):
+            for part in self._sorted(remaining):
+                step_part(optimizer, self._base, remaining[part])
+                yield part
+            return
+        with_grad = {
+            id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        }
+        left = {part: params & with_grad for part, params in remaining.items()}
+        yield from [part for part, params in left.items() if not params]
+        places = {key: part for part, params in left.items() for key in params}
+        for p in optimizer.updates():
+            part = places[id(p)]
+            left[part].discard(id(p))
+            if not left[part]:
+                yield part
 
     def take(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> bool:
         """Step these parameters inside backward, which has reduced their gradient, and start
@@ -358,19 +403,31 @@ class Overlap:
         return sorted(held, key=key)
 
     def _first_gathers(self, held: dict[FlatBuffer | None, set[int]]) -> list[Gather]:
-        """The first gathers of forward that fit, up to the first buffer which is not only this
-        optimizer's to change.
+        """The first gathers of forward that fit, up to the first buffer that another optimizer is
+        still to change.
         """
         found = []
         room = self.max_ahead_bytes - sum(gather.num_bytes for gather in self.early)
         for gather in (g for g in self.order if g not in self.early):
             room -= gather.num_bytes
-            if room < 0 or not all(
-                _trained(flat) <= held.get(flat, set()) for flat in gather.flats
-            ):
+            if room < 0 or not all(self._is_ours(flat, held) for flat in gather.flats):
                 break
             found.append(gather)
         return found
+
+    def _is_ours(self, flat: FlatBuffer, held: dict[FlatBuffer | None, set[int]]) -> bool:
+        """Whether this step makes the buffer what the next forward gathers."""
+        others = _trained(flat) - held.get(flat, set())
+        return all(self._others.are_done(p.sharded) for p in flat.params if id(p.sharded) in others)
+
+
+_made: weakref.WeakSet[Overlap] = weakref.WeakSet()
+
+
+def _note_step(optimizer: optim.Optimizer) -> None:
+    """Called after every step."""
+    for overlap in _made:
+        overlap.note_step(optimizer)
 
 
 def _trained(flat: FlatBuffer) -> set[int]:

@@ -31,6 +31,14 @@ def check_one_by_one(optimizer: optim.Optimizer, doing: str) -> None:
     Raises:
         TypeError: it is of another class than those of which that is known.
     """
+    if isinstance(optimizer, optim.Muon):
+        raise TypeError(
+            f"{doing}: {type(optimizer).__module__}.{type(optimizer).__name__} orthogonalizes whole "
+            "matrices, whose parts lie on several ranks, so that its step cannot be taken unit by "
+            "unit. Write the loop, loss.backward(); adamw.step(); muon.step(), with "
+            "compiled_fsdp.Muon, whose exchanges and gathers ahead overlap_optimizer(model, muon) "
+            "schedules"
+        )
     if type(optimizer) not in ONE_BY_ONE:
         name = type(optimizer).__name__
         raise TypeError(

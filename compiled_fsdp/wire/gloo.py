@@ -122,6 +122,14 @@ def all_to_all(
     return out
 
 
+def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], name: str, what: str) -> Exchange:
+    """Start to send one tensor to each rank, of any size, and to receive one from each."""
+    work = _exchange("all_to_all", received[0], [sent], [received], what, name)
+    work.buffers = (*received, *sent)
+    work.phase = "step"
+    return work
+
+
 def _exchange(
     collective: str,
     out: Tensor,
@@ -146,8 +154,16 @@ def _exchange(
     for outgoing, incoming in zip(sent, received, strict=True):
         tag = FIRST_TAG + (next(tags) ^ told_apart) % TAGS
         with unprofiled():
-            works += [(peer, group.recv([incoming[peer]], peer, tag)) for peer in others]
-            works += [(peer, group.send([outgoing[peer]], peer, tag)) for peer in others]
+            works += [
+                (peer, group.recv([incoming[peer]], peer, tag))
+                for peer in others
+                if incoming[peer].numel()
+            ]
+            works += [
+                (peer, group.send([outgoing[peer]], peer, tag))
+                for peer in others
+                if outgoing[peer].numel()
+            ]
     for outgoing, incoming in zip(sent, received, strict=True):
         incoming[rank].copy_(outgoing[rank])
     buffers = (out, *(piece for pieces in sent for piece in pieces))

@@ -10,7 +10,7 @@ from compiled_fsdp.ir import schema
 from compiled_fsdp.ir.collectives import ALL_GATHER
 from compiled_fsdp.torch_private.groups import group_named
 
-from . import gloo
+from . import gloo, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,3 +37,23 @@ def start_gather(
     outputs = list(out.view(-1).split([group_size * n for n in sizes]))
     pieces = list(shard.contiguous().view(-1).split(list(sizes)))
     return out, group_named(group).allgather_into_tensor_coalesced(outputs, pieces)
+
+
+def start_exchange(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: str,
+    what: str,
+) -> Any:
+    """Start to send the parts of a real 1-D tensor, one to each rank, and to receive theirs; awaited
+    by the `Work` that is returned.
+    """
+    with ranges.around("all_to_all", "step", what):
+        if gloo.is_gloo(group, sent.device):
+            parts = received.split(list(received_sizes)), sent.split(list(sent_sizes))
+            return gloo.exchange(*parts, group, what)
+        return group_named(group).alltoall_base(
+            received, sent, list(received_sizes), list(sent_sizes)
+        )

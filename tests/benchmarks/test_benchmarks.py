@@ -71,6 +71,8 @@ class TestBenchmarks(unittest.TestCase):
             self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")
             self.assertIn("| bucket_all_gather |", (Path(folder) / "plan_experts.md").read_text())
             self.assertRegex((Path(folder) / "ahead.md").read_text(), r"\| 1 \|.*\| 0 \|\n")
+            self.in_small(folder, ["muon", "--rates", "none"], ["muon_eager", "stock_muon"])
+            self.assertIn("| 0.0e+00 |", self.row(folder, "muon.md", "| muon_eager |"))
 
     def test_a_simulated_step_beside_a_measured_one(self):
         """The simulated side for real, on a wire that a step has to wait for; two hosts need root."""

@@ -31,6 +31,8 @@ OPTIONS = [
     "16",
     "--backend",
     "compiled_fsdp_eager",
+    "--optimizer",
+    "muon",
 ]
 
 
