@@ -92,7 +92,7 @@ class TestOverlapExchanges(GraphTest):
         def backward(hand: Hand, x: Node) -> Node:
             grad = exchange(hand, x)[1]
             of_weight = hand(MM, grad, grad)
-            sent, back = exchange(hand, hand.compute(grad))
+            back = exchange(hand, hand.compute(grad))[1]
             return hand.add(hand.add(back, of_weight), x)
 
         self.assertEqual(letters(overlap_exchanges(made(backward), PLAN)), "S0 W0 n S1 m W1")
