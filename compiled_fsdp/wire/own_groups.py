@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from compiled_fsdp.ir.collectives import is_own_group, shared_group
-from compiled_fsdp.torch_private.groups import group_named, group_timeout, new_group, rename
+from compiled_fsdp.torch_private.groups import (
+    group_named,
+    group_timeout,
+    is_alone,
+    new_group,
+    rename,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +39,8 @@ def make(names: Iterable[str]) -> None:
         if name in _made and _made[name][0] is first:
             continue
         ranks = dist.get_process_group_ranks(first)
-        second = new_group(ranks, dist.get_backend(first), group_timeout(first))
+        timeout = None if is_alone(first) else group_timeout(first)  # a fake one has none
+        second = new_group(ranks, dist.get_backend(first), timeout)
         rename(second, name)
         _made[name] = first, second
         log.info(
