@@ -150,11 +150,10 @@ class Filling:
     def _look(self) -> None:
         blocked = {self.wait}
         for node in self._below():
-            begun = node.all_input_nodes[0] if node.target is WAIT else None
-            is_exchange = begun in self.levels
-            if is_exchange and node in _waits(begun)[:1]:  # type: ignore[arg-type]
-                self.waits.append((node, begun))  # type: ignore[arg-type]
-            may = node in self.levels or can_move(node) or (is_exchange and begun < self.start)
+            may = node in self.levels or can_move(node)
+            if node.target is WAIT and (begun := node.all_input_nodes[0]) in self.levels:
+                self.waits.append((node, begun))
+                may = begun < self.start
             if not may or any(read in blocked for read in node.all_input_nodes):
                 blocked.add(node)
                 continue
