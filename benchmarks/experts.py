@@ -13,7 +13,15 @@ from side_by_side import Comparison
 from variants import BY_DEFAULT, Job, with_floors
 from wire import facts, measure_at
 
-SIDES = ("ours", "stock_eager", "stock_block_compile", "raw_collectives")
+SIDES = (
+    "ours",
+    "ours_exchanges_shared",
+    "ours_exchanges_in_place",
+    "ours_chunks",
+    "stock_eager",
+    "stock_block_compile",
+    "raw_collectives",
+)
 SMALL = MoEConfig(num_layers=2, width=64, num_heads=2, hidden=64, expert_hidden=32)
 LARGE = MoEConfig(num_layers=6, width=384, num_heads=6, hidden=512, expert_hidden=384)
 

@@ -23,6 +23,8 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from compiled_fsdp import in_chunks
+
 NUM_EXPERTS, TOP = 8, 2
 
 
@@ -126,6 +128,7 @@ class Mixture(nn.Module):
     """Router, routed experts, and the shared one.
 
     group: the ranks that share the experts.
+    chunks: into how many its tokens are cut, each sent and computed by itself.
     bias, counted: what is added to scores when experts are chosen, and how many tokens each expert
         has got since `update_bias`, of this rank.
     """
@@ -142,6 +145,7 @@ class Mixture(nn.Module):
         self.register_buffer("bias", torch.zeros(config.num_experts))
         self.register_buffer("counted", torch.zeros(config.num_experts), persistent=False)
         self.group: dist.ProcessGroup | None = None
+        self.chunks = 1
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, T, C] to as many, and the balance loss."""
@@ -150,22 +154,29 @@ class Mixture(nn.Module):
         ids = (scores.detach() + self.bias).topk(self.top, dim=-1).indices
         chosen = scores.gather(1, ids)
         weights = chosen / chosen.sum(-1, keepdim=True)
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.histc(
-            ids.flatten().float(), bins=self.num_experts, min=0, max=self.num_experts
-        ).long()
+        counts = self._count(ids)
         self.counted.add_(counts)  # by a method: under checkpointing Dynamo takes no assignment
-        tokens = flat[order // self.top]
+        routed = in_chunks(self._routed, self.chunks, flat, ids, weights)
+        share = counts / counts.sum()
+        balance = self.num_experts * (scores.mean(0) * share).sum()
+        return routed.view_as(x) + self.shared(x), balance
+
+    def _count(self, ids: Tensor) -> Tensor:
+        """Tokens of this rank for each expert [E]."""
+        flat = ids.flatten().float()
+        return torch.histc(flat, bins=self.num_experts, min=0, max=self.num_experts).long()
+
+    def _routed(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Some tokens [n, C] through their experts [n, top], and added up by weight [n, top]."""
+        order = ids.flatten().argsort(stable=True)
+        tokens, counts = flat[order // self.top], self._count(ids)
         done = (
             self.experts(tokens, counts)
             if self.group is None
             else dispatched(tokens, counts, self.experts, self.group)
         )
         done = done * weights.flatten()[order, None].to(done.dtype)
-        routed = torch.zeros_like(flat).index_add(0, order // self.top, done)
-        share = counts / counts.sum()
-        balance = self.num_experts * (scores.mean(0) * share).sum()
-        return routed.view_as(x) + self.shared(x), balance
+        return torch.zeros_like(flat).index_add(0, order // self.top, done)
 
 
 def dispatched(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig
 from matrix_optimizers import by_dtensor, gathered, planned, step_of
-from moe import MoEConfig, MoEGPT, share_experts
+from moe import Mixture, MoEConfig, MoEGPT, share_experts
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,10 +79,13 @@ class Variant:
         return bool(self.floor)
 
 
-def build_ours(job: Job) -> Step:
+def build_ours(job: Job, *, chunks: int = 1) -> Step:
+    """chunks: of a mixture of experts, into how many the tokens of a block are cut."""
     from compiled_fsdp import fully_shard
 
     model = make_model(job)
+    for mixture in [m for m in model.modules() if isinstance(m, Mixture)]:
+        mixture.chunks = chunks
     shard(model, fully_shard)
     return trainer(model, torch.compile(model, fullgraph=True, dynamic=False), job)
 
@@ -411,6 +414,19 @@ VARIANTS["ours_checked"] = Variant(
     partial(build_ours_planned, check="checksums"),
     "local_compile",
     "ours, what travels and rests is compared between ranks",
+)
+VARIANTS["ours_exchanges_shared"] = Variant(
+    partial(build_ours_planned, exchange_group="shared"),
+    "local_compile",
+    "ours, tokens on the group of the gathers",
+)
+VARIANTS["ours_exchanges_in_place"] = Variant(
+    partial(build_ours_planned, overlap_exchanges=False),
+    "local_compile",
+    "ours, tokens awaited where the program says it",
+)
+VARIANTS["ours_chunks"] = Variant(
+    partial(build_ours, chunks=2), "local_compile", "ours, tokens of a block in two chunks"
 )
 VARIANTS |= {
     name: Variant(

@@ -29,6 +29,7 @@ from compiled_fsdp.ahead.target import Target as Target
 from compiled_fsdp.command.replacement import replace_stock as replace_stock
 from compiled_fsdp.dump.writer import dumped_to as dumped_to
 from compiled_fsdp.eager.finalization import GradientReductionHandle as GradientReductionHandle
+from compiled_fsdp.frontend.chunks import in_chunks as in_chunks
 from compiled_fsdp.frontend.explain import UnusedOptionError as UnusedOptionError
 from compiled_fsdp.frontend.explain import explain as explain
 from compiled_fsdp.frontend.fallback import FallbackError as FallbackError
@@ -114,6 +115,7 @@ __all__ = [
     "dumped_to",
     "explain",
     "fully_shard",
+    "in_chunks",
     "load_precompiled",
     "log_scalars",
     "measure_kernels",

@@ -41,6 +41,8 @@ class Property(Enum):
     LOWERED = "only functional collectives are left of the fsdp ops"
     GATHERS_BUCKETED = "one all-gather a unit"
     REDUCES_BUCKETED = "one reduction a unit"
+    EXCHANGES_APART = "the user's all-to-alls share no group with ours"
+    EXCHANGES_OVERLAPPED = "tokens travel while what does not need them is computed"
     PREFETCHED = "all-gathers start ahead of their use"
     DELAYED = "reductions are awaited late"
     LEFT = "the last reductions are awaited by who reads the gradients"

@@ -42,10 +42,12 @@ from .name_groups import name_groups
 from .note_heads import note_heads
 from .number_batches import number_batches
 from .outline import outline
+from .overlap_exchanges import overlap_exchanges
 from .place_updates import place_updates
 from .prefetch_all_gather import prefetch_all_gather
 from .read_strided import read_strided
 from .reshard import reshard
+from .separate_exchanges import separate_exchanges
 from .step_in_backward import step_in_backward
 from .summarize import summarize
 from .use_gloo import use_gloo
@@ -90,6 +92,20 @@ PIPELINE = check_order(
         Pass(lower, Stage.HALF, (P.DECIDED,), P.LOWERED, consumes=OPTIONS),
         Pass(bucket_all_gather, Stage.HALF, (P.LOWERED,), P.GATHERS_BUCKETED, consumes=BUCKETS),
         Pass(bucket_reduce_scatter, Stage.HALF, (P.LOWERED,), P.REDUCES_BUCKETED, consumes=BUCKETS),
+        Pass(
+            separate_exchanges,
+            Stage.HALF,
+            (P.LOWERED,),
+            P.EXCHANGES_APART,
+            consumes=("Plan.exchange_group",),
+        ),
+        Pass(
+            overlap_exchanges,
+            Stage.HALF,
+            (P.LOWERED,),
+            P.EXCHANGES_OVERLAPPED,
+            consumes=("Plan.overlap_exchanges",),
+        ),
         Pass(
             prefetch_all_gather,
             Stage.HALF,
@@ -194,6 +210,7 @@ ALWAYS = {
     note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
     add_checksums.__name__: "nothing that the plan wants to be compared would be",
     lower.__name__: "every parameter would be gathered by itself",
+    agree.__name__: "ranks that differ would hang, and second groups would not be made",
     watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",
     use_gloo.__name__: "torch's all-gather over gloo corrupts memory now and then",
     verify.__name__: "a fault of another pass would go unseen",

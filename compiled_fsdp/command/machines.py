@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compiled_fsdp.ir.collectives import shared_group
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.torch_private.groups import group_named
 from compiled_fsdp.wire.timed import known_wire
@@ -75,7 +76,7 @@ class PublishedCosts(Costs):
 
     def link(self, group: str) -> Link:
         """That of the group's wire."""
-        wire = known_wire(group_named(group))
+        wire = known_wire(group_named(shared_group(group)))
         if wire is None:
             raise RuntimeError(f"the process group {group!r} is in no timed world")
         return Link(wire.latency, wire.bandwidth)

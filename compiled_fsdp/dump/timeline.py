@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import group_of
-from compiled_fsdp.ir.expected import EXCHANGE
 from compiled_fsdp.ir.graph import find, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_tag, module_of
-from compiled_fsdp.ir.schema import traits_of
+from compiled_fsdp.ir.schema import EXCHANGE, traits_of
 from compiled_fsdp.planning.costs import assumed, nbytes, traffic
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import program, simulate
@@ -76,7 +75,10 @@ def _device(graph: Graph) -> str:
 
 def _ranks(group: str) -> list[int]:
     """The ranks of a group; none without process groups."""
-    return list(dist.get_process_group_ranks(group_named(group))) if dist.is_initialized() else []
+    if not dist.is_initialized():
+        return []
+    first = group_named(comm.shared_group(group))  # a second one is made when the graph runs
+    return list(dist.get_process_group_ranks(first))
 
 
 def _collective(start: Node) -> Collective:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from compiled_fsdp import log
-from compiled_fsdp.ir.collectives import group_of
+from compiled_fsdp.ir.collectives import group_of, shared_group
 from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
 from compiled_fsdp.ir.repeats import called_by
@@ -200,7 +200,7 @@ class Dump:
         assert self.path is not None
         groups = _groups.setdefault(self.path.parent, {})
         for name in (group_of(start) for start in starts(graph)):
-            groups[name] = dist.get_process_group_ranks(group_named(name))
+            groups[name] = dist.get_process_group_ranks(group_named(shared_group(name)))
         found: RankSettings = {**settings(), "groups": groups}
         _write_indented(self.path.parent / layout.SETTINGS, found)
 

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.dump.counts import Counts
-from compiled_fsdp.ir.collectives import CONVERT
+from compiled_fsdp.ir.collectives import CONVERT, is_own_group
 from compiled_fsdp.ir.graph import find, starts
 from compiled_fsdp.ir.meta import get_tag, set_captured
 from compiled_fsdp.ir.printer import collectives, printable, show
@@ -90,7 +90,7 @@ def _check_graph(graph: DumpedGraph) -> Iterator[str]:
 
 def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
     """Each group's ranks have the same collectives over it, in the same order."""
-    seen: dict[tuple[int, ...], tuple[int, list[str]]] = {}
+    seen: dict[tuple[bool, tuple[int, ...]], tuple[int, list[str]]] = {}
     for rank in ranks:
         for name, members in rank.settings["groups"].items():
             lines = [
@@ -99,7 +99,9 @@ def _check_agreement(ranks: list[DumpedRank]) -> Iterator[str]:
                 if g.is_half
                 for line in sequence_over(g.after(None).gm.graph, name)
             ]
-            number, known = seen.setdefault(tuple(members), (rank.rank, lines))
+            # Ranks may call a group differently, and some have a second one for exchanges.
+            which = is_own_group(name), tuple(members)
+            number, known = seen.setdefault(which, (rank.rank, lines))
             if not same_where_known(["\n".join(known), "\n".join(lines)]):
                 changes = list(
                     difflib.unified_diff(

@@ -36,6 +36,7 @@ GATHERS = (ALL_GATHER, schema.ALL_GATHER)
 ALL_TO_ALL = schema.ALL_TO_ALL
 STARTS = tuple(op for op, traits in schema.TRAITS.items() if traits.is_collective)
 HOST = "host"  # where a copy goes, apart from the types of devices
+OWN = "_exchanges"  # behind the name of a group: a second one, for the user's all-to-alls
 CUSTOM = "custom:"  # before a key in `spec.REGISTRY`: an algorithm that the user brought
 
 
@@ -590,7 +591,8 @@ def flatten_grads(run: Run, pieces: dict[int, Value], sizes: dict[int, int], num
 
 def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The call that a node stands for: op, arguments and keywords, without names for profiles; of
-    ours that do what an op of torch's does (a gather of one message), torch's.
+    ours that do what an op of torch's does (a gather of one message), torch's; of the user's
+    all-to-alls, with the group that the user said.
     """
     target, args = node.target, cast("tuple[Any, ...]", node.args)
     if target is schema.COPY_COLUMNS:
@@ -601,9 +603,26 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return schema.COPY_TO, args, {}
     if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
         return ALL_GATHER, (args[0], *args[2:]), {}
+    if target is schema.EXCHANGE:
+        args = tuple(shared_group(a) if isinstance(a, str) else a for a in args)
     return target, args, {} if target in STARTS else dict(node.kwargs)
 
 
 def group_of(start: Node) -> str:
     """The name of the group that a collective runs over."""
     return next(a for a in reversed(start.args) if isinstance(a, str) and not a.startswith(CUSTOM))
+
+
+def own_group(name: str) -> str:
+    """The name of the second group of these ranks, for the user's all-to-alls."""
+    return name + OWN
+
+
+def is_own_group(name: str) -> bool:
+    """Whether this names such a group."""
+    return name.endswith(OWN)
+
+
+def shared_group(name: str) -> str:
+    """The name of the group that one belongs to; of every other, its own."""
+    return name.removesuffix(OWN)

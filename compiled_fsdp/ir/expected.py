@@ -17,12 +17,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .schema import EXCHANGE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.fx import Graph, Node
 
-EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 SPLIT = torch.ops.aten.split_with_sizes.default
 
 UNBOUNDED = 1 << 48  # bytes: a bound that large is none

@@ -263,6 +263,7 @@ DECODE_SUM = fsdp.decode_sum.default
 CHECKSUM = fsdp.checksum.default
 COMPARE = fsdp.compare_.default
 FREE = fsdp.free.default
+EXCHANGE = c10d.all_to_all_single.default  # the user's
 
 for _op, _traits in TRAITS.items():
     if _traits.effect:

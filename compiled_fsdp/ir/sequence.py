@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .collectives import as_in_torch, group_of
-from .expected import EXCHANGE
 from .graph import find, phase_of, starts, value
 from .meta import get_tag
 from .printer import printable
-from .schema import GATHER_NEXT
+from .schema import EXCHANGE, GATHER_NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.expected import EXCHANGE, hint
+from compiled_fsdp.ir.expected import hint
 from compiled_fsdp.ir.graph import is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
-from compiled_fsdp.ir.schema import UPDATE, traits_of
+from compiled_fsdp.ir.schema import EXCHANGE, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ class Costs:
     def link(self, group: str) -> Link:
         """The link of a group."""
         known = dict(self.links)
-        return known.get(group) or self.links[0][1]
+        return known.get(group) or known.get(comm.shared_group(group)) or self.links[0][1]
 
     def knows(self, group: str) -> bool:
         """Whether there is a link of this very group."""

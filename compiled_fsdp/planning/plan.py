@@ -54,6 +54,7 @@ SIZES = {
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
+EXCHANGE_GROUPS = ("own", "shared")
 CHECKS = (None, "checksums")
 FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
 
@@ -100,6 +101,13 @@ class Plan:
     recompute: whether backward computes again what pointwise kernels make from values that are
         saved anyway, also where a matmul reads it (`partition.py`); False: as torch's partitioner
         decides. Activation checkpointing comes before it.
+    overlap_exchanges: whether what does not need tokens is computed while an all-to-all of the
+        user's carries them, where the program says it before or after (`overlap_exchanges.py`);
+        the numbers are the same.
+    exchange_group: "own": in a graph, all-to-alls of the user's over a group that parameters are
+        gathered or reduced over too run on a second group of the same ranks, which is made when the
+        graph first runs, so that tokens do not stand behind a gather; "shared": they run where the
+        user says. On NCCL a group has buffers of its own on the device.
     regions: "auto": under Inductor, computation that repeats between collectives is compiled once
         and called (`outline`), which makes the time to compile grow little with the number of equal
         layers; "off": every layer is compiled by itself.
@@ -140,6 +148,8 @@ class Plan:
     copy_out: str | None = "copy"
     reduction_bytes: int | None = None
     recompute: bool = True
+    overlap_exchanges: bool = True
+    exchange_group: str = "own"
     regions: str = "auto"
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
@@ -250,6 +260,10 @@ def _check_choices(plan: Plan) -> None:
         )
     if plan.regions not in REGIONS:
         raise ValueError(f"Plan: regions={plan.regions!r}; should be one of {REGIONS}")
+    if plan.exchange_group not in EXCHANGE_GROUPS:
+        raise ValueError(
+            f"Plan: exchange_group={plan.exchange_group!r}; should be one of {EXCHANGE_GROUPS}"
+        )
     if plan.check not in CHECKS:
         raise ValueError(f"Plan: check={plan.check!r}; should be one of {CHECKS}")
     if plan.check is not None and plan.reductions == "reduce_scatter":
@@ -258,8 +272,9 @@ def _check_choices(plan: Plan) -> None:
             "cannot be compared with what was sent, so gradients are exchanged and added where they "
             "arrive. Leave out one of the two"
         )
-    if not isinstance(plan.recompute, bool):
-        raise ValueError(f"Plan: recompute={plan.recompute!r}; should be True or False")
+    for name in ("recompute", "overlap_exchanges"):
+        if not isinstance(getattr(plan, name), bool):
+            raise ValueError(f"Plan: {name}={getattr(plan, name)!r}; should be True or False")
 
 
 def _check_budget(plan: Plan) -> None:
@@ -304,7 +319,16 @@ def _check_codes(plan: Plan) -> None:
 
 _current = _DEFAULT = Plan()
 _followers: list[Callable[[], None]] = []
-ASKED = (*FROM_COSTS, "reduction_bytes", "recompute", "regions", "memory_budget", "costs")
+ASKED = (
+    *FROM_COSTS,
+    "reduction_bytes",
+    "recompute",
+    "overlap_exchanges",
+    "exchange_group",
+    "regions",
+    "memory_budget",
+    "costs",
+)
 # What users set of the plan; `Plan.kept` is decided, not set.
 options = Options()
 

@@ -127,13 +127,24 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-def new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """A process group that its own ranks make together; torch's annotation since 2.15 knows also
-    who is not among them.
+def new_group(
+    ranks: list[int], backend: str, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A process group that its own ranks make together, with torch's timeout or this one; torch's
+    annotation since 2.15 knows also who is not among them.
     """
-    made: Any = dist.new_group(ranks, use_local_synchronization=True, backend=backend)
+    made: Any = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True, backend=backend
+    )
     group: dist.ProcessGroup = made
     return group
+
+
+def rename(group: dist.ProcessGroup, name: str) -> None:
+    """Let graphs call a group by this name, whatever had it before."""
+    if _registered(name) is not None:
+        _unregister_process_group(name)  # type: ignore[arg-type]
+    _register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def group_store(group: dist.ProcessGroup, prefix: str) -> Any:

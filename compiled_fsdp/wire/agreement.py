@@ -51,6 +51,7 @@ from compiled_fsdp.torch_private.groups import (
 )
 
 from .meeting import meet
+from .own_groups import second_of
 from .watcher import Watcher
 
 if TYPE_CHECKING:
@@ -383,7 +384,8 @@ def _compare(group: _Group, number: int, mine: str) -> None:
         group.failure = describe(group.process_group, texts)
         log.error("%s", group.failure)
         _watcher.pause(POLL_S)  # so that the others know why their connections break
-        break_connections(group.process_group)
+        for each in (group.process_group, *second_of(group.process_group)):
+            break_connections(each)
 
 
 def break_connections(process_group: dist.ProcessGroup) -> None:

@@ -23,7 +23,7 @@ from compiled_fsdp.torch_private.compiling import collect_rarely
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
-from . import agreement, checks, codes, copies, gloo, launch, ranges, unused_outputs
+from . import agreement, checks, codes, copies, gloo, launch, own_groups, ranges, unused_outputs
 from .runs import note_run
 
 if TYPE_CHECKING:
@@ -484,7 +484,8 @@ def _agree(token: Tensor, text: str, groups: Sequence[str], record: str = "") ->
     """The token is there for compilers: an op that writes to something is neither dropped nor moved
     past its like.
     """
-    agreement.before_run(text, groups)
+    agreement.before_run(text, [name for name in groups if not comm.is_own_group(name)])
+    own_groups.make(groups)
     note_run(record)
     ranges.mark(record)
 

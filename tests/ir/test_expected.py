@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_fsdp import fully_shard, pipeline
-from compiled_fsdp.ir.expected import EXCHANGE, SPLIT, at_most, hint
+from compiled_fsdp.ir.expected import SPLIT, at_most, hint
+from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.planning.costs import nbytes
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from kit.passes_harness import PLAN, Hand, numel, unit
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.collectives import STARTS, WAIT
-from compiled_fsdp.ir.expected import EXCHANGE
 from compiled_fsdp.ir.graph import is_matmul
 from compiled_fsdp.ir.printer import show
+from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.plan import Plan
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit import routed
+from kit.graphs import captured
 from moe import Mixture, MoEConfig, MoEGPT, share_experts, update_bias
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -24,11 +25,15 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.ir.collectives import WAIT
+from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.schema import EXCHANGE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kit.pool import Pool
+    from torch.fx import Graph
 
 CONFIG = MoEConfig(
     num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
@@ -47,6 +52,7 @@ class Way:
     """How it is trained.
 
     bias_rate: experts with few tokens are favoured more from step to step.
+    chunks: into how many the tokens of a block are cut.
     """
 
     num_layers: int = 1
@@ -55,11 +61,14 @@ class Way:
     recompute: bool = False
     bias_rate: float = 0.0
     dtype: torch.dtype | None = None
+    chunks: int = 1
 
 
 WAYS = {
     "plain": Way(num_layers=2),
-    "accumulated, clipped, with a bias": Way(num_backwards=2, max_norm=0.05, bias_rate=0.5),
+    "accumulated, clipped, with a bias, in chunks": Way(
+        num_backwards=2, max_norm=0.05, bias_rate=0.5, chunks=3
+    ),
     "accumulated, recomputed": Way(num_backwards=2, recompute=True),
     "bf16": Way(dtype=torch.bfloat16),
 }
@@ -81,6 +90,7 @@ def build(way: Way) -> MoEGPT:
     model = MoEGPT(replace(CONFIG, num_layers=way.num_layers, bias_rate=way.bias_rate))
     for mixture in [m for m in model.modules() if isinstance(m, Mixture)]:
         mixture.router.weight.data.mul_(8.0)  # so that routing differs from token to token
+        mixture.chunks = way.chunks
     if way.recompute:
         for i, block in enumerate(model.layers):
             model.layers[i] = Recomputed(block)
@@ -132,6 +142,14 @@ def train(model: Any, call: Any, way: Way, *, alone: bool = False) -> tuple[list
     return losses, routed
 
 
+def most_under_way(graph: Graph) -> int:
+    """How many exchanges of tokens are under way at most: between a start and its wait, beside our
+    own; counts are awaited before any token leaves.
+    """
+    awaited = [(n, w) for n in find(graph, EXCHANGE) for w in [*n.users][:1] if w.target is WAIT]
+    return max(sum(start < other < wait for other, _ in awaited) + 1 for start, wait in awaited)
+
+
 def compare(name: str, backends: list[str]) -> None:
     way = WAYS[name]
     if way.recompute and not SAVES_MESHES:
@@ -147,8 +165,10 @@ def compare(name: str, backends: list[str]) -> None:
             if kind in ("stock", "eager")
             else torch.compile(model, backend=kind, fullgraph=True)
         )
-        found[kind] = train(model, call, way)
+        with captured() as graphs:
+            found[kind] = train(model, call, way)
         if kind in backends:
+            assert {most_under_way(graph) for graph in graphs} == {way.chunks}
             assert counters["stats"]["unique_graphs"] == 1 + (way.num_backwards > 1), counters
     if dist.get_world_size() == 2:  # gloo adds four in another order
         assert found["eager"] == found["stock"]

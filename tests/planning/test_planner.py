@@ -312,6 +312,8 @@ CHANGES = {
     "copy_out": "strided",
     "reduction_bytes": 3,
     "recompute": False,
+    "overlap_exchanges": False,
+    "exchange_group": "shared",
     "regions": "off",
     "memory_budget": 0.5,
     "kept": (("u", "w"),),
