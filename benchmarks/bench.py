@@ -7,6 +7,7 @@
     budget    step time against memory: what keeping parameters for backward buys; needs root
     memory    exact peak tensor bytes, and resident memory
     compile   seconds to compile, cold and warm, from 4 to 48 layers
+    compile_depth  what a layer more costs to compile, in processor seconds, by part of the compiler
     ahead     seconds of the first step of a model that was compiled ahead
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
     plan_experts  the same for DeepSeek-V3 on 2,048 ranks
@@ -30,6 +31,7 @@ from pathlib import Path
 import ahead
 import budget
 import compile as compile_
+import depth
 import experts
 import gpu
 import graphs
@@ -55,6 +57,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "budget": budget.run,
     "memory": memory.run,
     "compile": compile_.run,
+    "compile_depth": depth.run,
     "ahead": ahead.run,
     "plan": plan.run,
     "plan_experts": plan.run_experts,

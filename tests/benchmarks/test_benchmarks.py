@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import unittest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from unittest import mock
 import bench
 import budget
 import compile as compile_bench
+import depth
 import pytest
 import results
 import side_by_side
@@ -188,6 +190,37 @@ class TestBenchmarks(unittest.TestCase):
             (found["Dynamo"], found["code generation"], found["lowering, fusion"]), (3.0, 1.0, 4.0)
         )
         self.assertAlmostEqual(sum(found.values()), 20.0)
+
+    def test_what_a_layer_takes(self):
+        """The innermost function of a part counts; a layer's is what more layers take, over them."""
+        spaces: dict[str, object] = {"sys": sys}
+        for file, name, body in (
+            ("_inductor/codecache.py", "write", "return sys._getframe()"),
+            ("compiler/driver.py", "run_half", "return write()"),
+            ("_inductor/compile_fx.py", "_recursive_post_grad_passes", "return run_half()"),
+            ("elsewhere.py", "main", "return _recursive_post_grad_passes()"),
+        ):
+            exec(compile(f"def {name}():\n {body}", f"/torch/{file}", "exec"), spaces)
+        frame = spaces["main"]()
+        sampler = depth.Sampler()
+        found = []
+        while frame is not None and len(found) < 4:
+            found.append(sampler.part(frame))
+            frame = frame.f_back
+        self.assertEqual(found[0], "the rest of Inductor")
+        self.assertEqual(found[1:], ["our passes, halves", "Inductor's passes, halves", depth.REST])
+
+        def start(seconds: float, kernels: int) -> dict[str, object]:
+            parts = {"partition": seconds - 3, depth.CXX: 3.0}
+            return {"seconds": seconds, "parts": parts, "kernels": kernels, "memory": 500.0}
+
+        shown = depth.report((2, 4), ["ours"], {("ours", 2): start(5, 7), ("ours", 4): start(8, 9)})
+        starts, layer = shown.tables
+        self.assertEqual(starts.rows[1], ["ours", "4", "8.0", "1.60", "3.0", "9", "500"])
+        self.assertEqual(
+            layer.rows, [["partition", "1500"], ["C++ compiler", "0"], ["all", "1500"]]
+        )
+        self.assertIn("1.60 times as much", shown.notes[-1])
 
     def test_options(self):
         def settings(*words: str) -> bench.Settings:
