@@ -110,7 +110,8 @@ class _Unrun(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run a node, or make something of the size of its result."""
-        effect = traits_of(n.target).effect and n.target not in (FREE, GATHER_NEXT)
+        is_nothing = n.target is FREE or n.target is GATHER_NEXT  # here, where nothing is gathered
+        effect = traits_of(n.target).effect and not is_nothing
         if n.op not in ("call_function", "call_module") or n.target is operator.getitem or effect:
             return super().run_node(n)
         return tree_map(_like, n.meta.get("val"))
