@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ PARTS: dict[tuple[str, str], str] = {
 class Sampler:
     """Processor seconds by part of the compiler, and by the functions that were innermost."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     last: float = 0.0
     collecting: float = 0.0
     known: dict[str, dict[str, str]] = field(default_factory=dict)

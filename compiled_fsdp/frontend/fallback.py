@@ -1,4 +1,4 @@
-"""Say, once for each reason, which unit runs eagerly inside a compiled model; or refuse.
+"""Say, once for each place, which unit runs eagerly inside a compiled model; or refuse.
 
 Private torch used here (tried on 2.13): `torch._dynamo.utils.graph_break_reasons`.
 """
@@ -91,7 +91,8 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
         )
         if _policy == "error":
             raise FallbackError(f'{text}; set_fallback("error") makes this an error')
-        warn_once(text)
+        # Dynamo may say the same of one place in several ways.
+        warn_once(text, about=f"break of {names} at {where}" if frames else "")
 
 
 def _remedy(reason: str) -> str:

@@ -482,8 +482,9 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         TypeError,
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
         "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
-        "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'regions', 'memory_budget', "
-        "'kept', 'dropped', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
+        "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'overlap_exchanges', "
+        "'exchange_group', 'regions', 'memory_budget', 'kept', 'dropped', 'costs', "
+        "'gather_quantized', 'reduce_quantized', 'exact', 'check']",
     ),
     "planned with a bad value": (
         ValueError,

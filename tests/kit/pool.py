@@ -170,6 +170,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         torch.set_num_threads(1)
         use_scalar_kernels()
         compile_quickly()
+        settings = torch._dynamo.config.get_config_copy()
         _measure_little()
         _share_device()
         dist.init_process_group(
@@ -192,6 +193,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             begin()
             answer = _answer(module, path, name, payload)
             forget()
+            torch._dynamo.config.load_config(settings)  # a test may set what others are about
             pipe.send(answer)
 
 
