@@ -82,6 +82,40 @@ VARIANTS = {
     "numerics/test_checksums_wide.py::test_200_steps_of_random_models": (
         "::test_random_models_in_which_nothing_happens"
     ),
+    "numerics/test_experts_eight.py::test_hsdp": (
+        "numerics/test_experts.py::test_with_an_efsdp_axis"
+    ),
+    "numerics/test_moe.py::test_four_ranks": "numerics/test_experts.py::test_with_an_efsdp_axis",
+    "numerics/test_random_models.py::test_random_models[4]": "[0]",
+    "numerics/test_random_models.py::test_random_models[8]": "[0]",
+    "numerics/test_inductor.py::test_hsdp": "::test_gpt",
+    "numerics/test_inductor.py::test_odd_sizes_in_bf16": "::test_gpt",
+    "numerics/test_micro_batches.py::test_meshes": "::test_reduced_each",
+    "numerics/test_micro_batches.py::test_inductor": "::test_reduced_each",
+    "numerics/test_whole_step.py::test_meshes": "::test_models",
+    "numerics/test_tensor_parallel.py::test_gradient_accumulation": "::test_two_layers[compiled]",
+    "numerics/test_tensor_parallel.py::test_without_data_parallelism[compiled]": "[eager]",
+    "numerics/test_compiled_optimizer.py::test_compiled_steps_of_sharded_parameters[adamw-by_itself]": (
+        "[sgd-in_a_function]"
+    ),
+    "planning/test_memory.py::test_peak_with_a_smaller_mesh": "::test_peak_under_inductor",
+    "planning/test_memory.py::test_peak_without_inductor[kept]": "::test_peak_under_inductor",
+    "planning/test_memory.py::test_peak_without_inductor[logits]": "::test_peak_under_inductor",
+    "planning/test_memory.py::test_peak_without_inductor[tied]": "::test_peak_under_inductor",
+    "planning/test_calibrate.py::test_a_budget_chooses_slices_too": (
+        "::test_a_budget_keeps_what_fits"
+    ),
+    "numerics/test_shared_buckets.py::test_four_ranks[hsdp]": "[1d]",
+    "compat/fsdp1/test_training_rows.py::test_accumulation_hybrid": "::test_hybrid",
+    "compat/fsdp2/test_parallel_rows.py::test_in_bf16": "::test_tensor_parallel[True]",
+    "numerics/test_fsdp1.py::test_inductor": "::test_one_graph_each_way",
+    "numerics/test_quantized.py::test_inductor": "::test_graphs_as_eager[fp16 gradients]",
+    "numerics/test_surface.py::test_with_inductor[tied over units]": "[selective checkpointing]",
+    "test_examples.py::test_example[hsdp_tensor_parallel]": "[plain_loop]",
+    "numerics/test_meshes.py::test_hsdp_in_bf16": "::test_hsdp[unused]",
+    "numerics/test_graphs.py::test_collectives_per_step[llama_tied_unit-False]": "[gpt-None]",
+    "numerics/test_step_in_backward.py::test_units_that_several_graphs_read": "::test_models",
+    "numerics/test_pipelining.py::test_compiled_stages[GPipe]": "[1F1B]",
 }
 
 
@@ -98,13 +132,20 @@ def left_out(nodes: list[str], *, is_whole: bool) -> set[str]:
     stay = {word for node, name in names.items() if node not in gone for word in _words(name)}
     away = {word for node in gone for word in _words(names[node])}
     for row, other in VARIANTS.items():
-        shown = row[: row.index("[" if other[0] == "[" else "::")] + other
+        shown = _whole(row, other)
         if is_whole and not (row in away and shown in stay):
             raise ValueError(
                 f"tests/kit/variants.py: {row!r} is left out, and {shown!r} should show the same: "
                 "both should be tests, and the second one that always runs"
             )
     return gone
+
+
+def _whole(row: str, other: str) -> str:
+    """The other test's name: it may be told by its case, or by its function, in the same file."""
+    if other[0] == "[":
+        return row[: row.index("[")] + other
+    return row[: row.index("::")] + other if other[:2] == "::" else other
 
 
 def _words(name: str) -> set[str]:

@@ -70,7 +70,7 @@ def batches(options: Options, count: int, step: int) -> list[Any]:
 def compare(
     options: Options,
     *,
-    count: int = 3,
+    count: int = 2,
     once: bool = False,
     optimizer: str = "adamw",
     kind: str = "compiled",
@@ -93,12 +93,12 @@ def compare(
 
 
 def compare_each() -> None:
-    compare(Options("gpt_of_one_layer", reshard=True, max_norm=0.1))
+    compare(Options("gpt_of_one_layer", reshard=True, max_norm=0.1), count=3)
     with planned(bucket_bytes=1 << 20):  # units share collectives
         compare(Options("odd", max_norm=0.05), optimizer="sgd")
     for model in ("tied", "frozen", "conv"):
         compare(Options(model))
-    compare(Options("odd", reshard=False), count=2)
+    compare(Options("odd", reshard=False))
 
 
 def compare_once() -> None:
@@ -119,8 +119,8 @@ def test_reduced_once(two: Pool) -> None:
 
 
 def compare_meshes() -> None:
-    compare(Options("odd", mesh="hsdp"), count=2)
-    compare(Options("gpt_of_one_layer", reshard=2), count=2, once=True)
+    compare(Options("odd", mesh="hsdp"))
+    compare(Options("gpt_of_one_layer", reshard=2), once=True)
 
 
 def test_meshes(four: Pool) -> None:
