@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from kit.graphs import captured
 from kit.harness import ROUNDING, SLOW
@@ -198,11 +199,12 @@ def in_order(path: Path) -> None:
 
 
 def num_lowered(case: Case) -> tuple[int, int]:
-    """How many nodes Inductor lowers, and how many it would if each call were one of its own."""
+    """How many nodes Inductor lowers, and how many it would if each call were one of its own.
+    Without its cache: of a graph that another test compiled it would lower none.
+    """
     lower = GraphLowering.call_function
-    with mock.patch.object(
-        GraphLowering, "call_function", autospec=True, side_effect=lower
-    ) as calls:
+    counted = mock.patch.object(GraphLowering, "call_function", autospec=True, side_effect=lower)
+    with inductor_config.patch(fx_graph_cache=False), counted as calls:
         _, explanation = train(case, "auto", steps=1)
     regions = [region for graph in explanation.graphs for region in graph.regions]
     return calls.call_count, sum(region["nodes"] * region["calls"] for region in regions)
