@@ -8,6 +8,8 @@ made, of this version and under this plan.
 Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s
 `joint_custom_post_pass`, `post_grad_custom_post_pass` and `_pre_fusion_custom_pass`, and
 `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
+Inductor's lowering and scheduler take as long to import as torch; they are imported when Inductor
+compiles, so that who trains eagerly does without.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 from .driver import run_half, run_joint
 from .partition import install_partitioner
-from .pin_order import keep_simple_overlap_out, pin_order
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -80,7 +81,11 @@ class HalfPass(CustomGraphPass):
     """Inductor's post-grad hook, called for forward and backward."""
 
     def __call__(self, graph: Graph) -> None:
-        """Run the half passes on the module that owns the graph."""
+        """Run the half passes on the module that owns the graph; what is done to it is lowered next."""
+        from .pin_order import keep_simple_overlap_out  # imports Inductor's scheduler
+
+        keep_simple_overlap_out()
+        keep_memory_apart()
         run_half(_module(graph), is_fused=True)
 
     def uuid(self) -> Any:
@@ -96,6 +101,8 @@ class PinPass(CustomSchedulerPass):  # type: ignore[misc]
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Run the user's pass, then pin the order."""
+        from .pin_order import pin_order  # imports Inductor's scheduler
+
         return pin_order(nodes if self.before is None else self.before(nodes))
 
     def uuid(self) -> Any:
@@ -155,8 +162,6 @@ def install_passes() -> None:
             setattr(inductor_config, name, Chain((*present, ours())) if present else ours())
     if not isinstance(inductor_config._pre_fusion_custom_pass, PinPass):
         inductor_config._pre_fusion_custom_pass = PinPass(inductor_config._pre_fusion_custom_pass)
-    keep_simple_overlap_out()
-    keep_memory_apart()
     install_partitioner()
 
 

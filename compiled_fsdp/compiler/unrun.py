@@ -7,7 +7,8 @@ dumps know what is predicted of them.
 
 Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`,
 `torch._inductor.decomposition.select_decomp_table`,
-`torch._inductor.fx_passes.joint_graph.joint_graph_passes` and its hook in the configuration.
+`torch._inductor.fx_passes.joint_graph.joint_graph_passes` and its hook in the configuration. Both take
+as long to import as torch: imported where a graph is compiled, not by every command.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.fx import Interpreter
 from torch.utils._pytree import tree_map
 
@@ -59,6 +58,8 @@ def unrun() -> Iterator[Tally]:
     tally = Tally()
 
     def backend(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        from torch._inductor.decomposition import select_decomp_table
+
         def half(gm: GraphModule, _: Any) -> Callable[..., Any]:
             return _Unrun.of(gm, tally)
 
@@ -87,6 +88,8 @@ def _partition(
 
 def _joint(gm: GraphModule, step: WholeStep | None = None) -> GraphModule:
     """Inductor's passes over a joint graph, which save memory that is never there, and ours."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     with inductor_config.patch(joint_custom_post_pass=None):  # ours, by hand
         joint_graph_passes(gm)
     return run_joint(gm, step, is_fused=True)

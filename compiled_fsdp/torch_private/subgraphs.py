@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch._inductor import config, graph, ir
-from torch._inductor.virtualized import V
+from torch._inductor import config
 
 
 def why_inline() -> str:
@@ -29,6 +28,9 @@ def keep_memory_apart() -> None:
     graph each result is a buffer of its own, also one that lies in an argument or in another
     result: memory of such calls is never used again.
     """
+    from torch._inductor import graph, ir  # takes as long to import as torch: by who compiles alone
+    from torch._inductor.virtualized import V
+
     made: Any = graph.SubgraphLowering.__init__
     if hasattr(made, "__wrapped__"):
         return

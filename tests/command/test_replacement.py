@@ -31,6 +31,8 @@ from helper_of_mine import shard
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+model(torch.ones(2, 4)).sum().backward()
+print("imported:", *({"torch._inductor.lowering", "torch._inductor.scheduler"} & {*sys.modules}))
 torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 4)).sum().backward()
 wrapped = FSDP(nn.Linear(4, 4), device_id=torch.device("cpu"))
 print(__name__, sys.argv[1:], type(model).__mro__[1].__module__.split(".")[0], type(wrapped).__module__.split(".")[0])
@@ -66,11 +68,14 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_for_torch_runs_with_ours(script: Path, is_module: bool) -> None:
-    """Its arguments, its name, what lies beside it, and its exit status are its own."""
+    """Its arguments, its name, what lies beside it, and its exit status are its own. Until it
+    compiles it need not wait for Inductor to be imported.
+    """
     named = ("-m", script.stem) if is_module else (str(script),)
     done = run("run", *named, "--steps", "3", "-m", cwd=script.parent)
     assert done.returncode == 3, done.stderr
     assert "__main__ ['--steps', '3', '-m'] compiled_fsdp compiled_fsdp" in done.stdout
+    assert "imported:\n" in done.stdout
     assert "compiled_fsdp: in place of torch's: fully_shard, " in done.stderr
 
 
