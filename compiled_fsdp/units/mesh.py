@@ -123,19 +123,22 @@ class MeshInfo:
         return mesh
 
 
-_twins: dict[str, dist.ProcessGroup] = {}
+# By name, a group and its second one; the first tells whether the second still is of this process
+# group, or of one that was destroyed since.
+_twins: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def twin_group(group: dist.ProcessGroup) -> str:
     """The name of a second group with the same ranks; made once for each group, by all its ranks
     together.
     """
-    if group.group_name not in _twins:
-        ranks = dist.get_process_group_ranks(group)
-        twin = _twins[group.group_name] = new_group(ranks, dist.get_backend(group))
+    first, twin = _twins.get(group.group_name, (None, None))
+    if twin is None or first is not group:
+        twin = new_group(dist.get_process_group_ranks(group), dist.get_backend(group))
+        _twins[group.group_name] = group, twin
         if (common := common_name(group.group_name)) != group.group_name:
             name_group(twin, f"{common}_twin")
-    return common_name(_twins[group.group_name].group_name)
+    return common_name(twin.group_name)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshInfo:
