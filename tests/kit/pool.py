@@ -166,13 +166,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         import torch.distributed as dist
 
         import compiled_fsdp
-        from compiled_fsdp.compiler import driver
 
         torch.set_num_threads(1)
         use_scalar_kernels()
         compile_quickly()
-        if rank:  # graphs are the same on all ranks: that each pass is checked on the first is enough
-            driver.is_verifying = lambda: False
         settings = torch._dynamo.config.get_config_copy()
         _measure_little()
         _share_device()
