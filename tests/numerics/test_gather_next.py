@@ -147,8 +147,7 @@ def in_turns(trainer: Trainer) -> list[float]:
 
 
 def compare_scripts() -> None:
-    compare(plain, optimizer="adamw_fused")
-    compare(plain, Options("odd", reshard=True, max_norm=0.05))
+    compare(plain, Options("odd", reshard=True, max_norm=0.05), optimizer="adamw_fused")
     compare(plain, Options("odd", reshard=False, policies=(BF16,)))
     compare(between)
     compare(in_turns)

@@ -29,11 +29,10 @@ OWN = (
     ("model", "policies"),
     [
         ("odd", OWN),
-        ("tied", (MIXED,)),
+        ("tied", (LOW,)),
         ("moe", (MIXED,)),
         ("frozen", (MIXED,)),
         ("halves", (MIXED,)),
-        ("llama_tied_unit", (LOW,)),
     ],
 )
 def test_policy_on_models(two: Pool, model: str, policies: tuple[Policy, ...]) -> None:

@@ -76,7 +76,7 @@ def train(run: Run) -> list[float]:
 
 
 def compare_optimizers() -> None:
-    for name in ("sgd", "adamw_foreach", "adamw_fused"):
+    for name in ("sgd", "adamw_fused"):
         compare(train, Options("odd"), OPTIMIZERS[name])
 
 
@@ -85,9 +85,9 @@ def test_optimizers(two: Pool) -> None:
 
 
 def compare_models() -> None:
-    compare(train, Options("odd", policies=(BF16,)))
-    compare(train, Options("odd", reshard=False))
-    for model in ("tied", "one_unit", "frozen", "unused", "called_twice", "list_units"):
+    compare(train, Options("frozen", policies=(BF16,)))
+    compare(train, Options("unused", reshard=False))
+    for model in ("tied", "called_twice", "list_units"):
         compare(plain_training, Options(model))
     compare(
         plain_training, Options("odd"), kind="eager"
@@ -221,7 +221,7 @@ def test_scripts(two: Pool, name: str) -> None:
 
 def ops_of(**more: Any) -> tuple[int, int, int]:
     with captured() as halves:
-        begin(Options("gpt"), **more).step(0)
+        begin(Options("equal_units"), **more).step(0)
     return tuple(
         sum(len(find(h, target)) for h in halves) for target in (STEP, REDUCE_LATER, MARK_GRADS)
     )  # type: ignore[return-value]

@@ -202,7 +202,7 @@ def test_meshes_of_their_own(four: Pool) -> None:
 def meshes_of_their_own(api: Api) -> Any:
     mesh, found = mesh_of(2, 2, names=("r", "s")), []
     for special in (_info(mesh["s"]), _info(mesh)):
-        for reshard in (True, False, None):
+        for reshard in (True, False):
             model = even()
             own = {model[0].weight: Shard(1), model[2].bias: None}
             result = {p: ShardPlacementResult(placement, special) for p, placement in own.items()}

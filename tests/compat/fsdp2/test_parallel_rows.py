@@ -366,7 +366,7 @@ COMPILED_DIMS = ("shard", "replicate", "both", "three")
 
 
 class Local(nn.Module):
-    """The blocks on a full mesh, where every activation is a DTensor too; returns this rank's part
+    """A block and a head on a full mesh, where every activation is a DTensor too; returns this rank's part
     of the batch.
 
     A loss over the whole batch would leave it to DTensor whether a gradient is a sum over the
@@ -394,7 +394,7 @@ def distributed(mesh: DeviceMesh, model_axis: int | None, placements: list[Any])
                 key, nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
             )
 
-    model = blocks()
+    model = blocks()[1:]
     distribute_module(model, mesh, partition)
     return Local(model, placements)
 
@@ -428,7 +428,7 @@ def dims_of(api: Api, case: str, is_cut: bool) -> Any:
     mesh = mesh_of(*shape, names=names)
     inputs, placements = distributed_batches(mesh, dims, is_cut=is_cut)
     model = api.units(
-        distributed(mesh, model_axis, placements), "body.0", "body.1", mesh=mesh, dp_mesh_dims=dims
+        distributed(mesh, model_axis, placements), "body.0", mesh=mesh, dp_mesh_dims=dims
     )
     found = [places(model)]
     model.body[0].unshard()
