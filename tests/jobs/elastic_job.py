@@ -1,5 +1,5 @@
-"""The main job, for torchrun, with a model of one layer; `FAULTS` says where its ranks die, each time once, as JSON: [[place,
-step], ...].
+"""The main job, for torchrun, with a model of one layer; `FAULTS` says where its ranks die, each
+time once, as JSON: [[place, step], ...].
 
 Places: "step", before a training step; "save", when this rank's shards of a checkpoint are written
 and the checkpoint is not complete, and torchrun dies too. `MARKS` is a folder that remembers what

@@ -148,9 +148,7 @@ VARIANTS = {
     ),
     "test_examples.py::test_example[plain_loop]": "[to_a_report]",
     "compat/fsdp2/test_parallel_rows.py::test_dims[both]": "[three]",
-    "numerics/test_shared_buckets.py::test_same_as_stock[gpt-300000]": (
-        "::test_fewer_collectives"
-    ),
+    "numerics/test_shared_buckets.py::test_same_as_stock[gpt-300000]": ("::test_fewer_collectives"),
     "planning/test_memory.py::test_peak_without_inductor[checkpoint]": (
         "::test_peak_under_inductor"
     ),
@@ -190,7 +188,6 @@ VARIANTS = {
         "numerics/test_parity.py::test_ops_run_unlowered"
     ),
     "numerics/test_meshes.py::test_hsdp_and_reshard": "::test_hsdp[unused]",
-    "numerics/test_partial_backward.py::test_partial_backward_with_overlap[step]": "[in_backward]",
     "numerics/test_overlap.py::test_hsdp_collectives": (
         "::test_the_same_collectives_in_the_same_order[compiled]"
     ),
