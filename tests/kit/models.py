@@ -205,8 +205,8 @@ def frozen() -> nn.Module:
 class Unused(OddMLP):
     """A parameter inside a unit that nothing reads, and a unit that nothing calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, is_deep: bool = False) -> None:
+        super().__init__(is_deep=is_deep)
         self.layers[1].spare = nn.Parameter(torch.ones(3, 2))
         self.idle = nn.Linear(4, 4)
 
@@ -298,6 +298,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "odd": Recipe(OddMLP, lambda m: [*m.layers, m], _rows(6)),
     "deep": Recipe(lambda: OddMLP(is_deep=True), lambda m: [*m.layers, m], _rows(6)),
+    "deep unused": Recipe(lambda: Unused(is_deep=True), lambda m: [*m.layers, m.idle, m], _rows(6)),
     "one_unit": Recipe(OddMLP, lambda m: [m], _rows(6)),
     "frozen": Recipe(frozen, lambda m: [*m.layers, m], _rows(6)),
     "unused": Recipe(Unused, lambda m: [*m.layers, m.idle, m], _rows(6)),

@@ -96,8 +96,8 @@ def compare_each() -> None:
     compare(Options("tied", reshard=True, max_norm=0.1), count=3)
     with planned(bucket_bytes=1 << 20):  # units share collectives
         compare(Options("odd", max_norm=0.05), optimizer="sgd")
-    compare(Options("conv"))
-    compare(Options("frozen", reshard=False))
+    compare(Options("conv", reshard=False))
+    compare(Options("frozen"))
 
 
 def compare_once() -> None:

@@ -75,10 +75,10 @@ def test_inductor(two: Pool) -> None:
 def counted(limit: int) -> tuple[int, int, list[float]]:
     """Gathers and reductions of a step, and losses."""
     with planned(bucket_bytes=limit), captured() as halves:
-        model, call, _ = make("compiled", Options("odd"))
+        model, call, _ = make("compiled", Options("deep"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = train(call, optimizer, [batch_of("odd", number) for number in range(3)])
-        seen = communications(lambda: loss_of(call(*batch_of("odd", 0))).backward())
+        losses = train(call, optimizer, [batch_of("deep", number) for number in range(3)])
+        seen = communications(lambda: loss_of(call(*batch_of("deep", 0))).backward())
     assert len(halves) == 2
     inside = [
         len([r for r in find_regions(half, kind) if r.starts])
@@ -92,7 +92,7 @@ def counted(limit: int) -> tuple[int, int, list[float]]:
 
 
 def test_fewer_collectives(two: Pool) -> None:
-    alone, some, whole = (two.run(counted, limit)[0] for limit in (0, 300, ALL))
+    alone, some, whole = (two.run(counted, limit)[0] for limit in (0, 400, ALL))
     assert alone[2] == some[2] == whole[2]
     assert alone[0] > some[0] > whole[0] == 3, (
         "in forward what is kept and what is not, and one in backward"
