@@ -49,7 +49,12 @@ VARIANTS = {
     "numerics/test_meshes.py::test_int_reshard[tied]": "[odd]",
     "numerics/test_meshes.py::test_hsdp[tied]": "[unused]",
     "numerics/test_surface.py::test_with_inductor[growing inputs]": "::test_growing_inputs",
-    "numerics/test_surface.py::test_with_inductor[checkpointing]": "[selective checkpointing]",
+    "numerics/test_surface.py::test_with_inductor[checkpointing]": (
+        "::test_activation_checkpointing[not_reentrant]"
+    ),
+    "numerics/test_surface.py::test_with_inductor[selective checkpointing]": (
+        "::test_activation_checkpointing[selective]"
+    ),
     "numerics/test_tensor_parallel.py::test_inductor": "::test_layers[compiled]",
     "frontend/test_fallback.py::test_four_ranks": "::test_replicas",
     "numerics/test_shared_buckets.py::test_inductor": "::test_same_as_stock",
@@ -114,7 +119,7 @@ VARIANTS = {
     "compat/fsdp2/test_parallel_rows.py::test_in_bf16": "::test_tensor_parallel[True]",
     "numerics/test_fsdp1.py::test_inductor": "::test_one_graph_each_way",
     "numerics/test_quantized.py::test_inductor": "::test_graphs_as_eager[fp16 gradients]",
-    "numerics/test_surface.py::test_with_inductor[tied over units]": "[selective checkpointing]",
+    "numerics/test_surface.py::test_with_inductor[tied over units]": "::test_tied_over_units",
     "test_examples.py::test_example[hsdp_tensor_parallel]": "[to_a_report]",
     "numerics/test_meshes.py::test_hsdp_in_bf16": "::test_hsdp[unused]",
     "numerics/test_graphs.py::test_collectives_per_step[llama_tied_unit-False]": "[deep-None]",
@@ -151,9 +156,6 @@ VARIANTS = {
     "numerics/test_shared_buckets.py::test_same_as_stock[gpt-300000]": ("::test_fewer_collectives"),
     "planning/test_memory.py::test_peak_without_inductor[checkpoint]": (
         "::test_peak_under_inductor"
-    ),
-    "numerics/test_surface.py::test_activation_checkpointing[selective]": (
-        "::test_with_inductor[selective checkpointing]"
     ),
     "compat/fsdp2/test_since_2_15_rows.py::test_dtype_of_one_parameter[torch.bfloat16]": "[None]",
     "compat/fsdp2/test_since_2_15_rows.py::test_dtype_of_one_parameter[torch.float32]": "[None]",
