@@ -86,7 +86,45 @@ VARIANTS = {
         "[llama-policy1-True]"
     ),
     "numerics/test_mixed.py::test_with_casts_at_the_boundaries[shard, m.compile()]": (
-        "[compile(shard(m))]"
+        "[blocks = compile(block), shard]"
+    ),
+    "numerics/test_mixed.py::test_with_casts_at_the_boundaries[compile(shard(m))]": (
+        "[blocks = compile(block), shard]"
+    ),
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[item in a unit-compile(shard(m))]": (
+        "[break in a unit-compile(shard(m))]"
+    ),
+    "numerics/test_meshes.py::test_accumulation_with_int_reshard": (
+        "::test_accumulation_and_evaluation"
+    ),
+    "numerics/test_parity.py::test_model[one_unit]": "[odd]",
+    "numerics/test_parity.py::test_model[list_units]": "[llama_tied_unit]",
+    "numerics/test_parity.py::test_reshard_after_forward[list_units-False]": "[frozen-False]",
+    "numerics/test_quantized.py::test_graphs_as_eager[bf16]": "[fp16 gradients]",
+    "numerics/test_quantized.py::test_graphs_as_eager[kept]": "[evaluated, added up]",
+    "numerics/test_heads.py::test_accumulation[False]": "[True]",
+    "numerics/test_partial_backward.py::test_partial_backward[accumulated-inputs]": (
+        "[trained-inputs]"
+    ),
+    "numerics/test_partial_backward.py::test_partial_backward[accumulated-create_graph]": (
+        "[trained-create_graph]"
+    ),
+    "numerics/test_partial_backward.py::test_partial_backward_on_hsdp": (
+        "::test_partial_backward[accumulated-grad]"
+    ),
+    "numerics/test_training_loop.py::test_accumulate_three_backwards[frozen-True]": (
+        "[unused-False]"
+    ),
+    "compiler/test_trial.py::test_the_same_as_partitioned_anew[conv-policy3-False]": (
+        "[frozen-policy4-True]"
+    ),
+    "compat/fsdp2/test_read_rows.py::test_momentum[Momentum]": "[MomentumDeep]",
+    "numerics/test_orders.py::test_orders[shard torch.compile-1-False]": (
+        "numerics/test_parity.py::test_model[odd]"
+    ),
+    "numerics/test_experts.py::test_inductor": "::test_two_ranks[False]",
+    "numerics/test_moe.py::test_two_ranks[bf16]": (
+        "[accumulated, clipped, with a bias, in chunks]"
     ),
     "numerics/test_checksums_wide.py::test_200_steps_of_random_models": (
         "::test_random_models_in_which_nothing_happens"

@@ -71,6 +71,9 @@ def test_accumulation_and_evaluation(four: Pool) -> None:
         check_parity,
         Options("odd", mesh="hsdp", steps=2, num_backwards=2, evaluate=True, set_to_none=False),
     )
+
+
+def test_accumulation_with_int_reshard(four: Pool) -> None:
     options = Options("odd", reshard=2, steps=2, num_backwards=2, optimizer="sgd")
     four.run(check_parity, options, ("stock",), ("eager", "compiled"), *SUM_OF_FOUR)
 

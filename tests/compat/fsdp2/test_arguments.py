@@ -244,17 +244,15 @@ def size_of_one_warns(api: Api) -> Any:
 
 @rows("1.15", "1.16")
 def test_size_of_one_and_of_all(two: Pool) -> None:
-    two.run(same, size_of_one_and_of_all)
+    two.run(same, size_of_one_and_of_all, 1)
+    two.run(eager_same, size_of_one_and_of_all, 2)
 
 
-def size_of_one_and_of_all(api: Api) -> Any:
-    found = []
-    for size in (1, 2):
-        model = api.units(net(), "0", "2", reshard_after_forward=size)
-        call = api.compile(model)
-        train_step(call)
-        found.append((plain(grads(model)), counted_step(call)))
-    return found
+def size_of_one_and_of_all(api: Api, size: int) -> Any:
+    model = api.units(net(), "0", "2", reshard_after_forward=size)
+    call = api.compile(model)
+    train_step(call)
+    return plain(grads(model)), counted_step(call)
 
 
 @rows("1.15", "1.16", status="eager")
