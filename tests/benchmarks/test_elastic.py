@@ -83,14 +83,16 @@ def agent(out: Path, port: int, *, is_host: bool, faults: list[object]) -> subpr
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_loses_ranks(two: Pool, tmp_path: Path) -> None:
-    """A rank is killed in step 4; after the restart, in the save after step 6, with its torchrun;
-    one rank ends the job.
+@pytest.mark.parametrize(
+    "faults", [[["save", 6]], [["step", 4], ["save", 6]]], ids=["once", "twice"]
+)
+def test_a_job_that_loses_ranks(two: Pool, tmp_path: Path, faults: list[object]) -> None:
+    """A rank is killed, perhaps in step 4, and then, after the restart, in the save after step 6,
+    with its torchrun; one rank ends the job.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    faults = [["step", 4], ["save", 6]]
     agents = [
         agent(tmp_path, port, is_host=True, faults=[]),
         agent(tmp_path, port, is_host=False, faults=faults),

@@ -55,7 +55,12 @@ VARIANTS = {
     "numerics/test_surface.py::test_with_inductor[selective checkpointing]": (
         "::test_activation_checkpointing[selective]"
     ),
-    "numerics/test_tensor_parallel.py::test_inductor": "::test_layers[compiled]",
+    "numerics/test_tensor_parallel.py::test_layers[compiled]": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
+    "numerics/test_tensor_parallel.py::test_inductor": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
     "frontend/test_fallback.py::test_four_ranks": "::test_replicas",
     "numerics/test_shared_buckets.py::test_inductor": "::test_same_as_stock",
     "numerics/test_shared_buckets.py::test_same_as_stock[llama-1073741824]": (
@@ -140,7 +145,9 @@ VARIANTS = {
     "numerics/test_micro_batches.py::test_meshes": "::test_reduced_each",
     "numerics/test_micro_batches.py::test_inductor": "::test_reduced_each",
     "numerics/test_whole_step.py::test_meshes": "::test_models",
-    "numerics/test_tensor_parallel.py::test_gradient_accumulation": "::test_layers[compiled]",
+    "numerics/test_tensor_parallel.py::test_gradient_accumulation": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
     "numerics/test_tensor_parallel.py::test_without_data_parallelism[compiled]": "[eager]",
     "numerics/test_compiled_optimizer.py::test_compiled_steps_of_sharded_parameters[adamw-by_itself]": (
         "[sgd-in_a_function]"
@@ -163,6 +170,21 @@ VARIANTS = {
     "numerics/test_graphs.py::test_collectives_per_step[llama_tied_unit-False]": "[deep-None]",
     "numerics/test_step_in_backward.py::test_units_that_several_graphs_read": "::test_models",
     "numerics/test_pipelining.py::test_compiled_stages[GPipe]": "[1F1B]",
+    "benchmarks/test_elastic.py::test_a_job_that_loses_ranks[twice]": "[once]",
+    "numerics/test_shared_buckets.py::test_same_as_stock[moe-1073741824]": (
+        "[gpt_of_one_layer-1073741824]"
+    ),
+    "numerics/test_choices.py::test_other_models[mixed]": "::test_same_as_stock[messages]",
+    "numerics/test_fsdp1.py::test_ablation": "compat/fsdp1/test_runtime_rows.py::test_ablation",
+    "numerics/test_step_in_backward.py::test_scripts[scheduled]": (
+        "numerics/test_overlap.py::test_scripts[scheduled-compiled]"
+    ),
+    "numerics/test_step_in_backward.py::test_scripts[evaluated]": (
+        "numerics/test_overlap.py::test_scripts[evaluated-compiled]"
+    ),
+    "numerics/test_overlap.py::test_two_optimizers[False]": "[True]",
+    "numerics/test_meshes.py::test_one_axis[odd-None]": "::test_int_reshard[odd]",
+    "numerics/test_training_loop.py::test_optimizers[sgd]": "[adamw+foreach]",
     "frontend/test_fallback.py::test_after_both_ways": "::test_fsdp1",
     "numerics/test_checksums.py::test_the_same_numbers[inductor]": "[graph]",
     "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position1-graph]": (
@@ -207,8 +229,8 @@ VARIANTS = {
     ),
     "command/test_replacement.py::test_a_script_for_torch_runs_with_ours[False]": "[True]",
     "numerics/test_meshes.py::test_int_reshard_in_bf16": "::test_int_reshard[odd]",
-    "numerics/test_meshes.py::test_one_axis[tied-True]": "[odd-None]",
-    "numerics/test_meshes.py::test_one_axis[frozen-False]": "[odd-None]",
+    "numerics/test_meshes.py::test_one_axis[tied-True]": "::test_int_reshard[odd]",
+    "numerics/test_meshes.py::test_one_axis[frozen-False]": "::test_int_reshard[odd]",
     "numerics/test_graphs.py::test_one_forward_and_one_backward_graph_and_no_recompiles[gpt]": (
         "[llama_tied_unit]"
     ),

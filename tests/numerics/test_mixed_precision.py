@@ -28,7 +28,7 @@ OWN = (
 @pytest.mark.parametrize(
     ("model", "policies"),
     [
-        ("odd", OWN),
+        ("deep", OWN),
         ("tied", (LOW,)),
         ("moe", (MIXED,)),
         ("frozen", (MIXED,)),

@@ -199,7 +199,8 @@ def test_hsdp_and_tensor_parallel(four: Pool, shape: tuple[int, ...]) -> None:
 
 def hsdp_and_tensor_parallel(api: Api, shape: tuple[int, ...]) -> Any:
     mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
-    model = api.units(blocks(mesh["tp"])[1:], "0", mesh=mesh["replicate", "shard"])
+    model = nn.Sequential(*blocks(mesh["tp"])[1:])
+    api.units(model, "0", mesh=mesh["replicate", "shard"])
     steps = learn(
         model, api.compile(model), [batch(mesh, step, "replicate", "shard") for step in range(2)]
     )
@@ -394,7 +395,7 @@ def distributed(mesh: DeviceMesh, model_axis: int | None, placements: list[Any])
                 key, nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
             )
 
-    model = blocks()[1:]
+    model = nn.Sequential(*blocks()[1:])
     distribute_module(model, mesh, partition)
     return Local(model, placements)
 
