@@ -190,7 +190,7 @@ def check_order(codes: list[str], graphs: list[Graph]) -> None:
         for code in codes
     ]
     assert found == list(map(order_of, graphs))
-    assert all(re.search("wc[GR]", order) for order in found), found
+    assert all(re.search("[GRw]c[GRw]", order) for order in found), found
 
 
 def lowered(case: Case, regions: str) -> tuple[tuple[list[Tensor], Explanation], int]:
