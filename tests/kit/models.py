@@ -191,11 +191,11 @@ class OddMLP(nn.Module):
         return self.last(x)
 
 
-def frozen() -> nn.Module:
+def frozen(*, is_deep: bool = False) -> nn.Module:
     """The first layer is frozen whole, in the second only the bias, in the root's unit only the
     weight.
     """
-    model = OddMLP()
+    model = OddMLP(is_deep=is_deep)
     model.layers[0].requires_grad_(False)
     model.layers[1].bias.requires_grad_(False)
     model.last.weight.requires_grad_(False)
@@ -298,6 +298,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "odd": Recipe(OddMLP, lambda m: [*m.layers, m], _rows(6)),
     "deep": Recipe(lambda: OddMLP(is_deep=True), lambda m: [*m.layers, m], _rows(6)),
+    "deep frozen": Recipe(lambda: frozen(is_deep=True), lambda m: [*m.layers, m], _rows(6)),
     "deep unused": Recipe(lambda: Unused(is_deep=True), lambda m: [*m.layers, m.idle, m], _rows(6)),
     "one_unit": Recipe(OddMLP, lambda m: [m], _rows(6)),
     "frozen": Recipe(frozen, lambda m: [*m.layers, m], _rows(6)),

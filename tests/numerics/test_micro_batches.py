@@ -97,7 +97,7 @@ def compare_each() -> None:
     with planned(bucket_bytes=1 << 20):  # units share collectives
         compare(Options("odd", max_norm=0.05), optimizer="sgd")
     compare(Options("conv", reshard=False))
-    compare(Options("frozen"))
+    compare(Options("deep frozen"))
 
 
 def compare_once() -> None:
