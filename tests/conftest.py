@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
-from kit.pool import Pool, compile_quickly, use_scalar_kernels
+from kit.pool import EVERY_PASS, Pool, compile_quickly, use_scalar_kernels
 from kit.reported import record
 from kit.variants import left_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,7 +27,7 @@ set_plan(Plan(bucket_bytes=0))  # or the units of small models share collectives
 use_scalar_kernels()
 compile_quickly()
 os.environ["COMPILED_FSDP_VERIFY"] = (
-    "1"  # after every pass, in this process and those that it starts
+    "1"  # after every pass, in this process and those that it starts; see `verify_once`
 )
 # Else each process that imports Inductor starts another, which imports torch: 3 s of a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -36,6 +36,12 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`, for `make test-all`."""
     parser.addoption("--all", action="store_true", help="also the tests in tests/kit/variants.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say it to workers."""
+    if config.getoption("--all"):
+        os.environ[EVERY_PASS] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

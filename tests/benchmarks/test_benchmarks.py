@@ -51,23 +51,23 @@ class TestBenchmarks(unittest.TestCase):
 
     @pytest.mark.timeout(600)
     def test_in_small(self):
-        sides = ["ours_eager", "stock_eager", "fsdp1"]
+        sides = ["ours_eager", "stock_eager"]
         with TemporaryDirectory() as folder:
-            self.in_small(folder, ["latency", "plan", "graphs"], sides)
-            for name in ("latency", "plan"):
-                self.assertTrue((Path(folder) / f"{name}.png").read_bytes().startswith(b"\x89PNG"))
+            self.in_small(folder, ["latency"], sides)
+            self.assertTrue((Path(folder) / "latency.png").read_bytes().startswith(b"\x89PNG"))
             for name in sides:
                 row = self.row(folder, "latency.md", f"| {name} |")
                 self.assertIn("0.0e+00", row, "eager losses are stock's, bit for bit")
-            graphs = (Path(folder) / "fsdp1_graphs.md").read_text()
-            self.assertIn("| ours | 1 | 1 | 5 | 9 | 0 | runs |", graphs)
-            self.assertIn("| bucket_all_gather |", (Path(folder) / "plan.md").read_text())
 
     @pytest.mark.timeout(600)
     def test_others_in_small(self):
         """For memory each variant has processes of its own, so one is enough."""
         with TemporaryDirectory() as folder:
-            self.in_small(folder, ["memory", "page", "plan_experts", "ahead"], ["ours_eager"])
+            names = ["memory", "page", "plan", "plan_experts", "ahead", "graphs"]
+            self.in_small(folder, names, ["ours_eager"])
+            self.assertIn("| bucket_all_gather |", (Path(folder) / "plan.md").read_text())
+            graphs = (Path(folder) / "fsdp1_graphs.md").read_text()
+            self.assertIn("| ours | 1 | 1 | 5 | 9 | 0 | runs |", graphs)
             self.assertTrue((Path(folder) / "memory.png").read_bytes().startswith(b"\x89PNG"))
             row = self.row(folder, "page.md", "| 1 |")
             self.assertRegex(row, r"^\| 1 \| \d\.\d\d MB \| \d+ \| 0\.\d\d MB \| 0\.\d\d MB \|")

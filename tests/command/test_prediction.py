@@ -197,14 +197,14 @@ def test_a_sweep(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert cli.main([*WORLD, *options, script]) == 2
     assert "bucket_bytes='10**7'; should be a number of bytes" in capfd.readouterr().err
     options = ["--machine", "h100", "--sweep", "bucket_bytes=0,10000000", "--json", str(out)]
-    options += ["--sweep", "env:BACKEND=compiled_fsdp"]
+    options += ["--sweep", "env:BACKEND=compiled_fsdp_eager"]
     assert cli.main([*WORLD, *options, script]) == 0
     alone, together = json.loads(out.read_text())["rows"]
-    assert alone["chosen"] == {"bucket_bytes": "0", "env:BACKEND": "compiled_fsdp"}
+    assert alone["chosen"] == {"bucket_bytes": "0", "env:BACKEND": "compiled_fsdp_eager"}
     assert together["step_s"] < alone["step_s"]  # fewer latencies
     text = capfd.readouterr().out
     assert "compiled_fsdp.set_plan(compiled_fsdp.Plan(bucket_bytes=10000000))" in text
-    assert "BACKEND=compiled_fsdp\n" in text
+    assert "BACKEND=compiled_fsdp_eager\n" in text
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_sharded_data_parallel
 
 import compiled_fsdp
 from compiled_fsdp import replace_stock
+from compiled_fsdp.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,18 +80,18 @@ def test_a_script_for_torch_runs_with_ours(script: Path, is_module: bool) -> Non
     assert "compiled_fsdp: in place of torch's: fully_shard, " in done.stderr
 
 
-def test_no_script(tmp_path: Path) -> None:
-    done = run("run", "missing.py", cwd=tmp_path)
-    assert done.returncode == 2
+def test_no_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "missing.py"]) == 2
     assert (
-        done.stderr
+        capsys.readouterr().err
         == "python -m compiled_fsdp run: there is no file 'missing.py'. For a module, say -m\n"
     )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    from compiled_fsdp.__main__ import main
-
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"compiled_fsdp {compiled_fsdp.__version__}\n"

@@ -41,23 +41,15 @@ class Block(nn.Module):
 
 
 def one_axis(model: Any) -> None:
+    """Five rows over four ranks: one has none."""
+    model.append(nn.Linear(WIDTH, 5))
     for module in (*model, model):
         fully_shard(module)
 
 
-def uneven(model: Any) -> None:
-    """Five rows over four ranks: one has none."""
-    model.append(nn.Linear(WIDTH, 5))
-    one_axis(model)
-
-
-def hsdp(model: Any) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
-
-
 def int_reshard(model: Any) -> None:
+    """A slice of three rows, or two, is kept on each rank."""
+    model.append(nn.Linear(WIDTH, 5))
     for module in (*model, model):
         fully_shard(module, reshard_after_forward=2)
 
@@ -79,10 +71,11 @@ def experts(model: Any) -> None:
     one_axis(model)
 
 
-def own_groups(model: Any) -> None:
-    """Reductions over groups of their own."""
-    hsdp(model)
+def hsdp(model: Any) -> None:
+    """And reductions over groups of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for module in (*model, model):
+        fully_shard(module, mesh=mesh)
         module.set_separate_reduce_scatter_group(enable=True)
 
 
@@ -95,20 +88,17 @@ def wrapper(model: Any) -> None:
 
 
 CASES: dict[str, Callable[[Any], None]] = {
-    "one axis": one_axis,
-    "uneven": uneven,
-    "HSDP": hsdp,
-    "int reshard": int_reshard,
+    "HSDP, reductions apart": hsdp,
+    "int reshard, uneven": int_reshard,
     "tensor parallel": tensor_parallel,
-    "reductions apart": own_groups,
-    "a mesh of experts": experts,
+    "a mesh of experts, uneven": experts,
     "FSDP1, HSDP": wrapper,
 }
 
 
 def compile_all(name: str, folder: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
+    model = nn.Sequential(*(Block() for _ in range(2)))
     CASES[name](model)
     x = torch.ones(2, WIDTH, requires_grad=True)
     with compiled_fsdp.dumped_to(folder):

@@ -168,7 +168,7 @@ class Backwards(nn.Module):
 def test_a_line_that_moves_is_drawn_anew(block):
     def peak(room: float) -> int:
         return final_peak(
-            [block() for _ in range(6)], torch.randn(4, 64), HALF_PRECISION, memory_budget=room
+            [block() for _ in range(4)], torch.randn(4, 64), HALF_PRECISION, memory_budget=room
         )
 
     room = (peak(0.0) + peak(1.0)) // 2

@@ -30,7 +30,7 @@ def test_policies_are_those_of_stock() -> None:
 
 
 def test_class_of_a_child_used_by_others_is_unchanged() -> None:
-    fully_shard(OddMLP())
+    fully_shard(OddMLP(is_deep=True))
     assert not isinstance(nn.Linear(2, 2).__class__.__dict__.get("weight"), property)
 
 
@@ -47,7 +47,7 @@ def test_no_method_of_stock_reaches_stocks_state() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_moved_parameters_are_back_in_the_flat_buffers_of_their_units(dtype: torch.dtype) -> None:
     with torch.device("meta" if dtype == torch.float32 else "cpu"):
-        model = OddMLP()
+        model = OddMLP(is_deep=True)
     fully_shard(model.layers[0])
     fully_shard(model)
     if dtype == torch.float32:

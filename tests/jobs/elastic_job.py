@@ -1,5 +1,5 @@
-"""The main job, for torchrun; `FAULTS` says where its ranks die, each time once, as JSON: [[place,
-step], ...].
+"""The main job, for torchrun, with a model of one layer; `FAULTS` says where its ranks die, each
+time once, as JSON: [[place, step], ...].
 
 Places: "step", before a training step; "save", when this rank's shards of a checkpoint are written
 and the checkpoint is not complete, and torchrun dies too. `MARKS` is a folder that remembers what
@@ -12,12 +12,16 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import train
 import trainer
+from gpt import SIZES
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+ONE_LAYER = {"tiny": replace(SIZES["tiny"], num_layers=1)}
 
 faults = [tuple(fault) for fault in json.loads(os.environ.get("FAULTS", "[]"))]
 take_step, write_data = trainer.Trainer.step, FileSystemWriter.write_data
@@ -48,6 +52,8 @@ def write(self: FileSystemWriter, *args: Any, **kwargs: Any) -> Any:
     return written
 
 
-trainer.Trainer.step = step  # type: ignore[assignment]
-FileSystemWriter.write_data = write  # type: ignore[method-assign]
-sys.exit(train.main(sys.argv[1:]))
+if __name__ == "__main__":
+    SIZES.update(ONE_LAYER)
+    trainer.Trainer.step = step  # type: ignore[assignment]
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    sys.exit(train.main(sys.argv[1:]))

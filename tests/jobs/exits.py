@@ -61,11 +61,11 @@ def job(rank: int, number: int, ending: str, folder: str, period: float | None) 
         os.dup2(output, stream)
     if period is not None:
         agreement._watcher.period = together._watcher.period = period
-    store = dist.FileStore(f"{folder}/store{number}", 2) if number % 4 == 3 else None
+    store = dist.FileStore(f"{folder}/store{number}", 2) if number % 3 == 2 else None
     port = os.environ["MASTER_PORT"]
     place = {"store": store} if store else {"init_method": f"tcp://127.0.0.1:{port}"}
     dist.init_process_group("gloo", rank=rank, world_size=2, **place)
-    train(compiled=number % 2 == 1)
+    train(compiled=number % 4 == 1)
     time.sleep(random.Random(2 * number + rank).random())
     if ending == "destroy_process_group":
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ an output that `loss_of` squares.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,18 +54,19 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks between two layers; `around` says how a block is called (activation
-    checkpointing of one kind or another), `middle` what the second one is.
+    """Blocks between two layers; `around` says how a block is called (activation checkpointing of
+    one kind or another), `middle` what the second one is.
     """
 
     def __init__(
         self,
         around: Callable[[nn.Module, Tensor], Tensor] | None = None,
         middle: Callable[[], nn.Module] = Block,
+        num_blocks: int = 2,
     ) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.layers = nn.ModuleList((Block(), middle(), Block()))
+        self.layers = nn.ModuleList(middle() if i == 1 else Block() for i in range(num_blocks))
         self.around = around
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,12 +108,12 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Two blocks and a head that shares the embedding's weight."""
+    """A block and a head that shares the embedding's weight."""
 
     def __init__(self, width: int = 32, vocab: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(LlamaBlock(width) for _ in range(2))
+        self.layers = nn.ModuleList([LlamaBlock(width)])
         self.norm = RMSNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embedding.weight
@@ -175,11 +177,12 @@ class ConvNet(nn.Module):
 
 
 class OddMLP(nn.Module):
-    """Rows 7, 5, 3 and 1: uneven shards, fewer rows than ranks, empty shards, with biases."""
+    """Rows 7, perhaps 5, 3 and 1: uneven shards, fewer rows than ranks, empty shards, with biases."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_deep: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList((nn.Linear(6, 7), nn.Linear(7, 5), nn.Linear(5, 3)))
+        rows = (6, 7, 5, 3) if is_deep else (6, 7, 3)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(rows))
         self.last = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,11 +191,11 @@ class OddMLP(nn.Module):
         return self.last(x)
 
 
-def frozen() -> nn.Module:
+def frozen(*, is_deep: bool = False) -> nn.Module:
     """The first layer is frozen whole, in the second only the bias, in the root's unit only the
     weight.
     """
-    model = OddMLP()
+    model = OddMLP(is_deep=is_deep)
     model.layers[0].requires_grad_(False)
     model.layers[1].bias.requires_grad_(False)
     model.last.weight.requires_grad_(False)
@@ -202,8 +205,8 @@ def frozen() -> nn.Module:
 class Unused(OddMLP):
     """A parameter inside a unit that nothing reads, and a unit that nothing calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, is_deep: bool = False) -> None:
+        super().__init__(is_deep=is_deep)
         self.layers[1].spare = nn.Parameter(torch.ones(3, 2))
         self.idle = nn.Linear(4, 4)
 
@@ -294,6 +297,9 @@ RECIPES: dict[str, Recipe] = {
         lambda g: (torch.randn(4, 3, 8, 8, generator=g),),
     ),
     "odd": Recipe(OddMLP, lambda m: [*m.layers, m], _rows(6)),
+    "deep": Recipe(lambda: OddMLP(is_deep=True), lambda m: [*m.layers, m], _rows(6)),
+    "deep frozen": Recipe(lambda: frozen(is_deep=True), lambda m: [*m.layers, m], _rows(6)),
+    "deep unused": Recipe(lambda: Unused(is_deep=True), lambda m: [*m.layers, m.idle, m], _rows(6)),
     "one_unit": Recipe(OddMLP, lambda m: [m], _rows(6)),
     "frozen": Recipe(frozen, lambda m: [*m.layers, m], _rows(6)),
     "unused": Recipe(Unused, lambda m: [*m.layers, m.idle, m], _rows(6)),
@@ -304,7 +310,9 @@ RECIPES: dict[str, Recipe] = {
         lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), lambda m: [*m], _rows(64)
     ),
     "list_units": Recipe(
-        OddMLP, lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m], _rows(6)
+        lambda: OddMLP(is_deep=True),
+        lambda m: [[m.layers[0], m.layers[1]], [m.layers[2], m.last], m],
+        _rows(6),
     ),
     "halves": Recipe(Halves, lambda m: [*m.inner, m], _rows(5)),
 }

@@ -36,6 +36,7 @@ GRACE = 5.0  # seconds that the other ranks get once one has failed
 _numbers = itertools.count()  # of what a worker has run
 START = 120.0  # seconds for a pool to import torch and meet
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+EVERY_PASS = "TESTS_VERIFY_EVERY_PASS"
 # What a worker has imported once it has compiled a model; what is not there, it imports by itself.
 IMPORTS = [
     "torch",
@@ -170,6 +171,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         torch.set_num_threads(1)
         use_scalar_kernels()
         compile_quickly()
+        verify_once()
         settings = torch._dynamo.config.get_config_copy()
         _measure_little()
         _share_device()
@@ -217,6 +219,16 @@ def compile_quickly() -> None:
     torch._dynamo.config.run_gc_after_compile = False
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
+
+
+def verify_once() -> None:
+    """Check a graph's invariants when it is finished, as always, and after every pass only in
+    `make test-all`: 4 % of what workers do. Tests of passes have it after every pass.
+    """
+    from compiled_fsdp.compiler import driver
+
+    if EVERY_PASS not in os.environ:
+        driver.is_verifying = lambda: False
 
 
 def _measure_little() -> None:

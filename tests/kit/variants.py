@@ -31,7 +31,7 @@ VARIANTS = {
     "compat/fsdp2/test_parallel_rows.py::test_hsdp_and_tensor_parallel[shape1]": "[shape0]",
     "compat/fsdp2/test_parallel_rows.py::test_dims[shard, model first]": "[shard]",
     "compat/fsdp2/test_parallel_rows.py::test_dims[two shard]": "[three]",
-    "compat/fsdp2/test_parallel_rows.py::test_dims[replicate]": "[both]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[replicate]": "[three]",
     "benchmarks/test_benchmarks.py::TestBenchmarks::test_others_in_small": (
         "::TestBenchmarks::test_in_small"
     ),
@@ -49,26 +49,40 @@ VARIANTS = {
     "numerics/test_meshes.py::test_int_reshard[tied]": "[odd]",
     "numerics/test_meshes.py::test_hsdp[tied]": "[unused]",
     "numerics/test_surface.py::test_with_inductor[growing inputs]": "::test_growing_inputs",
-    "numerics/test_surface.py::test_with_inductor[checkpointing]": "[selective checkpointing]",
-    "numerics/test_tensor_parallel.py::test_inductor": "::test_two_layers[compiled]",
+    "numerics/test_surface.py::test_with_inductor[checkpointing]": (
+        "::test_activation_checkpointing[not_reentrant]"
+    ),
+    "numerics/test_surface.py::test_with_inductor[selective checkpointing]": (
+        "::test_activation_checkpointing[selective]"
+    ),
+    "numerics/test_tensor_parallel.py::test_layers[compiled]": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
+    "numerics/test_tensor_parallel.py::test_inductor": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
     "frontend/test_fallback.py::test_four_ranks": "::test_replicas",
     "numerics/test_shared_buckets.py::test_inductor": "::test_same_as_stock",
-    "numerics/test_shared_buckets.py::test_same_as_stock[llama-1073741824]": "[gpt-1073741824]",
+    "numerics/test_shared_buckets.py::test_same_as_stock[llama-1073741824]": (
+        "[gpt_of_one_layer-1073741824]"
+    ),
     "numerics/test_quantized.py::test_codes_do_not_depend_on_buckets[shared, from costs]": "[parts]",
     "numerics/test_quantized.py::test_graphs_as_eager[bf16 gradients]": "[fp16 gradients]",
     f"numerics/test_orders.py::test_decisions_with_other_batches[{ALL_FROM_COSTS}]": (
         "[{'memory_budget': 0.5}]"
     ),
-    "compat/fsdp2/test_parallel_rows.py::test_dims[two replicate]": "[both]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[two replicate]": "[three]",
     "compat/fsdp2/test_precision_rows.py::test_nested_policies_with_inductor": (
         "::test_nested_policies"
     ),
     "compat/fsdp1/test_rest_rows.py::test_clip[False]": "[True]",
     "planning/test_memory.py::test_peak_without_inductor[bf16]": "::test_peak_under_inductor",
     "numerics/test_parity.py::test_model[llama]": "[llama_tied_unit]",
+    "numerics/test_parity.py::test_model[gpt]": "[llama_tied_unit]",
     "numerics/test_step_in_backward.py::test_inductor": "::test_models",
     "numerics/test_regions.py::test_the_same_numbers[bf16]": "[all in one]",
-    "numerics/test_choices.py::test_same_as_stock[a parameter each]": "[parts]",
+    "numerics/test_choices.py::test_same_as_stock[a parameter each]": "[messages]",
+    "numerics/test_choices.py::test_same_as_stock[parts]": "[messages]",
     "numerics/test_choices.py::test_same_as_stock[reduce-scatter]": (
         "::test_what_was_asked_for_is_in_the_graph"
     ),
@@ -77,7 +91,45 @@ VARIANTS = {
         "[llama-policy1-True]"
     ),
     "numerics/test_mixed.py::test_with_casts_at_the_boundaries[shard, m.compile()]": (
-        "[compile(shard(m))]"
+        "[blocks = compile(block), shard]"
+    ),
+    "numerics/test_mixed.py::test_with_casts_at_the_boundaries[compile(shard(m))]": (
+        "[blocks = compile(block), shard]"
+    ),
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[item in a unit-compile(shard(m))]": (
+        "[break in a unit-compile(shard(m))]"
+    ),
+    "numerics/test_meshes.py::test_accumulation_with_int_reshard": (
+        "::test_accumulation_and_evaluation"
+    ),
+    "numerics/test_parity.py::test_model[one_unit]": "[odd]",
+    "numerics/test_parity.py::test_model[list_units]": "[llama_tied_unit]",
+    "numerics/test_parity.py::test_reshard_after_forward[list_units-False]": "[frozen-False]",
+    "numerics/test_quantized.py::test_graphs_as_eager[bf16]": "[fp16 gradients]",
+    "numerics/test_quantized.py::test_graphs_as_eager[kept]": "[evaluated, added up]",
+    "numerics/test_heads.py::test_accumulation[False]": "[True]",
+    "numerics/test_partial_backward.py::test_partial_backward[accumulated-inputs]": (
+        "[trained-inputs]"
+    ),
+    "numerics/test_partial_backward.py::test_partial_backward[accumulated-create_graph]": (
+        "[trained-create_graph]"
+    ),
+    "numerics/test_partial_backward.py::test_partial_backward_on_hsdp": (
+        "::test_partial_backward[accumulated-grad]"
+    ),
+    "numerics/test_training_loop.py::test_accumulate_three_backwards[frozen-True]": (
+        "[unused-False]"
+    ),
+    "compiler/test_trial.py::test_the_same_as_partitioned_anew[conv-policy3-False]": (
+        "[frozen-policy4-True]"
+    ),
+    "compat/fsdp2/test_read_rows.py::test_momentum[Momentum]": "[MomentumDeep]",
+    "numerics/test_orders.py::test_orders[shard torch.compile-1-False]": (
+        "numerics/test_parity.py::test_model[odd]"
+    ),
+    "numerics/test_experts.py::test_inductor": "::test_two_ranks[False]",
+    "numerics/test_moe.py::test_two_ranks[bf16]": (
+        "[accumulated, clipped, with a bias, in chunks]"
     ),
     "numerics/test_checksums_wide.py::test_200_steps_of_random_models": (
         "::test_random_models_in_which_nothing_happens"
@@ -93,7 +145,17 @@ VARIANTS = {
     "numerics/test_micro_batches.py::test_meshes": "::test_reduced_each",
     "numerics/test_micro_batches.py::test_inductor": "::test_reduced_each",
     "numerics/test_whole_step.py::test_meshes": "::test_models",
-    "numerics/test_tensor_parallel.py::test_gradient_accumulation": "::test_two_layers[compiled]",
+    "numerics/test_whole_step.py::test_inductor": "::test_models",
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[break in the root-compile(shard(m))]": (
+        "[break in a unit-compile(shard(m))]"
+    ),
+    "numerics/test_parity.py::test_model[halves]": (
+        "numerics/test_mixed_precision.py::test_policy_on_models[halves-policies4]"
+    ),
+    "compat/fsdp1/test_rest_rows.py::test_summon[False]": "[True]",
+    "numerics/test_tensor_parallel.py::test_gradient_accumulation": (
+        "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
+    ),
     "numerics/test_tensor_parallel.py::test_without_data_parallelism[compiled]": "[eager]",
     "numerics/test_compiled_optimizer.py::test_compiled_steps_of_sharded_parameters[adamw-by_itself]": (
         "[sgd-in_a_function]"
@@ -110,12 +172,127 @@ VARIANTS = {
     "compat/fsdp2/test_parallel_rows.py::test_in_bf16": "::test_tensor_parallel[True]",
     "numerics/test_fsdp1.py::test_inductor": "::test_one_graph_each_way",
     "numerics/test_quantized.py::test_inductor": "::test_graphs_as_eager[fp16 gradients]",
-    "numerics/test_surface.py::test_with_inductor[tied over units]": "[selective checkpointing]",
-    "test_examples.py::test_example[hsdp_tensor_parallel]": "[plain_loop]",
+    "numerics/test_surface.py::test_with_inductor[tied over units]": "::test_tied_over_units",
+    "test_examples.py::test_example[hsdp_tensor_parallel]": "[to_a_report]",
     "numerics/test_meshes.py::test_hsdp_in_bf16": "::test_hsdp[unused]",
-    "numerics/test_graphs.py::test_collectives_per_step[llama_tied_unit-False]": "[gpt-None]",
+    "numerics/test_graphs.py::test_collectives_per_step[llama_tied_unit-False]": "[deep-None]",
     "numerics/test_step_in_backward.py::test_units_that_several_graphs_read": "::test_models",
     "numerics/test_pipelining.py::test_compiled_stages[GPipe]": "[1F1B]",
+    "benchmarks/test_elastic.py::test_a_job_that_loses_ranks[twice]": "[once]",
+    "numerics/test_shared_buckets.py::test_same_as_stock[moe-1073741824]": (
+        "[gpt_of_one_layer-1073741824]"
+    ),
+    "numerics/test_choices.py::test_other_models[mixed]": "::test_same_as_stock[messages]",
+    "numerics/test_fsdp1.py::test_ablation": "compat/fsdp1/test_runtime_rows.py::test_ablation",
+    "numerics/test_step_in_backward.py::test_scripts[scheduled]": (
+        "numerics/test_overlap.py::test_scripts[scheduled-compiled]"
+    ),
+    "numerics/test_step_in_backward.py::test_scripts[evaluated]": (
+        "numerics/test_overlap.py::test_scripts[evaluated-compiled]"
+    ),
+    "numerics/test_overlap.py::test_two_optimizers[False]": "[True]",
+    "numerics/test_meshes.py::test_one_axis[odd-None]": "::test_int_reshard[odd]",
+    "numerics/test_training_loop.py::test_optimizers[sgd]": "[adamw+foreach]",
+    "frontend/test_fallback.py::test_after_both_ways": "::test_fsdp1",
+    "numerics/test_checksums.py::test_the_same_numbers[inductor]": "[graph]",
+    "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position1-graph]": (
+        "[position3-graph]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position2-graph]": (
+        "[position3-graph]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position4-graph]": (
+        "[position0-graph]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position6-graph]": (
+        "[position7-graph]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_at_rest[between steps-state-graph]": (
+        "[before backward-state-graph]"
+    ),
+    "numerics/test_checksums.py::test_a_bit_that_flips_at_rest[before backward-shard-graph]": (
+        "[between steps-shard-graph]"
+    ),
+    "numerics/test_checksums.py::test_replicas[check_wire_of_one_replica-graph]": (
+        "[check_wire_of_one_replica-eager]"
+    ),
+    "ahead/test_precompile.py::test_with_replicas": (
+        "::test_it_computes_what_the_compiled_model_does[plain]"
+    ),
+    "test_examples.py::test_example[plain_loop]": "[to_a_report]",
+    "compat/fsdp2/test_parallel_rows.py::test_dims[both]": "[three]",
+    "numerics/test_shared_buckets.py::test_same_as_stock[gpt-300000]": ("::test_fewer_collectives"),
+    "planning/test_memory.py::test_peak_without_inductor[checkpoint]": (
+        "::test_peak_under_inductor"
+    ),
+    "compat/fsdp2/test_since_2_15_rows.py::test_dtype_of_one_parameter[torch.bfloat16]": "[None]",
+    "compat/fsdp2/test_since_2_15_rows.py::test_dtype_of_one_parameter[torch.float32]": "[None]",
+    "compat/fsdp2/test_precision_rows.py::test_mean_over_two_axes[None]": "[bfloat16]",
+    "compat/fsdp2/test_precision_rows.py::test_mean_over_two_axes[float64]": "[bfloat16]",
+    "compat/fsdp2/test_precision_rows.py::test_accumulation_dtype[None]": (
+        "compat/fsdp2/test_since_2_15_rows.py::test_reduce_dtype_by_default"
+    ),
+    "compat/fsdp2/test_precision_rows.py::test_accumulation_dtype[bfloat16]": (
+        "compat/fsdp2/test_since_2_15_rows.py::test_reduce_dtype_by_default"
+    ),
+    "command/test_replacement.py::test_a_script_for_torch_runs_with_ours[False]": "[True]",
+    "numerics/test_meshes.py::test_int_reshard_in_bf16": "::test_int_reshard[odd]",
+    "numerics/test_meshes.py::test_one_axis[tied-True]": "::test_int_reshard[odd]",
+    "numerics/test_meshes.py::test_one_axis[frozen-False]": "::test_int_reshard[odd]",
+    "numerics/test_graphs.py::test_one_forward_and_one_backward_graph_and_no_recompiles[gpt]": (
+        "[llama_tied_unit]"
+    ),
+    "numerics/test_graphs.py::test_one_forward_and_one_backward_graph_and_no_recompiles[conv]": (
+        "[llama_tied_unit]"
+    ),
+    "compiler/test_trial.py::test_the_same_as_partitioned_anew[moe-policy2-True]": (
+        "[llama-policy1-True]"
+    ),
+    "compiler/test_trial.py::test_a_line_that_moves_is_drawn_anew[Masked]": "[Scaled]",
+    "compiler/test_trial.py::test_a_line_that_moves_is_drawn_anew[Backwards]": "[Scaled]",
+    "numerics/test_random_fsdp1.py::test_random_models[3]": "[0]",
+    "command/test_cli.py::test_as_a_program": (
+        "command/test_replacement.py::test_a_script_for_torch_runs_with_ours[True]"
+    ),
+    "numerics/test_meshes.py::test_ops_run_unlowered": (
+        "numerics/test_parity.py::test_ops_run_unlowered"
+    ),
+    "numerics/test_meshes.py::test_hsdp_and_reshard": "::test_hsdp[unused]",
+    "numerics/test_overlap.py::test_hsdp_collectives": (
+        "::test_the_same_collectives_in_the_same_order[compiled]"
+    ),
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[whole-compile(shard(m))]": (
+        "numerics/test_parity.py::test_model[odd]"
+    ),
+    **{
+        # Orders are those of numerics/test_orders.py.
+        f"numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[disabled unit-{order}]": (
+            "[disabled unit-compile(shard(m))]"
+        )
+        for order in (
+            "shard(compile(m))",
+            "shard, m.compile()",
+            "m.compile(), shard",
+            "block.compile(), shard",
+            "blocks = compile(block), shard",
+        )
+    },
+    "numerics/test_mixed.py::test_with_casts_at_the_boundaries[shard, block.compile()]": (
+        "[blocks = compile(block), shard]"
+    ),
+    "numerics/test_training_loop.py::test_optimizers[sgd+foreach]": "[adamw+foreach]",
+    "numerics/test_training_loop.py::test_optimizers[adamw+amsgrad]": "[adamw+foreach]",
+    "numerics/test_training_loop.py::test_optimizers[adamw+maximize]": "[adamw+foreach]",
+    "numerics/test_quantized.py::test_as_the_unsharded_model_with_the_same_codes[gathers in fp8]": (
+        "[gradients in fp8]"
+    ),
+    **{
+        # Programs that say nothing that those before them do not say.
+        f"programs/test_programs.py::test_random_programs[{first}]": (
+            "programs/test_programs.py::test_the_programs_cover_everything"
+        )
+        for first in range(50, 100, 5)
+    },
 }
 
 

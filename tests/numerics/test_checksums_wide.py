@@ -68,7 +68,7 @@ def random_steps(first: int, number: int, steps: int) -> int:
 
 
 def test_random_models_in_which_nothing_happens(two: Pool) -> None:
-    assert two.run(random_steps, 300, 4, 5) == [20, 20]
+    assert two.run(random_steps, 300, 2, 4) == [8, 8]
 
 
 def test_200_steps_of_random_models(two: Pool) -> None:

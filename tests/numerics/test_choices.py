@@ -67,16 +67,16 @@ def test_other_models(two: Pool, options: Options, plan: str) -> None:
 
 def test_four_ranks(four: Pool) -> None:
     options = Options(
-        "llama", steps=2, optimizer="sgd", mesh="hsdp"
+        "tied", steps=2, optimizer="sgd", mesh="hsdp"
     )  # gradients are summed in another order than stock's
-    four.run(planned_parity, options, PLANS["parts"], "compiled", *ROUNDING)
+    four.run(planned_parity, options, PLANS["a parameter each"], "compiled", *ROUNDING)
 
 
 def collectives_of(plan: dict[str, Any]) -> tuple[int, int, int, int]:
     """Gathers and reductions of forward and backward; of these, reduce-scatters and all-to-alls."""
     with planned(bucket_bytes=0, **plan), captured() as halves:
-        _, call, _ = make("compiled", Options("gpt_of_one_layer"))
-        loss_of(call(*batch_of("gpt_of_one_layer", 0))).backward()
+        _, call, _ = make("compiled", Options("odd"))
+        loss_of(call(*batch_of("odd", 0))).backward()
     gathers, reductions = (
         sum(bool(r.starts) for h in halves for r in find_regions(h, kind))
         for kind in ("gather", "reduce")
@@ -90,7 +90,8 @@ def collectives_of(plan: dict[str, Any]) -> tuple[int, int, int, int]:
 
 def test_what_was_asked_for_is_in_the_graph(two: Pool) -> None:
     whole, parts, scattered = (
-        two.run(collectives_of, plan)[0] for plan in ({}, PLANS["parts"], PLANS["reduce-scatter"])
+        two.run(collectives_of, plan)[0]
+        for plan in ({}, PLANS["a parameter each"], PLANS["reduce-scatter"] | {"split_bytes": 1})
     )
     assert whole[2:] == (0, whole[1]), "on gloo, all-to-alls"
     assert parts[0] > whole[0]

@@ -70,12 +70,12 @@ def trained(
 ) -> tuple[list[float], list[Any]]:
     """Losses and shards of five steps."""
     torch._dynamo.reset()
-    model, call, _ = make(kind, Options("odd"))
+    model, call, _ = make(kind, Options("branches"))
     optimizer = optimizer_of(optimizer_name, model.parameters())
     step = compile_step(optimizer)
     losses = []
     for number in range(5):
-        loss = loss_of(call(*batch_of("odd", number)))
+        loss = loss_of(call(*batch_of("branches", number)))
         loss.backward()
         losses.append(loss.item())
         step()
@@ -117,14 +117,14 @@ def test_compiled_steps_of_sharded_parameters(
 
 
 def resident(is_step_compiled: bool) -> list[float]:
-    model = shard(build("odd"), Options("odd", reshard=False), fully_shard)
+    model = shard(build("branches"), Options("branches", reshard=False), fully_shard)
     model.set_reshard_after_backward(False)
     call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
     optimizer = optimizer_of("sgd", model.parameters())
     step = by_itself(optimizer) if is_step_compiled else optimizer.step
     losses = []
     for number in range(4):
-        loss = loss_of(call(*batch_of("odd", number)))
+        loss = loss_of(call(*batch_of("branches", number)))
         loss.backward()
         assert _there
         losses.append(loss.item())

@@ -51,16 +51,14 @@ def one_graph_each_way(**options: Any) -> None:
     for strategy, use_orig_params in (
         (ShardingStrategy.FULL_SHARD, True),
         (ShardingStrategy.FULL_SHARD, False),
-        (ShardingStrategy.SHARD_GRAD_OP, True),
         (ShardingStrategy.NO_SHARD, False),
     ):
         count(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
 def one_graph_each_way_hybrid() -> None:
-    mesh = hybrid_mesh()
-    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        count(sharding_strategy=strategy, device_mesh=mesh, use_orig_params=True)
+    strategy = ShardingStrategy._HYBRID_SHARD_ZERO2
+    count(sharding_strategy=strategy, device_mesh=hybrid_mesh(), use_orig_params=True)
 
 
 def count(**options: Any) -> None:
@@ -95,11 +93,8 @@ def count(**options: Any) -> None:
         assert all(value(n).numel() not in sizes for n in saved)
 
 
-def test_no_copy_out(two: Pool) -> None:
-    two.run(no_copy_out)
-
-
-def no_copy_out() -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_no_copy_out() -> None:
     """What is gathered is the flat parameter, of which all parameters are views: no copy, in no
     bucket.
     """
@@ -135,11 +130,8 @@ def sharing() -> None:
         assert (grad is None and found[1][1][name] is None) or torch.equal(grad, found[1][1][name])
 
 
-def test_prefetch_bounds_the_plan(two: Pool) -> None:
-    two.run(prefetch_bounds)
-
-
-def prefetch_bounds() -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_prefetch_bounds_the_plan() -> None:
     """How many gathers are under way at once in backward: two with BACKWARD_PRE, one without; in
     forward what the limit allows.
     """

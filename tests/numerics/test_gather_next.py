@@ -147,9 +147,8 @@ def in_turns(trainer: Trainer) -> list[float]:
 
 
 def compare_scripts() -> None:
-    compare(plain, optimizer="adamw_fused")
-    compare(plain, Options("odd", reshard=True, max_norm=0.05))
-    compare(plain, Options("odd", reshard=False, policies=(BF16,)))
+    options = Options("odd", reshard=True, max_norm=0.05, policies=(BF16,))
+    compare(plain, options, optimizer="adamw_fused")
     compare(between)
     compare(in_turns)
 

@@ -77,18 +77,15 @@ def different_sizes() -> None:
         )
 
 
-def test_set_reshard_recompiles_once_and_changes_the_graph(two: Pool) -> None:
-    two.run(reshard_changes)
-
-
-def reshard_changes() -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_set_reshard_recompiles_once_and_changes_the_graph() -> None:
     with captured() as halves:
-        model, call, graphs = make("compiled", Options("odd", reshard=True))
+        model, call, graphs = make("compiled", Options("deep", reshard=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(4):
             if number == 2:
                 model.set_reshard_after_forward(False)
-            train(call, optimizer, [batch_of("odd", number)])
+            train(call, optimizer, [batch_of("deep", number)])
     assert graphs == [2]
     gathers = [sum(n.target in GATHERS for n in graph.nodes) for graph in halves]
     # 4 units gather in forward; backward needs all weights but the first unit's (nobody wants the
@@ -99,19 +96,18 @@ def reshard_changes() -> None:
 # -- collectives per step
 
 
-# Units, and those whose weights backward does not need: the root's embedding; in `odd` the first
-# layer (its input needs no gradient). The root of `gpt` holds only the embedding.
+# Units, and those whose weights backward does not need: in `deep` the first
+# layer (its input needs no gradient).
 COUNTED: dict[str, tuple[int, set[str]]] = {
-    "gpt": (4, {"root"}),
-    "odd": (4, {"first"}),
+    "deep": (4, {"first"}),
     "list_units": (2, set()),
-    "llama_tied_unit": (3, set()),
+    "llama_tied_unit": (2, set()),
 }
 
 
 @pytest.mark.parametrize(
     ("model", "reshard"),
-    [("odd", True), ("list_units", None), ("gpt", None), ("llama_tied_unit", False)],
+    [("deep", True), ("list_units", None), ("deep", None), ("llama_tied_unit", False)],
 )
 def test_collectives_per_step(two: Pool, model: str, reshard: bool | None) -> None:
     """Units times 2 gathers and 1 reduction, minus what is not gathered again."""
@@ -147,12 +143,12 @@ def test_collectives_of_hsdp_and_int(four: Pool) -> None:
     counts = four.run(count_meshes)
     assert all(c == counts[0] for c in counts)
     for eager, compiled in counts[0]:
-        assert eager["reduce"] == compiled["reduce"] == 4
+        assert eager["reduce"] == compiled["reduce"] == 3
     (hsdp_eager, hsdp), (int_eager, ints) = counts[0]
-    assert hsdp_eager == {"gather": 4 + 3, "reduce": 4, "all_reduce": 4}
-    assert hsdp == {"gather": 4 + 3 - 1, "reduce": 4, "all_reduce": 4}
-    assert int_eager["gather"] == 4 + 4
-    assert ints["gather"] == 4 + 3
+    assert hsdp_eager == {"gather": 3 + 2, "reduce": 3, "all_reduce": 3}
+    assert hsdp == {"gather": 3 + 2 - 1, "reduce": 3, "all_reduce": 3}
+    assert int_eager["gather"] == 3 + 3
+    assert ints["gather"] == 3 + 2
 
 
 def count_meshes() -> list[tuple[dict[str, int], ...]]:
@@ -174,24 +170,21 @@ def test_evaluation_gathers_each_unit_once(two: Pool) -> None:
 
 
 def count_evaluation() -> dict[str, int]:
-    model, call, _ = make("compiled", Options("odd"))
+    model, call, _ = make("compiled", Options("deep"))
     model.eval()
     with torch.no_grad():
-        call(*batch_of("odd", 0))
-        return communications(lambda: call(*batch_of("odd", 1)))
+        call(*batch_of("deep", 0))
+        return communications(lambda: call(*batch_of("deep", 1)))
 
 
 # -- what users decide about the schedule
 
 
-def test_explicit_prefetch_lists(two: Pool) -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_explicit_prefetch_lists() -> None:
     """Where a unit's list begins, what it names is started and nothing else; the outermost's begins
     with the graph.
     """
-    two.run(explicit_lists)
-
-
-def explicit_lists() -> None:
     assert schedule(lambda model: None) == ["0> 1> 2> 0 root> 1 2 root", "2> 1> 2 1"], (
         "two ahead in forward, one in backward"
     )
@@ -225,14 +218,14 @@ def schedule(prepare: Any) -> list[str]:
     a new graph.
     """
     with captured() as halves:
-        model, call, graphs = make("compiled", Options("odd"))
+        model, call, graphs = make("compiled", Options("deep"))
         prepare(model)
         for number in (0, 1):
-            loss_of(call(*batch_of("odd", number))).backward()
+            loss_of(call(*batch_of("deep", number))).backward()
         assert graphs == [1]
         if model.layers[0]._get_fsdp_state().runtime.prefetch["forward"]:
             model.layers[0].set_modules_to_forward_prefetch([])
-            loss_of(call(*batch_of("odd", 0))).backward()
+            loss_of(call(*batch_of("deep", 0))).backward()
             assert graphs == [2]
     shown = []
     for graph in halves[:2]:
@@ -246,21 +239,18 @@ def schedule(prepare: Any) -> list[str]:
     return shown
 
 
-def test_max_input_buffers(two: Pool) -> None:
+@pytest.mark.usefixtures("fake_world")
+def test_max_input_buffers() -> None:
     """As many reductions under way at once as the user says; without a word, as many as are
     planned.
     """
-    two.run(max_input_buffers)
-
-
-def max_input_buffers() -> None:
     most = {}
     for number in (0, 1, 3):
         with captured() as halves:
-            model, call, _ = make("compiled", Options("odd"))
+            model, call, _ = make("compiled", Options("deep"))
             if number:
                 model.set_reduce_scatter_max_input_buffers(number)
-            loss_of(call(*batch_of("odd", 0))).backward()
+            loss_of(call(*batch_of("deep", 0))).backward()
         regions = find_regions(halves[1], "reduce")
         change = {r.starts[0]: 1 for r in regions} | {r.waits[0]: -1 for r in regions}
         most[number] = max(itertools.accumulate(change.get(n, 0) for n in halves[1].nodes))
@@ -286,17 +276,19 @@ def saved_from_weights(graph: Graph) -> int:
     return sum(n.meta["val"].numel() * n.meta["val"].itemsize for n in saved)
 
 
+@pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("model", ["moe", "frozen", "read_twice", "called_twice"])
-def test_nothing_gathered_is_saved_for_backward(two: Pool, model: str) -> None:
+def test_nothing_gathered_is_saved_for_backward(model: str) -> None:
     """Of the larger models, `one_graph_each` looks at the graph that must save nothing."""
     if model not in GRAPH_MODELS:
-        assert two.run(saved_bytes, model, True)[0] == 0
-    assert two.run(saved_bytes, model, False)[0] > 0, (
+        assert saved_bytes(model, reshard=True) == 0
+    assert saved_bytes(model, reshard=False) > 0, (
         "with reshard False something is saved, so the count can see it"
     )
 
 
-def saved_bytes(name: str, reshard: bool) -> int:
+def saved_bytes(name: str, *, reshard: bool) -> int:
+    torch._dynamo.reset()
     with captured() as halves:
         _, call, _ = make("compiled", Options(name, reshard=reshard))
         loss_of(call(*batch_of(name, 0))).backward()
@@ -317,8 +309,8 @@ def test_int_reshard_saves_slices(four: Pool) -> None:
 
 def saved_slices() -> tuple[int, int]:
     with captured() as halves:
-        _, call, _ = make("compiled", Options("odd", reshard=2))
-        loss_of(call(*batch_of("odd", 0))).backward()
+        _, call, _ = make("compiled", Options("deep", reshard=2))
+        loss_of(call(*batch_of("deep", 0))).backward()
     return saved_from_weights(halves[0]), len(halves)
 
 
@@ -339,5 +331,5 @@ def dump_step(folder: str) -> None:
     from compiled_fsdp import dumped_to
 
     with dumped_to(folder):
-        _, call, _ = make("compiled", Options("odd"))
-        loss_of(call(*batch_of("odd", 0))).backward()
+        _, call, _ = make("compiled", Options("deep"))
+        loss_of(call(*batch_of("deep", 0))).backward()

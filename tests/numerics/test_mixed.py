@@ -91,12 +91,12 @@ class BreaksInTheRoot(Net):
 
 
 MODELS = {
-    "whole": Net,
-    "break in a unit": lambda: Net(middle=Breaks),
-    "item in a unit": lambda: Net(middle=ReadsItem),
-    "disabled unit": lambda: Net(middle=Disabled),
-    "third-party function": lambda: Net(middle=ThirdParty),
-    "break in the root": BreaksInTheRoot,
+    "whole": lambda: Net(num_blocks=3),
+    "break in a unit": lambda: Net(middle=Breaks, num_blocks=3),
+    "item in a unit": lambda: Net(middle=ReadsItem, num_blocks=3),
+    "disabled unit": lambda: Net(middle=Disabled, num_blocks=3),
+    "third-party function": lambda: Net(middle=ThirdParty, num_blocks=3),
+    "break in the root": lambda: BreaksInTheRoot(num_blocks=3),
 }
 ORDERS = (
     "compile(shard(m))",

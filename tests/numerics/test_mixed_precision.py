@@ -28,12 +28,11 @@ OWN = (
 @pytest.mark.parametrize(
     ("model", "policies"),
     [
-        ("odd", OWN),
-        ("tied", (MIXED,)),
+        ("deep", OWN),
+        ("tied", (LOW,)),
         ("moe", (MIXED,)),
         ("frozen", (MIXED,)),
         ("halves", (MIXED,)),
-        ("llama_tied_unit", (LOW,)),
     ],
 )
 def test_policy_on_models(two: Pool, model: str, policies: tuple[Policy, ...]) -> None:

@@ -67,7 +67,7 @@ class Way:
 WAYS = {
     "plain": Way(num_layers=2),
     "accumulated, clipped, with a bias, in chunks": Way(
-        num_backwards=2, max_norm=0.05, bias_rate=0.5, chunks=3
+        num_backwards=2, max_norm=0.05, bias_rate=0.5, chunks=2
     ),
     "accumulated, recomputed": Way(num_backwards=2, recompute=True),
     "bf16": Way(dtype=torch.bfloat16),

@@ -108,9 +108,9 @@ def offloaded_as_without(
     for is_offloaded in (False, True):
         torch._dynamo.reset()
         with beside_host() as copies:
-            model = two_front_ends(
-                front, offload if is_offloaded else None, reshard, 2 if mode == "inductor" else 4
-            )
+            num_layers = 4 if mode == "eager" else 2
+            given = offload if is_offloaded else None
+            model = two_front_ends(front, given, reshard, num_layers)
             call: Any = model
             if mode in BACKENDS:
                 call = torch.compile(model, backend=BACKENDS[mode], fullgraph=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_MODELS, CHUNK = (
     int(os.environ.get("RANDOM_MODELS", "6")),
-    10,
+    3,
 )  # 100 take minutes: benchmarks/results/random_models.md
 STEPS = 2
 # Of parameters, after two steps. fp32: sums over ranks in another order than one process adds. 16

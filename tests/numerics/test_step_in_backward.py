@@ -76,8 +76,8 @@ def train(run: Run) -> list[float]:
 
 
 def compare_optimizers() -> None:
-    for name in ("sgd", "adamw_foreach", "adamw_fused"):
-        compare(train, Options("odd"), OPTIMIZERS[name])
+    for name in ("sgd", "adamw_fused"):
+        compare(train, Options("deep"), OPTIMIZERS[name])
 
 
 def test_optimizers(two: Pool) -> None:
@@ -85,12 +85,12 @@ def test_optimizers(two: Pool) -> None:
 
 
 def compare_models() -> None:
-    compare(train, Options("odd", policies=(BF16,)))
-    compare(train, Options("odd", reshard=False))
-    for model in ("tied", "one_unit", "frozen", "unused", "called_twice", "list_units"):
+    compare(train, Options("deep", policies=(BF16,)))
+    compare(train, Options("deep unused", reshard=False))
+    for model in ("tied", "frozen", "called_twice"):
         compare(plain_training, Options(model))
     compare(
-        plain_training, Options("odd"), kind="eager"
+        plain_training, Options("deep"), kind="eager"
     )  # units that run eagerly are stepped by step()
 
 
@@ -99,7 +99,7 @@ def test_models(two: Pool) -> None:
 
 
 def compare_hsdp() -> None:
-    compare(plain_training, Options("odd", mesh="hsdp"))
+    compare(plain_training, Options("deep", mesh="hsdp"))
 
 
 def test_hsdp(four: Pool) -> None:
@@ -107,7 +107,7 @@ def test_hsdp(four: Pool) -> None:
 
 
 def compare_inductor() -> None:
-    compare(train, Options("odd", policies=(BF16,)), kind="inductor")
+    compare(train, Options("deep", policies=(BF16,)), kind="inductor")
 
 
 def test_inductor(two: Pool) -> None:
@@ -208,7 +208,7 @@ def compare_script(name: str) -> None:
     optimizer = with_groups if name == "scheduled" else OPTIMIZERS["adamw"]
     # of two forwards' gradients, the eager runtime adds in another order
     oracle = "compiled" if name == "called_for_two_inputs" else None
-    compare(SCRIPTS[name], Options("odd"), optimizer, oracle=oracle)
+    compare(SCRIPTS[name], Options("deep"), optimizer, oracle=oracle)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -221,7 +221,7 @@ def test_scripts(two: Pool, name: str) -> None:
 
 def ops_of(**more: Any) -> tuple[int, int, int]:
     with captured() as halves:
-        begin(Options("gpt"), **more).step(0)
+        begin(Options("equal_units"), **more).step(0)
     return tuple(
         sum(len(find(h, target)) for h in halves) for target in (STEP, REDUCE_LATER, MARK_GRADS)
     )  # type: ignore[return-value]
@@ -265,7 +265,7 @@ def test_early_gathers_are_bounded(two: Pool, limit: int) -> None:
 
 
 def read_too_late() -> None:
-    run = begin(Options("odd"))
+    run = begin(Options("deep"))
     run.backward(0)
     name = stepped_grads(run)[0]
     param = dict(run.model.named_parameters())[name]
@@ -283,7 +283,7 @@ def read_too_late() -> None:
 
 
 def added_up() -> None:
-    run = begin(Options("odd"))
+    run = begin(Options("deep"))
     run.backward(0)
     with pytest.raises(
         RuntimeError,
@@ -293,7 +293,7 @@ def added_up() -> None:
 
 
 def with_step_hooks() -> None:
-    run = begin(Options("odd"))
+    run = begin(Options("deep"))
     run.optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(
         RuntimeError,
@@ -321,7 +321,7 @@ def said(options: Options) -> list[str]:
 
 
 def test_what_is_left_to_step_is_said_once(two: Pool) -> None:
-    (text,) = two.run(said, Options("odd"))[0]
+    (text,) = two.run(said, Options("deep"))[0]
     assert (
         "is stepped by optimizer.step(), not inside backward, since forward has read it more than "
         "once since the last" in text

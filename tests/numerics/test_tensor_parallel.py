@@ -206,18 +206,19 @@ def test_inductor(four: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
-def test_two_layers(four: Pool, kind: str) -> None:
+def test_layers(four: Pool, kind: str) -> None:
     """Two data-parallel ranks add in one order, so every bit is equal to stock's; and what stands
-    in the graphs.
+    in the graphs. Two layers, compiled one: that takes long.
     """
-    four.run(two_layers, kind)
+    four.run(layers, kind)
 
 
-def two_layers(kind: str) -> None:
+def layers(kind: str) -> None:
+    num_layers = 1 if kind == "compiled" else 2
     with captured() as graphs:
-        ours = train(kind, (2, 2), 2)
-    check_same(ours, kind, "stock", (2, 2), 2)
-    check_same(ours, kind, "one rank", (2, 2), 2, *ROUNDING)
+        ours = train(kind, (2, 2), num_layers)
+    check_same(ours, kind, "stock", (2, 2), num_layers)
+    check_same(ours, kind, "one rank", (2, 2), num_layers, *ROUNDING)
     if kind == "compiled":
         what_stands_in(graphs)
 
@@ -234,10 +235,10 @@ def what_stands_in(graphs: list[Any]) -> None:
         [sum(dp in node.args for node in find(graph, *targets)) for graph in training]
         for targets in ((ALL_GATHER, GLOO_GATHER), (ALL_TO_ALL,))
     ]
-    assert counts == [[3, 2], [0, 3]], f"the root's unit is kept for backward; {counts}"
+    assert counts == [[2, 1], [0, 2]], f"the root's unit is kept for backward; {counts}"
     for graph in training:
-        assert sum(tp in node.args for node in find(graph, GLOO_GATHER, *STARTS)) >= 8, (
-            "two layers, each with two ways in and two out"
+        assert sum(tp in node.args for node in find(graph, GLOO_GATHER, *STARTS)) >= 4, (
+            "a layer has two ways in and two out"
         )
 
 
@@ -271,10 +272,10 @@ def checkpoint(folder: str) -> None:
         )
         return plain(found)
 
-    source = trained("compiled", (2, 2), 2)
+    source = trained("eager", (2, 2), 2)
     expected = full(*source)
     dcp.save(states(*source), checkpoint_id=f"{folder}/a")
-    ways = (("one rank", (2, 2)), ("eager", (4, 1)), ("eager", (2, 2)), ("one rank", (2, 2)))
+    ways = (("one rank", (2, 2)), ("eager", (4, 1)), ("eager", (2, 2)))
     for i, (kind, shape) in enumerate(ways):
         target = trained(kind, shape, 1)
         loaded = states(*target)

@@ -64,7 +64,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 def test_shards_are_back_to_back_in_one_buffer() -> None:
     torch.manual_seed(0)
-    model = OddMLP()
+    model = OddMLP(is_deep=True)
     originals = {name: p.detach().clone() for name, p in model.named_parameters()}
     fully_shard(model)
     assert len({storage(p) for p in model.parameters()}) == 1
@@ -128,7 +128,7 @@ def fake_group_reduces() -> bool:
 @pytest.fixture(params=["eager", "compiled"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """A model of two units, and what to call."""
-    model = OddMLP()
+    model = OddMLP(is_deep=True)
     fully_shard(model.layers[1])
     fully_shard(model)
     if request.param == "eager":
@@ -228,7 +228,7 @@ def test_detach_keeps_the_old_gradient(pair: tuple[nn.Module, nn.Module]) -> Non
 
 
 def test_frozen_gets_no_gradient() -> None:
-    model = OddMLP()
+    model = OddMLP(is_deep=True)
     model.layers[1].requires_grad_(False)
     fully_shard(model)
     backward(model)

@@ -92,8 +92,11 @@ def hybrid() -> None:
                 "device_mesh": mesh,
                 "use_orig_params": use_orig_params,
             }
-            same(lambda api, options=options: three_steps(api, **options), rtol=1e-5, atol=1e-6)
-    close(lambda api: three_steps(api, use_orig_params=True))
+            kinds = ALL_KINDS if strategy is ShardingStrategy.HYBRID_SHARD else ("eager",)
+            how = {"kinds": kinds, "rtol": 1e-5, "atol": 1e-6}
+            same(lambda api, options=options: three_steps(api, **options), **how)
+    whole = {"kinds": ("eager",), "rtol": 1e-5, "atol": 1e-7}
+    same(lambda api: three_steps(api, use_orig_params=True), **whole)
 
 
 @rows("2.2")
@@ -148,7 +151,7 @@ def accumulation(use_orig_params: bool) -> None:
         }
         same(
             lambda api, options=options: accumulate(api, **options),
-            kinds=ALL_KINDS if use_orig_params else ("eager",),
+            kinds=ALL_KINDS if use_orig_params and strategy is STRATEGIES[0] else ("eager",),
         )
 
 

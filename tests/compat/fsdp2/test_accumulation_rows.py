@@ -115,6 +115,11 @@ def gradient_sync(api: Api) -> Any:
 @rows("10.3", "10.5")
 def test_all_reduce_flag(four: Pool) -> None:
     four.run(close, all_reduce_flag)
+    four.run(close_eager, all_reduce_flag_and_others)
+
+
+def close_eager(observe: Any) -> None:
+    close(observe, kinds=("eager",))
 
 
 def all_reduce_flag(api: Api) -> Any:
@@ -122,13 +127,17 @@ def all_reduce_flag(api: Api) -> Any:
     model.set_requires_all_reduce(False)
     partial = [reductions(lambda: train_step(call)), grads(model)]
     model.set_requires_all_reduce(True)
-    full = [reductions(lambda: train_step(call, 1)), plain(grads(model))]
+    return partial, reductions(lambda: train_step(call, 1)), grads(model)
+
+
+def all_reduce_flag_and_others(api: Api) -> Any:
+    model, call = net_of_units(api, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     model.set_requires_all_reduce(False)
     model.set_requires_gradient_sync(True)
     overridden = reductions(lambda: train_step(call, 2))
     model.set_requires_gradient_sync(False)
     unsynced = reductions(lambda: train_step(call, 3))
-    return partial, full, overridden, unsynced, grads(model)
+    return overridden, unsynced, grads(model)
 
 
 def reductions(run: Any) -> Any:

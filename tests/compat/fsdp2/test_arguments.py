@@ -244,17 +244,15 @@ def size_of_one_warns(api: Api) -> Any:
 
 @rows("1.15", "1.16")
 def test_size_of_one_and_of_all(two: Pool) -> None:
-    two.run(same, size_of_one_and_of_all)
+    two.run(same, size_of_one_and_of_all, 1)
+    two.run(eager_same, size_of_one_and_of_all, 2)
 
 
-def size_of_one_and_of_all(api: Api) -> Any:
-    found = []
-    for size in (1, 2):
-        model = api.units(net(), "0", "2", reshard_after_forward=size)
-        call = api.compile(model)
-        train_step(call)
-        found.append((plain(grads(model)), counted_step(call)))
-    return found
+def size_of_one_and_of_all(api: Api, size: int) -> Any:
+    model = api.units(net(), "0", "2", reshard_after_forward=size)
+    call = api.compile(model)
+    train_step(call)
+    return plain(grads(model)), counted_step(call)
 
 
 @rows("1.15", "1.16", status="eager")
@@ -277,17 +275,20 @@ def registered_after_forward(api: Api, sizes: tuple[int, ...]) -> Any:
 
 @rows("1.18")
 def test_size_between(four: Pool) -> None:
-    four.run(close, size_between)
+    four.run(close, size_between, 4)
+    four.run(close_eager, size_between, 1, 4)
 
 
-def size_between(api: Api) -> Any:
-    found = []
-    for mesh in (mesh_of(4), mesh_of(1, 4, names=("r", "s"))):
-        model = api.units(net(), "0", "2", mesh=mesh, reshard_after_forward=2)
-        call = api.compile(model)
-        found.append([train_step(call, step) for step in range(2)])
-        found.append((plain(grads(model)), counted_step(call)))
-    return found
+def close_eager(observe: Any, *args: Any) -> None:
+    close(observe, *args, kinds=("eager",))
+
+
+def size_between(api: Api, *shape: int) -> Any:
+    mesh = mesh_of(*shape, names=("r", "s")[-len(shape) :])
+    model = api.units(net(), "0", "2", mesh=mesh, reshard_after_forward=2)
+    call = api.compile(model)
+    losses = [train_step(call, step) for step in range(2)]
+    return losses, plain(grads(model)), counted_step(call)
 
 
 @rows("1.19")

@@ -18,6 +18,7 @@ from kit.oracle import (
     close,
     communications,
     each,
+    eager_same,
     grads,
     inductor_same,
     is_sharded,
@@ -75,12 +76,13 @@ def warm_counts(call: Any) -> dict[str, int]:
 
 @rows("3.1", "3.2")
 def test_groups_of_nested_calls(two: Pool) -> None:
-    two.run(same, groups_of_nested_calls)
+    two.run(same, groups_of_nested_calls, ("0", "2"))
+    two.run(eager_same, groups_of_nested_calls, (), ("0",), ("0", "2", "4"))
 
 
-def groups_of_nested_calls(api: Api) -> Any:
+def groups_of_nested_calls(api: Api, *units: tuple[str, ...]) -> Any:
     found = []
-    for names in ((), ("0",), ("0", "2"), ("0", "2", "4")):
+    for names in units:
         model = api.units(net(), *names)
         model.unshard()
         direct = is_sharded(model)
@@ -202,7 +204,7 @@ def test_meshes_of_their_own(four: Pool) -> None:
 def meshes_of_their_own(api: Api) -> Any:
     mesh, found = mesh_of(2, 2, names=("r", "s")), []
     for special in (_info(mesh["s"]), _info(mesh)):
-        for reshard in (True, False, None):
+        for reshard in (True, False):
             model = even()
             own = {model[0].weight: Shard(1), model[2].bias: None}
             result = {p: ShardPlacementResult(placement, special) for p, placement in own.items()}
@@ -523,19 +525,21 @@ def storage_of_unsharded_parameters(api: Api) -> Any:
 
 @rows("4.16")
 def test_nothing_is_broadcast(four: Pool) -> None:
-    four.run(same, nothing_is_broadcast)
+    four.run(same, nothing_is_broadcast, mesh_of_replicas)
+    four.run(eager_same, nothing_is_broadcast, mesh_of)
 
 
-def nothing_is_broadcast(api: Api) -> Any:
-    found = []
-    for mesh in (mesh_of(4), mesh_of(2, 2, names=("r", "s"))):
-        model = net(seed=torch.distributed.get_rank())
-        model.register_buffer("own", torch.full((2,), float(torch.distributed.get_rank())))
-        counts = communications(lambda m=model, mesh=mesh: api.fully_shard(m, mesh=mesh))
-        cut = plain(params(model))
-        out = api.compile(model)(batch())
-        found.append((counts, cut, out, model.own))
-    return found
+def mesh_of_replicas() -> Any:
+    return mesh_of(2, 2, names=("r", "s"))
+
+
+def nothing_is_broadcast(api: Api, make_mesh: Any) -> Any:
+    model, mesh = net(seed=torch.distributed.get_rank()), make_mesh()
+    model.register_buffer("own", torch.full((2,), float(torch.distributed.get_rank())))
+    counts = communications(lambda: api.fully_shard(model, mesh=mesh))
+    cut = plain(params(model))
+    out = api.compile(model)(batch())
+    return counts, cut, out, model.own
 
 
 @rows("4.17")
@@ -668,17 +672,21 @@ def to_empty(api: Api) -> Any:
 
 @rows("5.10")
 def test_to_dtype(two: Pool) -> None:
-    two.run(same, to_dtype)
+    two.run(same, to_dtype, "double", "bfloat16")
+    two.run(eager_same, to_dtype, "to float64", "cpu")
 
 
-def to_dtype(api: Api) -> Any:
+CHANGES: dict[str, Any] = {
+    "to float64": lambda m: m.to(torch.float64),
+    "double": lambda m: m.double(),
+    "cpu": lambda m: m.cpu(),
+    "bfloat16": lambda m: m.bfloat16(),
+}
+
+
+def to_dtype(api: Api, *changes: str) -> Any:
     found = []
-    for change in (
-        lambda m: m.to(torch.float64),
-        lambda m: m.double(),
-        lambda m: m.cpu(),
-        lambda m: m.bfloat16(),
-    ):
+    for change in map(CHANGES.get, changes):
         model = api.units(Own(), "inner.0")
         objects = list(model.parameters())
         change(model)

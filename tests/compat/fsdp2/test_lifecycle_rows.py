@@ -175,18 +175,22 @@ class Boxed(nn.Module):
 
 @rows("6.14", "6.16")
 def test_containers(two: Pool) -> None:
-    two.run(same, containers)
+    two.run(same, containers, "dict", "dataclass")
+    two.run(eager_same, containers, "list", "tuple", "namedtuple")
 
 
-def containers(api: Api) -> Any:
+WRAPS: dict[str, Any] = {
+    "list": lambda x: [x],
+    "tuple": lambda x: (x, 1),
+    "dict": lambda x: {"x": [x]},
+    "namedtuple": lambda x: Pair(x, None),
+    "dataclass": Batch,
+}
+
+
+def containers(api: Api, *kinds: str) -> Any:
     seen = []
-    for wrap in (
-        lambda x: [x],
-        lambda x: (x, 1),
-        lambda x: {"x": [x]},
-        lambda x: Pair(x, None),
-        Batch,
-    ):
+    for wrap in map(WRAPS.__getitem__, kinds):
         model = api.units(Boxed(), "inner")
         x = batch(requires_grad=True)
         box = wrap(x)

@@ -199,7 +199,8 @@ def test_hsdp_and_tensor_parallel(four: Pool, shape: tuple[int, ...]) -> None:
 
 def hsdp_and_tensor_parallel(api: Api, shape: tuple[int, ...]) -> Any:
     mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
-    model = api.units(blocks(mesh["tp"]), "0", "1", mesh=mesh["replicate", "shard"])
+    model = nn.Sequential(*blocks(mesh["tp"])[1:])
+    api.units(model, "0", mesh=mesh["replicate", "shard"])
     steps = learn(
         model, api.compile(model), [batch(mesh, step, "replicate", "shard") for step in range(2)]
     )
@@ -366,7 +367,7 @@ COMPILED_DIMS = ("shard", "replicate", "both", "three")
 
 
 class Local(nn.Module):
-    """The blocks on a full mesh, where every activation is a DTensor too; returns this rank's part
+    """A block and a head on a full mesh, where every activation is a DTensor too; returns this rank's part
     of the batch.
 
     A loss over the whole batch would leave it to DTensor whether a gradient is a sum over the
@@ -394,7 +395,7 @@ def distributed(mesh: DeviceMesh, model_axis: int | None, placements: list[Any])
                 key, nn.Parameter(distribute_tensor(p.detach(), mesh, placements))
             )
 
-    model = blocks()
+    model = nn.Sequential(*blocks()[1:])
     distribute_module(model, mesh, partition)
     return Local(model, placements)
 
@@ -428,7 +429,7 @@ def dims_of(api: Api, case: str, is_cut: bool) -> Any:
     mesh = mesh_of(*shape, names=names)
     inputs, placements = distributed_batches(mesh, dims, is_cut=is_cut)
     model = api.units(
-        distributed(mesh, model_axis, placements), "body.0", "body.1", mesh=mesh, dp_mesh_dims=dims
+        distributed(mesh, model_axis, placements), "body.0", mesh=mesh, dp_mesh_dims=dims
     )
     found = [places(model)]
     model.body[0].unshard()

@@ -391,7 +391,7 @@ def set_optimizer(api: Api) -> Any:
         model.load_state_dict(source.state_dict())
         other = adam(model)
         set_optimizer_state_dict(model, other, state, options=options)
-        train_step(api.compile(model))
+        train_step(model if options is FULL else api.compile(model))
         other.step()
         found.append(plain(params(model)))
     missing = get_optimizer_state_dict(source, optimizer, options=FULL)
