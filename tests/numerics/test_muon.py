@@ -281,7 +281,7 @@ def raises(kind: type[Exception], words: str, call: Callable[..., Any]) -> None:
 def check_refused() -> None:
     model = shard(build("odd"), Options("odd"), fully_shard)
     with pytest.raises(
-        ValueError, match=r"Muon: 4 of .*layers.0.bias of shape \(7,\), .*fully_shard"
+        ValueError, match=r"Muon: 3 of .*layers.0.bias of shape \(7,\), .*fully_shard"
     ):
         Muon(model.named_parameters())
     raises(ValueError, "group 0, parameter 1 of shape", lambda: Muon(model.parameters()))
