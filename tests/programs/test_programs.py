@@ -46,20 +46,21 @@ def words(program: Program) -> set[object]:
 
 
 def in_order(count: int) -> list[int]:
-    """Seeds, first those that say something that no earlier one says: of 100, these are half, and
-    `make test` runs no more (`kit/variants.py`).
+    """Seeds, each time the one that says most of what none before it says: of 100, the first 40 say
+    it all, and `make test` runs no more (`kit/variants.py`).
     """
+    left = {seed: words(as_always(make(seed))) for seed in range(count)}
+    found: list[int] = []
     said: set[object] = set()
-    new, others = [], []
-    for seed in range(count):
-        found = words(as_always(make(seed)))
-        (others if found <= said else new).append(seed)
-        said |= found
-    return new + others
+    while left:
+        best = max(left, key=lambda seed: (len(left[seed] - said), -seed))
+        said |= left.pop(best)
+        found.append(best)
+    return found
 
 
 SEEDS = in_order(NUM_PROGRAMS)
-NUM_ALWAYS = 50
+NUM_ALWAYS = 40
 SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
