@@ -23,7 +23,9 @@ VARIANTS = {
     "compat/fsdp2/test_lifecycle_rows.py::test_reshard_counts_with_inductor": "::test_reshard_after_forward",
     "compat/fsdp2/test_methods_rows.py::test_all_reduce_hook_with_inductor": "::test_all_reduce_hook",
     "compat/fsdp1/test_training_rows.py::test_grid[False]": "[True]",
-    "compat/fsdp1/test_training_rows.py::test_accumulation[False]": "[True]",
+    "compat/fsdp1/test_training_rows.py::test_accumulation[False]": (
+        "numerics/test_random_fsdp1.py::test_random_models[0]"
+    ),
     "compat/fsdp2/test_methods_rows.py::test_custom_communication_with_inductor": (
         "::test_custom_communication"
     ),
@@ -296,6 +298,12 @@ VARIANTS = {
     "numerics/test_surface.py::test_activation_checkpointing[reentrant]": "[not_reentrant]",
     "numerics/test_overlap.py::test_scripts[dropped-compiled]": "[dropped-eager]",
     "numerics/test_overlap.py::test_scripts[looked_at-compiled]": "[looked_at-eager]",
+    "compat/fsdp2/test_arguments.py::test_size_between": (
+        "numerics/test_meshes.py::test_int_reshard[odd]"
+    ),
+    "compat/fsdp1/test_training_rows.py::test_accumulation[True]": (
+        "numerics/test_random_fsdp1.py::test_random_models[0]"
+    ),
     **{
         # Programs that say nothing that those before them do not say.
         f"programs/test_programs.py::test_random_programs[{first}]": (
