@@ -168,7 +168,10 @@ def compare(name: str, backends: list[str]) -> None:
         with captured() as graphs:
             found[kind] = train(model, call, way)
         if kind in backends:
-            assert {most_under_way(graph) for graph in graphs} == {way.chunks}
+            under_way = {most_under_way(graph) for graph in graphs}
+            assert min(under_way) == way.chunks
+            more = way.chunks > 1 and torch.__version__ >= "2.15"  # in forward one more goes there
+            assert max(under_way) == way.chunks + more
             assert counters["stats"]["unique_graphs"] == 1 + (way.num_backwards > 1), counters
     if dist.get_world_size() == 2:  # gloo adds four in another order
         assert found["eager"] == found["stock"]
