@@ -170,8 +170,8 @@ def compare(name: str, backends: list[str]) -> None:
         if kind in backends:
             under_way = {most_under_way(graph) for graph in graphs}
             assert min(under_way) == way.chunks
-            more = way.chunks > 1 and torch.__version__ >= "2.15"  # in forward one more goes there
-            assert max(under_way) == way.chunks + more
+            more = torch.__version__ >= "2.15"  # in some graphs one more goes there
+            assert way.chunks <= max(under_way) <= way.chunks + more
             assert counters["stats"]["unique_graphs"] == 1 + (way.num_backwards > 1), counters
     if dist.get_world_size() == 2:  # gloo adds four in another order
         assert found["eager"] == found["stock"]
