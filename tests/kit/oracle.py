@@ -206,6 +206,11 @@ def close(observe: Callable[..., Any], *args: Any, **options: Any) -> None:
     same(observe, *args, rtol=1e-5, atol=1e-7, **options)
 
 
+def close_eager(observe: Callable[..., Any], *args: Any) -> None:
+    """Worker function: as `close`, for ours eager alone."""
+    close(observe, *args, kinds=("eager",))
+
+
 def each(
     observe: Callable[..., Any], *args: Any, kinds: tuple[str, ...] = KINDS, of: type[AnyApi] = Api
 ) -> None:

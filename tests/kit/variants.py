@@ -295,7 +295,6 @@ VARIANTS = {
     ),
     "compat/fsdp2/test_parallel_rows.py::test_dims[shard]": "[three]",
     "compat/fsdp2/test_read_rows.py::test_default_backend": "::test_momentum[MomentumDeep]",
-    "numerics/test_surface.py::test_activation_checkpointing[reentrant]": "[not_reentrant]",
     "numerics/test_overlap.py::test_scripts[dropped-compiled]": "[dropped-eager]",
     "numerics/test_overlap.py::test_scripts[looked_at-compiled]": "[looked_at-eager]",
     "compat/fsdp2/test_arguments.py::test_size_between": (

@@ -14,6 +14,7 @@ from kit.oracle import (
     against_stock,
     batch,
     close,
+    close_eager,
     communications,
     each,
     eager_same,
@@ -116,10 +117,6 @@ def gradient_sync(api: Api) -> Any:
 def test_all_reduce_flag(four: Pool) -> None:
     four.run(close, all_reduce_flag)
     four.run(close_eager, all_reduce_flag_and_others)
-
-
-def close_eager(observe: Any) -> None:
-    close(observe, kinds=("eager",))
 
 
 def all_reduce_flag(api: Api) -> Any:

@@ -23,6 +23,7 @@ from kit.oracle import (
     ShardPlacementResult,
     batch,
     close,
+    close_eager,
     communications,
     each,
     eager_same,
@@ -277,10 +278,6 @@ def registered_after_forward(api: Api, sizes: tuple[int, ...]) -> Any:
 def test_size_between(four: Pool) -> None:
     four.run(close, size_between, 4)
     four.run(close_eager, size_between, 1, 4)
-
-
-def close_eager(observe: Any, *args: Any) -> None:
-    close(observe, *args, kinds=("eager",))
 
 
 def size_between(api: Api, *shape: int) -> Any:
