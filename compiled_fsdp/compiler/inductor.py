@@ -8,8 +8,8 @@ made, of this version and under this plan.
 Private torch used here (tried on 2.11 and 2.13): `torch._inductor.config`'s
 `joint_custom_post_pass`, `post_grad_custom_post_pass` and `_pre_fusion_custom_pass`, and
 `torch._inductor.custom_graph_pass`. If the hooks move, the ops run unlowered and say so (`ops.py`).
-Inductor's lowering and scheduler take as long to import as torch; they are imported when Inductor
-compiles, so that who trains eagerly does without.
+Inductor's lowering and scheduler take more than a second to import. They are imported when Inductor
+compiles, so that a script that trains eagerly does not wait for them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HalfPass(CustomGraphPass):
     """Inductor's post-grad hook, called for forward and backward."""
 
     def __call__(self, graph: Graph) -> None:
-        """Run the half passes on the module that owns the graph; what is done to it is lowered next."""
+        """Run the half passes on the module that owns the graph, which Inductor lowers next."""
         from .pin_order import keep_simple_overlap_out  # imports Inductor's scheduler
 
         keep_simple_overlap_out()

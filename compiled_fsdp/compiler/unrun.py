@@ -7,8 +7,8 @@ dumps know what is predicted of them.
 
 Private torch used here (tried on 2.13 and 2.15): `torch._dynamo.backends.common.aot_autograd`,
 `torch._inductor.decomposition.select_decomp_table`,
-`torch._inductor.fx_passes.joint_graph.joint_graph_passes` and its hook in the configuration. Both take
-as long to import as torch: imported where a graph is compiled, not by every command.
+`torch._inductor.fx_passes.joint_graph.joint_graph_passes` and its hook in the configuration. Both
+functions take more than a second to import: where a graph is compiled, not in every command.
 """
 
 from __future__ import annotations

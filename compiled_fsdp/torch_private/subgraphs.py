@@ -28,7 +28,7 @@ def keep_memory_apart() -> None:
     graph each result is a buffer of its own, also one that lies in an argument or in another
     result: memory of such calls is never used again.
     """
-    from torch._inductor import graph, ir  # takes as long to import as torch: by who compiles alone
+    from torch._inductor import graph, ir  # more than a second: only if Inductor compiles
     from torch._inductor.virtualized import V
 
     made: Any = graph.SubgraphLowering.__init__
