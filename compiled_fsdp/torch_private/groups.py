@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from torch import Tensor
@@ -138,6 +138,20 @@ def new_group(
     )
     group: dist.ProcessGroup = made
     return group
+
+
+def kept_for(
+    first: dist.ProcessGroup,
+    name: str,
+    known: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]],
+    make: Callable[[], dist.ProcessGroup],
+) -> dist.ProcessGroup:
+    """The second group that is kept in `known` under a name beside the first one. `make` makes it
+    if there is none, or if the first one was destroyed since and another one has its name.
+    """
+    if name not in known or known[name][0] is not first:
+        known[name] = first, make()
+    return known[name][1]
 
 
 def rename(group: dist.ProcessGroup, name: str) -> None:

@@ -17,6 +17,7 @@ from compiled_fsdp.torch_private.dtensors import concatenate, flatten
 from compiled_fsdp.torch_private.groups import (
     backend_of,
     common_name,
+    kept_for,
     name_axes,
     name_group,
     new_group,
@@ -123,8 +124,6 @@ class MeshInfo:
         return mesh
 
 
-# By name, a group and its second one; the first tells whether the second still is of this process
-# group, or of one that was destroyed since.
 _twins: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -132,13 +131,14 @@ def twin_group(group: dist.ProcessGroup) -> str:
     """The name of a second group with the same ranks; made once for each group, by all its ranks
     together.
     """
-    first, twin = _twins.get(group.group_name, (None, None))
-    if twin is None or first is not group:
+
+    def make() -> dist.ProcessGroup:
         twin = new_group(dist.get_process_group_ranks(group), dist.get_backend(group))
-        _twins[group.group_name] = group, twin
         if (common := common_name(group.group_name)) != group.group_name:
             name_group(twin, f"{common}_twin")
-    return common_name(twin.group_name)
+        return twin
+
+    return common_name(kept_for(group, group.group_name, _twins, make).group_name)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshInfo:

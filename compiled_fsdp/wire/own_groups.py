@@ -9,6 +9,7 @@ graph, which has the name of each.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from compiled_fsdp.torch_private.groups import (
     group_named,
     group_timeout,
     is_alone,
+    kept_for,
     new_group,
     rename,
 )
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# By name, the first group and the second one. The first tells whether the second still is of this
-# process group, or of one that was destroyed since.
+# By name, the first group and the second one.
 _made: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -36,19 +37,21 @@ def make(names: Iterable[str]) -> None:
     """Make those of the groups that are second ones, and are not there yet; collective."""
     for name in filter(is_own_group, names):
         first = group_named(shared_group(name))
-        if name in _made and _made[name][0] is first:
-            continue
-        ranks = dist.get_process_group_ranks(first)
-        timeout = None if is_alone(first) else group_timeout(first)  # a fake one has none
-        second = new_group(ranks, dist.get_backend(first), timeout)
-        rename(second, name)
-        _made[name] = first, second
-        log.info(
-            "process group %r, of ranks %s: made, for the model's own all-to-alls, so that they do "
-            "not stand behind gathers (Plan(exchange_group='shared'): none)",
-            name,
-            ranks,
-        )
+        kept_for(first, name, _made, partial(_make, name, first))
+
+
+def _make(name: str, first: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(first)
+    timeout = None if is_alone(first) else group_timeout(first)  # a fake one has none
+    second = new_group(ranks, dist.get_backend(first), timeout)
+    rename(second, name)
+    log.info(
+        "process group %r, of ranks %s: made, for the model's own all-to-alls, so that they do "
+        "not stand behind gathers (Plan(exchange_group='shared'): none)",
+        name,
+        ranks,
+    )
+    return second
 
 
 def second_of(first: dist.ProcessGroup) -> list[dist.ProcessGroup]:
