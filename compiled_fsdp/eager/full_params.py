@@ -24,6 +24,7 @@ from compiled_fsdp.units.handles import APART
 from compiled_fsdp.units.precision import policy_of
 from compiled_fsdp.wire import agreement, launch, ranges
 from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire.leaving import outside
 from compiled_fsdp.wire.ops import TRACED
 
 from .resident import drop as drop_resident
@@ -310,8 +311,7 @@ class FullParams:
     ) -> list[tuple[Deferred, Recorded, list[tuple[ShardedParam, ParamSpec]]]]:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         self.unit.was_read = True
-        if not self.is_agreed or self.unit.key in TRACED:  # others may be in a graph
-            self._agree()
+        self._agree()
         buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
             whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
@@ -370,13 +370,24 @@ class FullParams:
             gathers.append((run, gather_extensions(run, members), members))
         return gathers
 
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether graphs read the unit."""
+        return self.unit.key in TRACED
+
     def _agree(self) -> None:
-        """Before the first gather, and before each of a unit that graphs read too: the other ranks
-        are about to gather the same, eagerly too.
+        """Count a gather; before the first, and before each of a unit that graphs read too, the other
+        ranks are asked whether they are about to gather the same, eagerly too. An outermost unit
+        of no parameters asks as well, since others may be in a graph of all inside it.
         """
-        names = ", ".join(param.fqn for param in self.unit.params)
-        groups = dict.fromkeys(flat.mesh_info.shard_group.group_name for flat in self.unit.flats)
-        agreement.before_run(f"unit {self.unit.name} outside a graph\ngather of {names}", groups)
+        asks = not self.is_agreed or self.is_in_graphs
+        names = ", ".join(param.fqn for param in self.unit.params) or "nothing"
+        infos = [flat.mesh_info for flat in self.unit.flats]
+        if not infos and self.unit.is_outermost:
+            infos = [self.unit.mesh_info]
+        groups = dict.fromkeys(info.shard_group.group_name for info in infos)
+        if agreement.before_run(outside(self.unit.name, names), list(groups), asks=asks):
+            self.unit.on_left_graph()
         self.is_agreed = True
 
 

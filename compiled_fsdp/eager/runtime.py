@@ -81,6 +81,12 @@ class Runtime(FullParams):
             self.lenders.append(lender)
             lender.borrowers.append(self)
 
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether graphs read the unit or, if it has no parameters, one beside it."""
+        beside = [self] if self.unit.flats else self.tree.members
+        return any(runtime.unit.key in TRACED for runtime in beside)
+
     def set_prefetch(self, direction: str, targets: list[Runtime]) -> None:
         """Replace the explicit list of what this unit's forward or backward starts to gather."""
         for target in self.prefetch[direction]:

@@ -57,10 +57,18 @@ def compiled_from_here(module: Any, backend: str) -> Callable[..., Any]:
 
 def is_entry(code: CodeType, module: Any) -> bool:
     """Whether compiling this module's call begins with a frame of this code object."""
+    return any(code is own for own in _entries(module))
+
+
+def entry_names(module: Any) -> set[str]:
+    """The names of those frames, which Dynamo's own code for them has too."""
+    return {code.co_name for code in _entries(module)}
+
+
+def _entries(module: Any) -> list[CodeType]:
     begin = getattr(module._compiled_call_impl, "_torchdynamo_orig_callable", None)
-    return any(
-        f is not None and f.__code__ is code for f in (module.__dict__.get("_fsdp_entry"), begin)
-    )
+    own = module.__dict__.get("_fsdp_entry")
+    return [f.__code__ for f in (own, begin) if f is not None]
 
 
 def _begin_anew(module: Any) -> None:

@@ -156,6 +156,29 @@ def run_eagerly(unit: Unit, units: Sequence[Unit], why: str) -> None:
     )
 
 
+def run_as_others(unit: Unit, units: Sequence[Unit], ranks: Sequence[int] | None = None) -> None:
+    """Run a unit eagerly from now on, and all units inside it, since some ranks of its group have
+    no graph of it; those, or None on these ranks themselves.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    whose = "this rank has" if ranks is None else f"ranks {list(ranks)} have"
+    for below in units:
+        below.runs_eagerly = True
+        below.why_eager[f"{whose} no graph of {unit.name}, and others of the group had one"] = None
+    text = (
+        f"compiled_fsdp: unit {_listed([below.name for below in units])} runs eagerly from now on, on "
+        f"all ranks: {whose} no graph of {unit.name!r}, others of the group had one, and ranks of a "
+        "group must communicate alike. Dynamo broke the graph there, of which a warning tells, or "
+        "the model was not compiled there. Results are the same. To keep the graph, have all ranks "
+        "do the same in forward, and what one alone does, as printing, around it"
+    )
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text)
+
+
 def _tell_overrun(unit: Unit, what: str) -> None:
     """Once for each unit."""
     text = (

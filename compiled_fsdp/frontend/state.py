@@ -36,7 +36,7 @@ from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
 
 from .beside_stock import check_not_taken
-from .fallback import AGREED, note_eager_unit, note_skipped, run_eagerly
+from .fallback import AGREED, note_eager_unit, note_skipped, run_as_others, run_eagerly
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .quantizing import check_names, check_supported, follow
 from .together import meet
@@ -72,11 +72,16 @@ class State:
         unit.on_gradients = self.runtime.reshard_if_idle
         unit.on_retained = self._queue_callback
         unit.on_shared = self._share
+        unit.on_left_graph = self._follow_others
         unit.ledger.on_entry = self._note_entry
 
     def _queue_callback(self) -> None:
         self.runtime.tree.queue_callback()
         self.runtime.tree.delivers = True
+
+    def _follow_others(self) -> None:
+        """Other ranks have left a graph of this unit, which this rank runs eagerly."""
+        run_as_others(self.unit, [state.unit for state in self.below()])
 
     def _note_entry(self) -> None:
         """Checksums of a backward are to be compared at its end."""

@@ -25,10 +25,12 @@ from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
+from compiled_fsdp.frontend.leave import leave_graph
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
+from compiled_fsdp.wire.leaving import LeftGraph
 
 from . import stock
 from .at_rest import AtRest, rest
@@ -115,7 +117,12 @@ class FullyShardedDataParallel(AtRest):
             for parameter in self._fsdp_watched:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
-        return _before_call(self, is_call_compiled(self))(self, args, kwargs)
+        call = _before_call(self, is_call_compiled(self))
+        while True:
+            try:
+                return call(self, args, kwargs)
+            except LeftGraph as error:
+                leave_graph(self, error)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

@@ -17,6 +17,7 @@ from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
 from compiled_fsdp.frontend.entry import call_of
+from compiled_fsdp.frontend.leave import leave_graph
 from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, module_by_key, states_below
@@ -24,6 +25,7 @@ from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_al
 from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import originals
+from compiled_fsdp.wire.leaving import LeftGraph
 
 from .setters import Setters, states_of
 
@@ -81,11 +83,14 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
                 parameter.requires_grad  # noqa: B018
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
-        try:
-            return call(self, args, kwargs)
-        except Exception as error:
-            _after_error(self, error)
-            raise
+        while True:
+            try:
+                return call(self, args, kwargs)
+            except LeftGraph as error:
+                leave_graph(self, error)
+            except Exception as error:
+                _after_error(self, error)
+                raise
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -105,6 +105,8 @@ class Unit:
         self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
         # Called when a module of another unit holds one of its parameters too.
         self.on_shared: Callable[[nn.Module], None] = _nothing_of
+        # Called when other ranks have left a graph of it, which this rank runs eagerly.
+        self.on_left_graph: Callable[[], None] = _nothing
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.

@@ -4,9 +4,10 @@ group itself.
 Every graph begins with `fsdp::agree`, which carries the graph's collectives as text, structure and
 no symbol names; it is part of the compiled code, so that a warm cache brings it along. The first
 run of a text in a process, and the first after another one than before, compares it with the other
-ranks of each group; later runs look it up and count, and touch no store. An eager unit does the
-same before its first gather, and before each if graphs read it too: Dynamo may have given it up on
-one rank alone. So does the list of parameters before the first step.
+ranks of each group; later runs look it up and count, and touch no store. A gather outside a graph
+is a run too. It is compared when it is its unit's first, and like a graph if graphs read the unit
+too: Dynamo may have given it up on one rank alone. So is the list of parameters before the first
+step.
 
 [Note: run numbers]
 Ranks in step run the same sequence of graphs over a group, so the n-th run is the same graph
@@ -18,6 +19,9 @@ at once.
 
 A rank that finds out while it already waits inside a collective is freed by its watcher, which
 breaks the group's connections: nothing that was under way can be right any more.
+
+Ranks of which some have left a graph, or never had one, need not fail: the others leave theirs, if
+they can, and ask again under the same number (`attempt`; see `leaving.py`).
 
 [Note: known branches]
 Where data decides which of two graphs runs (a batch with images or without), both are known after a
@@ -50,12 +54,13 @@ from compiled_fsdp.torch_private.groups import (
     is_alone,
 )
 
+from . import leaving
 from .meeting import meet
 from .own_groups import second_of
 from .watcher import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ POLL_S = 1.0  # between two looks of a watcher
 STUCK_S = 3.0  # at the same run, after which a watcher asks whether others are at the same
 SILENCE_S = 60.0  # a rank that showed signs of life and then none for so long is taken for dead
 TEXTS_S = 10.0  # for the others to publish their texts, once ranks are known to disagree
+AHEAD = 64  # runs before the last one of which a rank that is stuck asks too
 KEPT = 10_000  # runs that a rank can tell about later
 BREAK_TAG = (1 << 31) - 1  # of the message that nobody sends
 
@@ -124,6 +130,7 @@ class _Group:
     failure: what the watcher found out while the main thread was busy.
     is_gone: its store does not answer any more.
     seen: the run that the watcher saw last, and when it was new.
+    attempt: how often ranks have left graphs to agree on the run that is about to begin.
     """
 
     name: str
@@ -139,6 +146,7 @@ class _Group:
     settled: int = 0
     is_gone: bool = False
     seen: tuple[int, float] = (0, 0.0)
+    attempt: int = 0
 
     def digest_of_run(self, number: int) -> str:
         at = number - (self.number - len(self.runs)) - 1
@@ -153,29 +161,86 @@ _groups: dict[str, _Group] = {}
 _texts: Keys[str] = Keys(lambda text, _: hashlib.sha256(text.encode()).hexdigest())
 
 
-def before_run(text: str, groups: Iterable[str]) -> None:
-    """Called by every graph as it starts: count it, and the first time compare it with the other
-    ranks.
+def before_run(text: str, groups: Sequence[str], *, asks: bool = True) -> bool:
+    """Called by every graph as it starts, and before each gather outside: count it, and the first
+    time compare it with the other ranks. Returns whether other ranks have left graphs to do the
+    same.
+
+    asks: False for what has been compared before, after another run: others may still ask.
 
     Raises:
         DivergenceError: some rank runs other collectives; the text holds the difference.
+        LeftGraph: other ranks run outside a graph what this one is about to run as one.
     """
-    for name in groups:
-        group = _group(name)
-        if group is not None:
-            _run(group, text)
+    found = [group for group in map(_group, groups) if group is not None]
+    have_left = False
+    for group in found:
+        have_left |= _run(group, text, asks=asks, may_leave=len(found) == 1)
+    return have_left
 
 
-def _run(group: _Group, text: str) -> None:
+def _run(group: _Group, text: str, *, asks: bool, may_leave: bool) -> bool:
     group.number += 1
     group.runs.append(_texts.key(text))
     step = group.step_to(group.number)
-    if step in group.agreed:
-        return
-    texts = _exchange(group, str(group.number), text)
-    if texts is not None:
-        raise DivergenceError(describe(group.process_group, texts))
-    group.agreed.add(step)
+    begun, group.attempt = group.attempt, 0
+    if not begun and (not asks or step in group.agreed):
+        group.agreed.add(step)
+        return False
+    texts, leavers, attempt = _settle(group, group.number, text, begun)
+    if not texts:
+        group.agreed.add(step)
+        return attempt > begun
+    if leavers and may_leave and leaving.can_leave(group.process_group):
+        _forget_run(group, attempt + 1)
+        raise leaving.LeftGraph(_others(group, leavers))
+    if leavers:
+        _refuse(group, group.number, attempt + 1)
+    raise DivergenceError(describe(group.process_group, texts))
+
+
+def _settle(
+    group: _Group, number: int, text: str, attempt: int = 0
+) -> tuple[list[str], list[int], int]:
+    """Compare, and again while other ranks leave their graphs.
+
+    Returns the texts that were found first, or none if all agree; the ranks that are to leave
+    theirs, this one among them, or none; and the last attempt.
+    """
+    first: list[str] = []
+    while True:
+        texts = _exchange(group, number, text, attempt)
+        if texts is None:
+            return [], [], attempt
+        first = first or texts
+        leavers = leaving.leavers(texts)
+        if not leavers or group.rank in leavers:
+            return first, leavers, attempt
+        attempt += 1
+
+
+def _forget_run(group: _Group, attempt: int) -> None:
+    """The run has not taken place; the next one has its number."""
+    group.runs.pop()
+    group.number -= 1
+    group.attempt = attempt
+
+
+def _refuse(group: _Group, number: int, attempt: int) -> None:
+    """Whoever waits for this rank to leave its graph is to wait no longer."""
+    key = _key(number, attempt)
+    group.store.set(f"{key}/text/{group.rank}", leaving.STAYS)
+    group.store.set(f"{key}/{group.rank}", _texts.key(leaving.STAYS))
+
+
+def _others(group: _Group, ranks: Sequence[int]) -> list[int]:
+    """The ranks of a group without these, as all processes are numbered."""
+    everyone = dist.get_process_group_ranks(group.process_group)
+    return [rank for number, rank in enumerate(everyone) if number not in ranks]
+
+
+def _key(number: int, attempt: int = 0) -> str:
+    return f"{number}.{attempt}" if attempt else str(number)
 
 
 def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
@@ -187,7 +252,7 @@ def agree(process_group: dist.ProcessGroup, text: str) -> list[str] | None:
         return None
     group.number += 1
     group.runs.append(_texts.key(text))
-    return _exchange(group, str(group.number), text)
+    return _exchange(group, group.number, text)
 
 
 def everyones(name: str, what: str, mine: str) -> list[str]:
@@ -207,13 +272,13 @@ def everyones(name: str, what: str, mine: str) -> list[str]:
     return [group.store.get(f"{key}/{rank}").decode() for rank in range(group.size)]
 
 
-def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
+def _exchange(group: _Group, number: int, text: str, attempt: int = 0) -> list[str] | None:
     """Publish, and wait for the others; see the note above."""
-    digest = _texts.key(text)
+    key, digest = _key(number, attempt), _texts.key(text)
     group.store.set(f"{key}/{group.rank}", digest)
-    found = _digests(group, key)
+    found = _digests(group, number, attempt)
     if set(found) == {digest}:
-        group.settled = max(group.settled, int(key))
+        group.settled = max(group.settled, number)
         return None
     group.store.set(f"{key}/text/{group.rank}", text)
     begin, texts = time.monotonic(), [""] * group.size
@@ -223,26 +288,29 @@ def _exchange(group: _Group, key: str, text: str) -> list[str] | None:
                 texts[rank] = group.store.get(f"{key}/text/{rank}").decode()
         _watcher.pause(0.05)
     if all(texts) and same_where_known(texts):
-        group.settled = max(group.settled, int(key))
+        group.settled = max(group.settled, number)
         return None
     return texts
 
 
 def _patience(group: _Group, texts: list[str]) -> float:
-    """Seconds for the texts that are missing: those that are there may all mean the same."""
-    is_sure = not same_where_known([text for text in texts if text])
+    """Seconds for the texts that are missing: those that are there may all mean the same, or have
+    ranks leave their graphs.
+    """
+    is_sure = not (same_where_known([text for text in texts if text]) or leaving.leavers(texts))
     return TEXTS_S if is_sure else group_timeout(group.process_group).total_seconds()
 
 
-def _digests(group: _Group, key: str) -> list[str]:
-    """Returns what each rank published under `key`; returns early, with gaps, when two differ."""
+def _digests(group: _Group, number: int, attempt: int) -> list[str]:
+    """Returns what each rank published for a run; returns early, with gaps, when two differ."""
+    key = _key(number, attempt)
     found = [""] * group.size
     timeout = group_timeout(group.process_group).total_seconds()
     start, pause = time.monotonic(), 0.001
     beats: dict[int, tuple[str, float]] = {}
     while True:
         group.store.set(
-            "asked", key
+            "asked", str(number)
         )  # again and again: a rank that is ahead of this one may ask for another
         for rank in range(group.size):
             if not found[rank] and group.store.check([f"{key}/{rank}"]):
@@ -346,15 +414,17 @@ def _ask_if_stuck(group: _Group) -> None:
         return
     if number <= group.settled or group.failure or time.monotonic() - since < STUCK_S:
         return
-    mine = group.digest_of_run(number)
-    if not mine or group.step_to(number) not in group.agreed:
+    if group.step_to(number) not in group.agreed:
         return  # the main thread is just comparing
-    first = group.watched.compare_set(f"{number}/stuck", "", mine).decode()
-    if first != mine:
-        group.watched.set(f"{number}/{group.rank}", mine)
-        _compare(group, number, mine)
-    else:
-        group.seen = number, time.monotonic()
+    group.seen = number, time.monotonic()
+    # One that gathers ahead may be at later runs than one that waits for the first of them.
+    for at in range(max(group.settled, number - AHEAD) + 1, number + 1):
+        mine = group.digest_of_run(at)
+        first = group.watched.compare_set(f"{at}/stuck", "", mine).decode() if mine else mine
+        if first != mine:
+            group.watched.set(f"{at}/{group.rank}", mine)
+            _compare(group, at, mine)
+            return
 
 
 def _answer(group: _Group, beat: int) -> None:
@@ -379,8 +449,10 @@ def _answer(group: _Group, beat: int) -> None:
 
 def _compare(group: _Group, number: int, mine: str) -> None:
     """Let everybody's text of a run be known, and fail if they differ."""
-    texts = _exchange(group, str(number), _texts.get(mine, ""))
-    if texts is not None:
+    texts, leavers, attempt = _settle(group, number, _texts.get(mine, ""))
+    if texts:
+        if leavers:
+            _refuse(group, number, attempt + 1)
         group.failure = describe(group.process_group, texts)
         log.error("%s", group.failure)
         _watcher.pause(POLL_S)  # so that the others know why their connections break

@@ -5,6 +5,7 @@ what differs.
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -161,16 +162,102 @@ def test_two_known_branches(broken: Pool) -> None:
         broken.close()  # its connections are broken
 
 
-def not_compiled() -> tuple[str, float]:
-    return error_of(lambda: step(sharded(compiled=dist.get_rank() == 0), "lr"))
+# -- ranks of which some have no graph
+
+WAYS = ("printing", "printing, a root of no parameters", "printing at first", "not compiled")
 
 
-def test_a_rank_that_does_not_compile(broken: Pool) -> None:
+class Telling(Branchy):
+    """Rank 0 prints in forward, which Dynamo does not trace; at first, or always."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.num_calls = way, 0
+        self.out = nn.Identity() if "no parameters" in way else nn.Linear(4, 4)
+        self.left.register_forward_hook(self.tell)
+
+    def tell(self, *_: object) -> None:
+        is_due = "print" in self.way and (self.num_calls < 1 or "at first" not in self.way)
+        if dist.get_rank() == 0 and is_due:
+            print(end="")
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        x = self.out(super().forward(x, way))
+        self.num_calls += 1
+        return x
+
+
+def train(way: str, shard: Callable[[nn.Module], None], *, compiles: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Telling(way)
+    for module in (model.left, model.right, model):
+        shard(module)
+    call = torch.compile(model, backend="compiled_fsdp_eager") if compiles else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(4):
+        loss = call(torch.randn(2, 4), "rlr").square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def some_ranks_have_no_graph(way: str) -> None:
+    expected = train(way, torch.distributed.fsdp.fully_shard, compiles=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = train(way, fully_shard, compiles=way != "not compiled" or dist.get_rank() > 0)
+    assert found == expected
+    texts = [str(warning.message) for warning in told]
+    if dist.get_rank() > 0:  # has left its graph
+        assert any("runs eagerly from now on, on all ranks: " in text for text in texts), texts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_some_ranks_have_no_graph(two: Pool, way: str) -> None:
+    """They have not begun theirs when they find out, leave it, and train on as stock does."""
+    two.run(some_ranks_have_no_graph, way)
+
+
+def leaves_at_the_first_call(names: list[str]) -> None:
+    """Three of four ranks leave; where replicas have it too, nobody can, and all raise."""
+    mesh = init_device_mesh(
+        "cpu", (2,) * len(names) if len(names) > 1 else (4,), mesh_dim_names=names
+    )
+
+    def shard(module: nn.Module) -> None:
+        fully_shard(module, mesh=mesh)
+
+    if len(names) == 1:
+        train("printing", shard, compiles=True)
+        return
+    text, seconds = error_of(lambda: train("printing", shard, compiles=True) and None)
+    assert "communicate differently" in text, text
+    assert seconds < SOON
+
+
+def test_three_ranks_leave(four: Pool) -> None:
+    four.run(leaves_at_the_first_call, ["shard"])
+
+
+def inside_a_larger_function() -> tuple[str, float]:
+    """Nobody could call it again: others would do twice what it does."""
+    torch.manual_seed(0)
+    model: Any = Telling("printing")
+    fully_shard(model)
+    loss = torch.compile(lambda x: model(x, "l").sum(), backend="compiled_fsdp_eager")
+    return error_of(lambda: loss(torch.ones(2, 4)).backward())
+
+
+def test_a_graph_that_cannot_be_left(broken: Pool) -> None:
     check_told(
-        broken.run(not_compiled),
-        "ranks [0]: a forward graph of 2 collectives",
-        "ranks [1]: unit ",
+        broken.run(inside_a_larger_function),
+        "ranks [0]: unit ",
         "outside a graph",
+        "ranks [1]: a forward graph of 1 collectives",
     )
 
 
