@@ -139,10 +139,10 @@ def test_it_computes_what_the_compiled_model_does(
 
 
 def test_what_is_counted() -> None:
-    """A compilation is."""
+    """A compilation is; our passes look at it too once another test has installed them."""
     with counted() as calls:
         torch.compile(lambda x: x + 1)(torch.ones(3))
-    assert {*calls} == {*COMPILERS.values()} - {"passes"}
+    assert {*calls} | {"passes"} == {*COMPILERS.values()}
 
 
 def test_with_replicas(four: Pool, tmp_path: Path) -> None:
