@@ -6,7 +6,7 @@ One all-reduce over the group that shards adds up, for each sum that was taken, 
 zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of what has to be
 the same on all of them, and one after it, so that all ranks come to the same verdict. One value is
 read on the host. Only if something differs do ranks tell each other their sums, through the store,
-and find out whose they are.
+find out whose they are, and try once more what was communicated (`replay.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compiled_fsdp.torch_private.groups import backend_of
 from compiled_fsdp.wire import agreement
 from compiled_fsdp.wire.checks import ChecksumError, Entry, Fault, difference, parts_of
 
-from . import state_sums
+from . import replay, state_sums
 from .blame import blame, of_replicas, unwritten
 
 if TYPE_CHECKING:
@@ -167,8 +167,10 @@ class Verdict:
         ranks = dist.get_process_group_ranks(group)
         said = _everyones(group, "evidence", self._evidence())
         written = unwritten(said)
+        again = self._travelled_again(said[0]["travelled"])
+        tried = _everyones(group, "what came of trying again", again)
+        faults = blame(said, written, ranks, tried)
         self._accept(written)
-        faults = blame(said, written, ranks)
         if self.has_replicas:
             others = self.info.replicate_group
             assert others is not None
@@ -186,7 +188,7 @@ class Verdict:
                 flat.resting.changed.zero_()
 
     def _evidence(self) -> dict[str, Any]:
-        """What this rank knows of sums that differ."""
+        """What this rank knows of sums that differ; what rests is read again."""
         travelled, at = [], 0
         for number, entry in enumerate(self.travelled):
             for place, name in enumerate(entry.names):
@@ -200,42 +202,62 @@ class Verdict:
         rests = []
         for flat in self.rests:
             resting = flat.resting
+            now = flat.sums() if self.bad[at : at + len(flat.params)].any() else None
             for place, param in enumerate(flat.params):
                 seen = resting.seen[place]
                 is_changed = resting.changed is not None and bool(resting.changed[place])
-                if self.bad[at]:
+                if now is not None and self.bad[at]:
                     when = seen[1] if seen else ""
                     holds = param.layout.local_rows(self.info.shard_rank) > 0
-                    rests.append(
-                        [REST, flat.unit.name, param.fqn, holds, is_changed, when, resting.latest]
-                    )
+                    is_still = is_changed and _differs(resting.sums, now, place)
+                    where = [REST, flat.unit.name, param.fqn, holds]
+                    rests.append([*where, is_changed, when, resting.latest, is_still])
                 at += 1
         names = {id(p.sharded): (u.name, p.fqn) for u in self.units for p in u.params}
+        still = [state for _, state, is_so in state_sums.changed(self.units) if is_so]
         for optimizer, state, changed in self.states if self.bad[at] else ():
-            unit, parameter = names[state.param]
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
-            rests.append(
-                [
-                    what,
-                    unit,
-                    parameter,
-                    True,
-                    bool(changed),
-                    "the last update",
-                    "the end of backward",
-                ]
-            )
+            when = "the last update", "the end of backward"
+            is_still = any(state is each for each in still)
+            rests.append([what, *names[state.param], True, bool(changed), *when, is_still])
         return {"travelled": travelled, "rests": rests}
 
+    def _travelled_again(self, travelled: Sequence[list[Any]]) -> list[replay.Again]:
+        """What comes of trying each of these again, which is what all ranks of the group have."""
+        rank, size = self.info.shard_rank, self.info.shard_size
+        tried: dict[int, replay.Again] = {}
+        found = []
+        for number, _, _, unit, parameter, *_ in travelled:
+            if number not in tried:
+                tried[number] = replay.again(self.travelled[number], rank, size)
+            names = [parts_of(name) for name in self.travelled[number].names]
+            found.append({**tried[number], "at": names.index((unit, parameter))})
+        return found
+
     def _shown_to_replicas(self) -> list[list[Any]]:
-        """The sums that differ from another replica's."""
+        """The sums that differ from another replica's; their collectives are tried again, by all
+        replicas, which show the same.
+        """
         shown: list[list[Any]] = []
         at = 0
+        tried: replay.Again
+        flats = {_names(flat): flat for flat in self.rests}
         for collective, phase, names, sums in self.replicated:
-            for name, value in zip(names, sums.tolist(), strict=True):
-                if self.bad_replicas[at]:
-                    shown.append([collective, phase, *parts_of(name), value])
-                at += 1
+            is_bad = self.bad_replicas[at : at + len(names)].tolist()
+            at += len(names)
+            if not any(is_bad):
+                continue
+            if phase:
+                entry = Entry(collective, phase, names, sums, sums)
+                tried = replay.again(entry, 0, self.info.replicate_size)
+            else:
+                now = flats[names].sums()
+                tried = {"still": [_differs(sums, now, place) for place in range(len(names))]}
+            for place, (name, value) in enumerate(zip(names, sums.tolist(), strict=True)):
+                if is_bad[place]:
+                    shown.append(
+                        [collective, phase, *parts_of(name), {**tried, "at": place}, value]
+                    )
         return shown
 
     def _accept(self, written: Sequence[tuple[str, str, str]]) -> None:
@@ -262,6 +284,10 @@ class Verdict:
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
             if (what, *names[state.param]) in written:
                 state_sums.accept(optimizer, [state])
+
+
+def _differs(before: Tensor | None, now: Tensor, place: int) -> bool:
+    return before is not None and bool(before[place] != now[place])
 
 
 def _names(flat: FlatBuffer) -> tuple[str, ...]:
@@ -296,12 +322,17 @@ def _text(faults: Sequence[Fault], step: int) -> str:
         for f in faults
     ]
     rests = any("at rest" in f.collective or f.collective == "replicas" for f in faults)
+    lasts = any(f.again == "wrong" for f in faults)
     advice = (
-        "Parameters or optimizer state are no longer what they were: load the last checkpoint, and "
-        "take that rank out of service if it happens again"
+        "Parameters or optimizer state are no longer what they were: load the last checkpoint"
         if rests
         else "Parameters and optimizer state are those of before the step: run it again, from "
-        "zero_grad() on, and take that rank out of service if it happens again"
+        "zero_grad() on"
+    )
+    advice += (
+        ". It was wrong a second time: take that rank out of service"
+        if lasts and not rests
+        else ", and take that rank out of service if it happens again"
     )
     return "\n".join(
         [

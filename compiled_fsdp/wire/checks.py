@@ -57,7 +57,9 @@ class Fault:
     collective: "all-gather", "all-to-all", "all-reduce", "shard at rest", "optimizer state at
         rest", or "replicas".
     phase: "forward" or "backward"; "" at rest.
-    text: a sentence.
+    text: a sentence, and one of what came of trying it again.
+    again: "right": communicated (or read) again from the same memory, it was as it should be;
+        "wrong": it was wrong again; "": that could not be tried.
     """
 
     rank: int
@@ -67,17 +69,22 @@ class Fault:
     collective: str
     phase: str
     text: str
+    again: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was summed up around one collective: [N or 1, P] integers of P parameters."""
+    """What was summed up around one collective: [N or 1, P] integers of P parameters.
+
+    versions: of the flat buffers that were gathered, when they were.
+    """
 
     collective: str
     phase: str
     names: tuple[str, ...]
     sent: Tensor
     received: Tensor
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
