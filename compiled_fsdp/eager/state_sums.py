@@ -122,5 +122,5 @@ def _after(optimizer: Optimizer) -> None:
         ]
 
 
-optimizer_steps.before(_before)
+optimizer_steps.before_writes(_before)
 optimizer_steps.after(_after)

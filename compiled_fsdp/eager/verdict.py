@@ -217,9 +217,9 @@ class Verdict:
         still = [state for _, state, is_so in state_sums.changed(self.units) if is_so]
         for optimizer, state, changed in self.states if self.bad[at] else ():
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
-            when = "the last update", "the end of backward"
+            between = "the last update", "the end of backward"
             is_still = any(state is each for each in still)
-            rests.append([what, *names[state.param], True, bool(changed), *when, is_still])
+            rests.append([what, *names[state.param], True, bool(changed), *between, is_still])
         return {"travelled": travelled, "rests": rests}
 
     def _travelled_again(self, travelled: Sequence[list[Any]]) -> list[replay.Again]:

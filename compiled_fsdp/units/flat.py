@@ -228,6 +228,11 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_update[step](self, flat_grad, params)
 
+    def judge(self, step: str) -> None:
+        """See `ops.Owner`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.unit.on_verdict[step]()
+
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> tuple[int, ...]:
         """See `ops.Owner`."""
         known = [p.fqn for p in self.params]
@@ -256,7 +261,8 @@ class FlatBuffer:
         if piece in self.ahead:
             version, checksum, gathered, work = self.ahead.pop(piece)
             if version == self.version():
-                self.check_unwritten(checksum, BEFORE_FORWARD)
+                if not self.unit.settings.check:  # else all ranks find it, and say so together
+                    self.check_unwritten(checksum, BEFORE_FORWARD)
                 register_work(gathered, work)
                 return gathered
             work.wait()

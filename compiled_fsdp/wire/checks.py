@@ -92,14 +92,18 @@ class Ledger:
     """What a unit has summed up since ranks last compared it.
 
     on_entry: called with each entry.
+    keeps_all: while a whole step runs, of any number of micro-batches; else the last KEPT.
     """
 
-    entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT))
+    entries: deque[Entry] = field(default_factory=deque)
     on_entry: Callable[[], None] = lambda: None
+    keeps_all: bool = False
 
     def add(self, entry: Entry) -> None:
         """Note the checksums around a collective that is over."""
         self.entries.append(entry)
+        if len(self.entries) > KEPT and not self.keeps_all:
+            self.entries.popleft()
         self.on_entry()
 
     def take(self) -> list[Entry]:

@@ -82,6 +82,11 @@ class Owner(unused_outputs.Buffer, Protocol):
     def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
         """Reduced gradients of these, for the optimizer of the whole step of this name."""
 
+    def judge(self, step: str) -> None:
+        """The ranks compare what they have summed up in the whole step of this name; it raises if
+        something differs.
+        """
+
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> tuple[int, ...]:
         """Checksums [P] of what the buffer holds of these, while they are gathered. Returns its
         version.
@@ -589,6 +594,14 @@ def _compare(
         start = stop
     sums = sent.clone(), received.clone()
     ledger.add(checks.Entry(collective, phase, tuple(names), *sums, versions))
+
+
+@_kernel("verdict_")
+def _verdict(grads: Sequence[Tensor], sums: Sequence[Tensor], flat: Tensor, step: str) -> None:
+    """What it is given is there for compilers: all sums are noted before it, and no gradient is used
+    for an update but behind it.
+    """
+    owner_of(flat, "verdict_").judge(step)
 
 
 @_kernel("free")

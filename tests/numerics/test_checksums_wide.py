@@ -22,7 +22,6 @@ from compiled_fsdp import (
     ChecksumError,
     FullyShardedDataParallel,
     Plan,
-    compile_step,
     explain,
     fully_shard,
     overlap_optimizer,
@@ -237,9 +236,7 @@ def refused(what: str) -> str:
     call = model
     if what == "without our passes":
         call = torch.compile(model, backend="aot_eager")
-    if what == "compile_step":
-        call = compile_step(model, optimizer, _loss, backend="compiled_fsdp_eager")
-    elif what == "different meshes":
+    if what == "different meshes":
         rank = dist.get_rank()
         small = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         assert rank >= 0
@@ -248,10 +245,6 @@ def refused(what: str) -> str:
     with planned(**CHECKED), pytest.raises(NotImplementedError) as error:
         call(torch.ones(2, 64))
     return str(error.value)
-
-
-def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
 
 
 class _Comm:
@@ -267,7 +260,6 @@ class _Comm:
         "set_custom_all_gather",
         "set_custom_reduce_scatter",
         "overlap_optimizer",
-        "compile_step",
         "without our passes",
     ],
 )
