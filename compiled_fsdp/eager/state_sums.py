@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.units.registered import UNITS
 from compiled_fsdp.wire.checks import checksum
 
@@ -100,9 +101,22 @@ def _written(optimizer: Optimizer) -> Iterator[FlatBuffer]:
 
 
 def _before(optimizer: Optimizer) -> None:
-    """It is about to write; a step that fails leaves nothing to compare."""
+    """It is about to write; a step that fails leaves nothing to compare.
+
+    Raises:
+        NotImplementedError: a backward is under way, and it writes to what ranks compare at its end.
+    """
+    written = list(_written(optimizer))
+    if written and backward_number() != -1:
+        unit = written[0].unit
+        raise NotImplementedError(
+            f"Plan(check={unit.settings.check!r}): {type(optimizer).__name__} steps {unit.name!r} "
+            "inside of backward (from a hook on its gradients?), before the ranks have compared "
+            "them, and the step could not be taken back. Call step() after loss.backward(), or "
+            "set check=None"
+        )
     _sums.pop(optimizer, None)
-    for flat in _written(optimizer):
+    for flat in written:
         flat.resting.forget()
 
 

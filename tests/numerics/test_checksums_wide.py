@@ -242,8 +242,10 @@ def refused(what: str) -> str:
         assert rank >= 0
         model = nn.Sequential(model, fully_shard(nn.Linear(64, 64), mesh=small))
         call = fully_shard(model)
+    if what == "inside of backward":
+        model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with planned(**CHECKED), pytest.raises(NotImplementedError) as error:
-        call(torch.ones(2, 64))
+        call(torch.ones(2, 64)).sum().backward()
     return str(error.value)
 
 
@@ -260,6 +262,7 @@ class _Comm:
         "set_custom_all_gather",
         "set_custom_reduce_scatter",
         "overlap_optimizer",
+        "inside of backward",
         "without our passes",
     ],
 )
