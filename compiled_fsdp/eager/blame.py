@@ -55,7 +55,10 @@ def blame(
                 faults.append(Fault(rank, (rank,), unit, parameter, what, "", text, again))
     travelled = zip(*(evidence["travelled"] for evidence in said), strict=True)
     for entries, found in zip(travelled, zip(*tried, strict=True), strict=True):
-        faults += _of_travelled(entries, ranks, found)
+        size = len(entries[0][-1])  # smaller than the group where slices were gathered
+        for start in range(0, len(ranks), size):
+            part = slice(start, start + size)
+            faults += _of_travelled(entries[part], ranks[part], found[part])
     return faults
 
 

@@ -11,6 +11,8 @@ At the end of backward nothing is updated yet.
   travels the same way, as many bytes from each rank to each; then the same with every bit the other
   way around, so that each has been 0 and 1. For the all-reduce over replicas likewise, as integers,
   whose sum is known.
+- Slices that forward has kept for backward (an int `reshard_after_forward`) are gone too, and are
+  not tried.
 - What rests is read again.
 
 All ranks of a group take part, also those that have nothing to do with the fault: what is tried
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     Again = dict[str, Any]  # one rank's, in JSON
 
+SLICES = "what it was gathered from, slices kept since forward, is no longer in memory"
 GONE = "its units are no longer those that have communicated"
 
 
@@ -60,6 +63,8 @@ def again(entry: Entry, rank: int, size: int) -> Again:
         members = _members(entry.names)
         if members is None:
             return {"failed": GONE}
+        if entry.collective == GATHERED and entry.received.shape[0] != size:
+            return {"failed": SLICES}
         if entry.collective == GATHERED:
             return _gathered(entry, members)
         if entry.collective == EXCHANGED:

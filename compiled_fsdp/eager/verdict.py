@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,8 @@ class Verdict:
     def __init__(self, units: Sequence[Unit], entries: Sequence[Entry]) -> None:
         self.units = units
         self.info: MeshInfo = next(flat.mesh_info for unit in units for flat in unit.flats)
-        self.travelled = [e for e in entries if e.collective != REPLICATED]
+        travelled = [e for e in entries if e.collective != REPLICATED]
+        self.travelled = sorted(travelled, key=_group_size, reverse=True)  # slices come last
         self.rests: list[FlatBuffer] = [f for u in units for f in u.flats if not f.is_apart]
         self.is_fake = backend_of(self.info.shard_group) == "fake"
         self.device = entries[0].sent.device
@@ -143,10 +145,13 @@ class Verdict:
     def _of_travelled(self) -> Tensor:
         if not self.travelled:
             return self._zeros(0)
-        size = self.info.shard_size
-        sent = torch.cat([e.sent.expand(size, -1) for e in self.travelled], 1)
-        received = torch.cat([e.received for e in self.travelled], 1)
-        return difference(sent, received, self.info.shard_rank)
+        found = []
+        for size, of_size in groupby(self.travelled, _group_size):
+            entries = list(of_size)
+            sent = torch.cat([e.sent.expand(size, -1) for e in entries], 1)
+            received = torch.cat([e.received for e in entries], 1)
+            found.append(difference(sent, received, self.info.shard_rank % size))
+        return torch.cat(found)
 
     def _of_replicas(self) -> Tensor:
         """Whether the largest of all replicas' sums is their smallest."""
@@ -194,7 +199,7 @@ class Verdict:
             for place, name in enumerate(entry.names):
                 if self.bad[at]:
                     unit, parameter = parts_of(name)
-                    sent = entry.sent.expand(self.info.shard_size, -1)[:, place].tolist()
+                    sent = entry.sent.expand(_group_size(entry), -1)[:, place].tolist()
                     received = entry.received[:, place].tolist()
                     where = [number, entry.collective, entry.phase, unit, parameter]
                     travelled.append([*where, sent, received])
@@ -284,6 +289,13 @@ class Verdict:
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
             if (what, *names[state.param]) in written:
                 state_sums.accept(optimizer, [state])
+
+
+def _group_size(entry: Entry) -> int:
+    """Of the ranks that have communicated: all that a parameter is cut over, or, for slices, of
+    these so many neighbours.
+    """
+    return entry.received.shape[0]
 
 
 def _differs(before: Tensor | None, now: Tensor, place: int) -> bool:

@@ -17,7 +17,6 @@ def refusal(unit: Unit) -> str:
         "tensor parallelism": any(param.full is not None for param in unit.params),
         "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
         "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
-        "an int reshard_after_forward": bool(unit.post_meshes),
         "set_custom_all_gather": bool(settings.all_gather),
         "set_custom_reduce_scatter, or a communication hook of FullyShardedDataParallel": bool(
             unit.is_reduced_by_user

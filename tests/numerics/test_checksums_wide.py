@@ -214,6 +214,52 @@ def test_nothing_is_in_the_graph_without_it(two: Pool) -> None:
     two.run(graphs_with_and_without)
 
 
+class Plain(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def slices(is_compiled: bool) -> list[str]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Plain()
+    found: list[str] = []
+    with planned(bucket_bytes=0, **CHECKED):
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=2)
+        fully_shard(model)
+        call = torch.compile(model, backend="compiled_fsdp_eager") if is_compiled else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            torch.manual_seed(dist.get_rank())
+            call(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        whole = 2 * (64 * 64 + 64)
+        for numels in ((whole // 4,), (whole // 2, 64 * 64, 64 * 64 // 2, 64 * 64 + 32)):
+            with in_exchange("all_gather", "received", 3, numels, 0, 3) as done:
+                with pytest.raises(ChecksumError) as caught:
+                    step()
+            assert bool(done) == (dist.get_rank() == 3)
+            found += [f"{f.rank} {f.among} {f.phase} {f.again}" for f in caught.value.faults]
+            step()
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_slices(four: Pool, is_compiled: bool) -> None:
+    """An int `reshard_after_forward`: backward gathers slices over a part of the ranks."""
+    first, second = four.run(slices, is_compiled)[0]
+    assert first == "3 (3, 0) forward right"
+    assert second == "3 (3, 2) backward "
+
+
 # -- what it is not combined with
 
 
@@ -225,7 +271,7 @@ def refused(what: str) -> str:
     if what == "tensor parallelism":
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model, mesh = parallelize_module(model, both["tp"], ColwiseParallel()), both["dp"]
-    fully_shard(model, mesh=mesh, reshard_after_forward=2 if "int" in what else None)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if what == "set_custom_all_gather":
         model.set_custom_all_gather(_Comm())
@@ -272,9 +318,7 @@ def test_what_is_refused(two: Pool, what: str) -> None:
     assert "Plan(check='checksums')" in text
 
 
-@pytest.mark.parametrize(
-    "what", ["an int reshard_after_forward", "tensor parallelism", "different meshes"]
-)
+@pytest.mark.parametrize("what", ["tensor parallelism", "different meshes"])
 def test_what_is_refused_on_four(four: Pool, what: str) -> None:
     text = four.run(refused, what)[0]
     assert what in text
