@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from compiled_fsdp.units.flat import FlatBuffer
-    from compiled_fsdp.units.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,9 @@ class State:
 _sums: weakref.WeakKeyDictionary[Optimizer, list[State]] = weakref.WeakKeyDictionary()
 
 
-def changed(units: Iterable[Unit]) -> list[tuple[Optimizer, State, Tensor]]:
-    """The states of these units' parameters, each with a bool: whether it has changed unnoticed."""
-    params = {id(p.sharded) for unit in units for p in unit.params}
+def changed(flats: Iterable[FlatBuffer]) -> list[tuple[Optimizer, State, Tensor]]:
+    """The states of these buffers' parameters, each with a bool: whether it has changed unnoticed."""
+    params = {id(p.sharded) for flat in flats for p in flat.params}
     found = []
     for optimizer, states in _sums.items():
         now = {(param, key): tensor for param, key, tensor in _tensors(optimizer, params)}

@@ -42,7 +42,7 @@ def is_of_slices(specs: Sequence[ParamSpec]) -> bool:
     """Whether a gather of these is one for backward, over a smaller group, of slices that forward has
     kept (an int `reshard_after_forward`): no flat buffer holds what it sends.
     """
-    return specs[0].reshard == "slice" and specs[0].group == specs[0].post_group
+    return specs[0].post_size > 1 and specs[0].group == specs[0].post_group
 
 
 def kind_of(op: object) -> str:

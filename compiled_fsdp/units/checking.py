@@ -14,7 +14,6 @@ def refusal(unit: Unit) -> str:
     if not settings.check:
         return ""
     reasons = {
-        "tensor parallelism": any(param.full is not None for param in unit.params),
         "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
         "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
         "set_custom_all_gather": bool(settings.all_gather),

@@ -13,6 +13,7 @@ from kit.bit_flips import flip, in_exchange
 from kit.compare import check_equal, plain
 from kit.harness import SLOW
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import ChecksumError, compile_step, fully_shard, planned
@@ -52,13 +53,15 @@ def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
 class Whole:
     """A model that trains by whole steps."""
 
-    def __init__(self, *, backend: str = "compiled_fsdp_eager", **options: Any) -> None:
+    def __init__(
+        self, *, backend: str = "compiled_fsdp_eager", shard: Any = None, **options: Any
+    ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(3)
         self.model = Model()
         for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
+            fully_shard(block, **(shard or {}))
+        fully_shard(self.model, **(shard or {}))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.count = options.get("accumulate", 1)
         self.take = compile_step(self.model, self.optimizer, loss_of, backend=backend, **options)
@@ -146,6 +149,27 @@ def test_whole_steps(two: Pool, options: dict[str, Any]) -> None:
     again it is what it would have been. Clipped, of two micro-batches, too.
     """
     two.run(check_whole_step, options, timeout=SLOW)
+
+
+def check_parts(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    more: dict[str, Any] = {"mesh": mesh} if kind == "hsdp" else {"reshard_after_forward": 2}
+    with planned(**CHECKED):
+        run = Whole(shard=more)
+        losses = [run.step(number) for number in range(2)]
+        with in_exchange("all_to_all", "received", 2, range(1, 1 << 20), 0, 3):
+            (fault,) = run.refused(2).faults
+        assert (fault.rank, fault.phase, fault.again) == (2, "backward", "right")
+        losses += [run.step(number) for number in range(2, 4)]
+    with planned(bucket_bytes=0):
+        other = Whole(shard=more)
+        assert losses == [other.step(number) for number in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "slices"])
+def test_whole_steps_of_four(four: Pool, kind: str) -> None:
+    """A fault in one replica, or a group of neighbours: all ranks refuse the step."""
+    four.run(check_parts, kind, timeout=SLOW)
 
 
 # -- taken again
