@@ -122,6 +122,8 @@ def compile_step(
             the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
+        ChecksumError: from `step(...)`, with `Plan(check="checksums")`: something differs between
+            ranks, and nothing was updated.
     """
     states = sharded_below(model, "compile_step")
     units = [state.unit for state in states]

@@ -265,12 +265,12 @@ def main() -> None:
     options = arguments()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    if options.checked:
+        set_plan(Plan(check="checksums"))
     if options.routed:
         sys.exit(_soak_routing(options.steps))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    if options.checked:
-        set_plan(Plan(check="checksums"))
     soak = Soak(folder[0], options.front_end, is_whole=options.whole)
     worst, start = 0.0, time.perf_counter()
     graphs = live = memory = 0

@@ -112,6 +112,18 @@ return [%div_tensor]""",
         self.assertEqual(compare.args[4], [2, 2])
         self.assertEqual(compare.args[7], ["u0#0:a", "u0#0:b", "u1#1:a", "u1#1:b"])
 
+    def test_slices(self):
+        """What forward has kept of a parameter is no flat buffer: it is summed up on the way alone;
+        in a whole step too.
+        """
+        for reshard in ("slice", AGAIN):
+            spec = replace(W, reshard=reshard, post_size=2, post_group="half")
+            hand = Hand()
+            full = hand.compute(hand.unshard_slice(hand.input("kept", 4), spec))
+            gm = add_checksums(lower(hand.returns(full), PLAN), PLAN)
+            (compare,) = find(gm.graph, COMPARE)
+            self.assertEqual(compare.args[2:6], ([], [], [], "all-gather"))
+
     def test_a_whole_step(self):
         """Its gathers for backward, and all reductions, are said to be backward's."""
         hand = Hand()
