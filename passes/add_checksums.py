@@ -17,8 +17,9 @@ After, where the plan says `check="checksums"`:
 
 Likewise around an all-to-all whose rows are added up where they arrive, and behind an all-reduce
 over replicas, whose result is the same on each. What is gathered in another form than it rests in
-(cast, or as codes) is summed up as it rests too. `compare_` notes the sums; they are compared at
-the end of backward (`eager/verdict.py`).
+(cast, or as codes) is summed up as it rests too; slices that forward has kept rest in no buffer.
+`compare_` notes the sums; they are compared at the end of backward (`eager/verdict.py`), of a whole
+step by a node (`await_verdict`).
 
 Requires: the final order of collectives, and no buffer freed yet.
 Ensures: each collective of a checked parameter that can be checked is summed up on both sides.
@@ -50,14 +51,11 @@ def add_checksums(gm: GraphModule, plan: Plan) -> GraphModule:
         for region in find_regions(gm.graph, kind):
             if not checksums.is_checked(region.tag.specs):
                 continue
+            half = phase
             if is_step(gm.graph):
-                raise NotImplementedError(
-                    "Plan(check='checksums'): compile_step updates parameters inside of the graph "
-                    "whose collectives are to be compared first, which is not supported yet. Set "
-                    "check=None, or write the loop: loss.backward(); optimizer.step()"
-                )
+                half = "backward" if kind == "reduce" or region.is_in_backward else "forward"
             for start in region.starts:
-                _add(region, start, phase)
+                _add(region, start, half)
             for unit in dict.fromkeys(spec.unit for spec in region.tag.specs):
                 consume(gm, "check", unit=unit)
     return gm
@@ -76,7 +74,7 @@ def _add(region: Region, start: Node, phase: str) -> None:
     around.before(Builder(start, start), pieces, widths)
     rests: list[Node] = []
     flats: list[tuple[Node, int]] = []
-    if kind == checksums.GATHERED:
+    if kind == checksums.GATHERED and not checksums.is_of_slices(specs):
         sources = _sources(region, start)
         distinct = list(dict.fromkeys(sources))
         flats = [(flat, sources.count(flat)) for flat in distinct]

@@ -22,6 +22,7 @@ from compiled_fsdp.ir.printer import show
 
 from .add_checksums import add_checksums
 from .agree import agree
+from .await_verdict import await_verdict
 from .base import Executor, Pass, Property, Stage, check_order
 from .bucket_all_gather import bucket_all_gather
 from .bucket_reduce_scatter import bucket_reduce_scatter
@@ -149,6 +150,7 @@ PIPELINE = check_order(
             is_tried=False,
             consumes=("check",),
         ),
+        Pass(await_verdict, Stage.HALF, (P.UPDATED, P.SUMMED_UP), P.JUDGED, is_tried=False),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
         Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),
@@ -209,6 +211,7 @@ HALF = tuple(entry for entry in PIPELINE if entry.stage is Stage.HALF)
 ALWAYS = {
     note_heads.__name__: "parameters of unused outputs would get zeros for gradients",
     add_checksums.__name__: "nothing that the plan wants to be compared would be",
+    await_verdict.__name__: "a whole step would update what checksums speak against",
     lower.__name__: "every parameter would be gathered by itself",
     agree.__name__: "ranks that differ would hang, and second groups would not be made",
     watch_heads.__name__: "parameters of unused outputs would get zeros for gradients",

@@ -23,6 +23,7 @@ from compiled_fsdp.ir.graph import (
     aliases,
     batch_leaves,
     find,
+    is_step,
     is_view,
     last_read,
     order,
@@ -48,6 +49,7 @@ from compiled_fsdp.ir.schema import (
     STEP,
     TO_LOWER,
     UPDATE,
+    VERDICT,
     WATCH_HEADS,
     param_spec,
     traits_of,
@@ -520,6 +522,29 @@ def summed_up(gm: GraphModule, plan: Plan) -> Violations:
             yield compare, f"%{compare.name} compares what no checked collective has brought"
 
 
+def judged_first(gm: GraphModule, plan: Plan) -> Violations:
+    """In the graph of a whole step that sums up what travels, one verdict_ of all sums and all
+    gradients stands behind every sum and before every update.
+    """
+    position = order(gm.graph)
+    compared, updates = find(gm.graph, COMPARE), find(gm.graph, UPDATE)
+    verdicts = find(gm.graph, VERDICT)
+    is_finished = verdicts or find(gm.graph, AGREE)  # before `await_verdict` there is none
+    if is_finished and len(verdicts) != bool(compared and is_step(gm.graph)):
+        where = verdicts[-1] if verdicts else updates[0]
+        yield where, f"{len(verdicts)} verdicts for {len(compared)} sums and {len(updates)} updates"
+    for verdict in verdicts:
+        grads, sums, *_ = cast("tuple[Any, ...]", verdict.args)
+        for compare in compared:
+            if compare.args[0] not in sums or position[compare] > position[verdict]:
+                yield verdict, f"%{verdict.name} comes before %{compare.name}, or leaves it out"
+        for update in updates:
+            grad = cast("Any", update.args[0])
+            scaled = grad.args[:1] if grad.target is torch.ops.aten.mul.Tensor else ()
+            if not {grad, *scaled} & {*grads} or position[update] < position[verdict]:
+                yield update, f"%{update.name} does not wait for %{verdict.name}"
+
+
 def _sums(node: Any) -> list[Node]:
     """What a checksum is of."""
     return list(node.args[0]) if node.target is CHECKSUM else []
@@ -642,6 +667,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     gathered_after_update,
     stepped_last,
     summed_up,
+    judged_first,
     bounded_in_flight,
     bounded_left,
     same_interface,

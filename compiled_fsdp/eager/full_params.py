@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.checksums import Watched, is_checked
+from compiled_fsdp.ir.checksums import Watched, is_checked, is_of_slices
 from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
@@ -348,6 +348,8 @@ class FullParams:
         sources = [n for _, param in members for n, f in enumerate(flats) if param in f.params]
         is_cast = gathers_bytes(specs) or any(f.data.dtype != specs[0].dtype for f in flats)
         phase = "backward" if in_backward() else "forward"
+        if is_of_slices(specs):
+            return Watched(run, specs, phase)
         sized = [(f.data, f.layout.numel) for f in flats]
         return Watched(run, specs, phase, sized, sources, is_cast=is_cast)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     OnStep = Callable[[Optimizer], None]
 
 _before: list[OnStep] = []
+_before_writes: list[OnStep] = []
 _after: list[OnStep] = []
 _traced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -48,6 +49,14 @@ def before(call: OnStep) -> None:
     """Call this before every step, once registered."""
     if call not in _before:
         _before.append(call)
+
+
+def before_writes(call: OnStep) -> None:
+    """Call this before an optimizer writes, once registered: before every step, and in a whole step,
+    whose forward reads what is there, before its first update.
+    """
+    if call not in _before_writes:
+        _before_writes.append(call)
 
 
 def after(call: OnStep) -> None:
@@ -73,6 +82,11 @@ def begun(optimizer: Optimizer) -> None:
     _call(_before, optimizer)
 
 
+def writing(optimizer: Optimizer) -> None:
+    """In such a step, its first update is next."""
+    _call(_before_writes, optimizer)
+
+
 def ended(optimizer: Optimizer) -> None:
     """It has ended."""
     _call(_after, optimizer)
@@ -86,7 +100,7 @@ def catch_up() -> None:
         mark: Mark = optimizer._fsdp_mark  # type: ignore[attr-defined]
         if mark.has_stepped:
             mark.has_stepped = False
-            _call(_before, optimizer)
+            _call([*_before, *_before_writes], optimizer)
             _call(_after, optimizer)
 
 
@@ -100,7 +114,7 @@ def _pre_hook(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_dynamo_compiling():
         comptime(_mark)
     else:
-        _call(_before, optimizer)
+        _call([*_before, *_before_writes], optimizer)
 
 
 def _post_hook(optimizer: Optimizer, *_: object) -> None:

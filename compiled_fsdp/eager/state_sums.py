@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.units.registered import UNITS
 from compiled_fsdp.wire.checks import checksum
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from compiled_fsdp.units.flat import FlatBuffer
-    from compiled_fsdp.units.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class State:
 _sums: weakref.WeakKeyDictionary[Optimizer, list[State]] = weakref.WeakKeyDictionary()
 
 
-def changed(units: Iterable[Unit]) -> list[tuple[Optimizer, State, Tensor]]:
-    """The states of these units' parameters, each with a bool: whether it has changed unnoticed."""
-    params = {id(p.sharded) for unit in units for p in unit.params}
+def changed(flats: Iterable[FlatBuffer]) -> list[tuple[Optimizer, State, Tensor]]:
+    """The states of these buffers' parameters, each with a bool: whether it has changed unnoticed."""
+    params = {id(p.sharded) for flat in flats for p in flat.params}
     found = []
     for optimizer, states in _sums.items():
         now = {(param, key): tensor for param, key, tensor in _tensors(optimizer, params)}
@@ -100,9 +100,22 @@ def _written(optimizer: Optimizer) -> Iterator[FlatBuffer]:
 
 
 def _before(optimizer: Optimizer) -> None:
-    """It is about to write; a step that fails leaves nothing to compare."""
+    """It is about to write; a step that fails leaves nothing to compare.
+
+    Raises:
+        NotImplementedError: a backward is under way, and it writes to what ranks compare at its end.
+    """
+    written = list(_written(optimizer))
+    if written and backward_number() != -1:
+        unit = written[0].unit
+        raise NotImplementedError(
+            f"Plan(check={unit.settings.check!r}): {type(optimizer).__name__} steps {unit.name!r} "
+            "inside of backward (from a hook on its gradients?), before the ranks have compared "
+            "them, and the step could not be taken back. Call step() after loss.backward(), or "
+            "set check=None"
+        )
     _sums.pop(optimizer, None)
-    for flat in _written(optimizer):
+    for flat in written:
         flat.resting.forget()
 
 
@@ -122,5 +135,5 @@ def _after(optimizer: Optimizer) -> None:
         ]
 
 
-optimizer_steps.before(_before)
+optimizer_steps.before_writes(_before)
 optimizer_steps.after(_after)

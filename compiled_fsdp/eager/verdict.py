@@ -2,30 +2,32 @@
 differ.
 
 [Note: verdict]
-One all-reduce over the group that shards adds up, for each sum that was taken, what should come to
-zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of what has to be
-the same on all of them, and one after it, so that all ranks come to the same verdict. One value is
+Of each mesh: one all-reduce over the group that shards adds up, for each sum that was taken, what
+should come to zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of what
+has to be the same on all of them, and one after it, so that all ranks come to the same verdict. With
+several meshes, or tensor parallelism, one integer goes over all groups for that (`spread.py`). One value is
 read on the host. Only if something differs do ranks tell each other their sums, through the store,
-and find out whose they are.
+find out whose they are, and try once more what was communicated (`replay.py`).
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.checksums import REPLICATED
 from compiled_fsdp.torch_private.groups import backend_of
 from compiled_fsdp.wire import agreement
 from compiled_fsdp.wire.checks import ChecksumError, Entry, Fault, difference, parts_of
 
-from . import state_sums
+from . import replay, spread, state_sums
 from .blame import blame, of_replicas, unwritten
 
 if TYPE_CHECKING:
@@ -38,44 +40,35 @@ if TYPE_CHECKING:
 REST, STATE = "shard at rest", "optimizer state at rest"
 
 
-def check_one_mesh(units: Sequence[Unit]) -> None:
-    """Refuse to check a model whose units are sharded over several meshes.
-
-    Raises:
-        NotImplementedError: they are, and the plan asks for it.
-    """
-    checked = [unit for unit in units if unit.settings.check]
-    infos = list(dict.fromkeys(flat.mesh_info for unit in checked for flat in unit.flats))
-    if len(infos) > 1:
-        names = [
-            next(u.name for u in checked if any(f.mesh_info == info for f in u.flats))
-            for info in infos
-        ]
-        raise NotImplementedError(
-            f"Plan(check={checked[0].settings.check!r}): units {shortened(names)} are sharded over "
-            "different meshes (expert parallelism), and the ranks of one would not hear of what "
-            "those of another find. It is not supported yet: set check=None"
-        )
-
-
 def compare(units: Sequence[Unit], step: int) -> None:
     """At the end of a backward, in this step of their optimizer: compare what these units have
     summed up since the last time.
 
     Raises:
         ChecksumError: something differs; gradients were dropped.
+        NotImplementedError: some ranks would not hear of what others find.
     """
     checked = [unit for unit in units if unit.settings.check]
     entries = [entry for unit in checked for entry in unit.ledger.take()]
     if not entries:
         return
-    check_one_mesh(checked)
     with torch.inference_mode(mode=False), torch.no_grad():
-        verdict = Verdict(checked, entries)
-        if verdict.is_fake or not verdict.differs():
+        verdicts = _by_mesh(checked, entries)
+        if verdicts[0].is_fake:
             return
-        faults = verdict.faults()
-        verdict.clear()
+        groups = spread.groups_of(checked)
+        left = groups  # over which others have to hear of what is found
+        if len(verdicts) == 1 and all(p.full is None for unit in checked for p in unit.params):
+            left = verdicts[0].replica_groups
+        spread.check_reach(checked, left, verdicts[0].device)
+        flags = torch.stack([verdict.differs() for verdict in verdicts]).amax()
+        if not bool(spread.largest(flags, left).item()):
+            return
+        found = [astuple(fault) for verdict in verdicts for fault in verdict.faults()]
+        told = spread.everyones(found, "checksums differ: faults", groups)
+        faults = sorted({_fault(entry) for entry in told})
+        for verdict in verdicts:
+            verdict.clear()
     if not faults:
         return
     for unit in checked:
@@ -83,24 +76,41 @@ def compare(units: Sequence[Unit], step: int) -> None:
     raise ChecksumError(_text(faults, step), step, faults)
 
 
+def _by_mesh(units: Sequence[Unit], entries: Sequence[Entry]) -> list[Verdict]:
+    """One for each mesh over which flat buffers of these units are sharded, in the same order on
+    every rank.
+    """
+    flats: dict[MeshInfo, list[FlatBuffer]] = {}
+    infos: dict[str, MeshInfo] = {}
+    for flat in (flat for unit in units for flat in unit.flats):
+        flats.setdefault(flat.mesh_info, []).append(flat)
+        infos.update(dict.fromkeys(_names(flat), flat.mesh_info))
+    first = next(iter(flats))  # of a unit that has got another name since its graph was traced
+    return [
+        Verdict(own, [entry for entry in entries if infos.get(entry.names[0], first) == info])
+        for info, own in flats.items()
+    ]
+
+
 class Verdict:
-    """What ranks compare at the end of one backward.
+    """What ranks compare at the end of one backward, of flat buffers that share a mesh.
 
     rests: flat buffers, of which the shards are compared with those of before.
     states: what optimizers remember, each with whether it has changed.
     replicated: what has to be the same on all replicas: a name, and the sums.
     """
 
-    def __init__(self, units: Sequence[Unit], entries: Sequence[Entry]) -> None:
-        self.units = units
-        self.info: MeshInfo = next(flat.mesh_info for unit in units for flat in unit.flats)
-        self.travelled = [e for e in entries if e.collective != REPLICATED]
-        self.rests: list[FlatBuffer] = [f for u in units for f in u.flats if not f.is_apart]
+    def __init__(self, flats: Sequence[FlatBuffer], entries: Sequence[Entry]) -> None:
+        self.flats = flats
+        self.info: MeshInfo = flats[0].mesh_info
+        travelled = [e for e in entries if e.collective != REPLICATED]
+        self.travelled = sorted(travelled, key=_group_size, reverse=True)  # slices come last
+        self.rests: list[FlatBuffer] = [f for f in flats if not f.is_apart]
         self.is_fake = backend_of(self.info.shard_group) == "fake"
-        self.device = entries[0].sent.device
+        self.device = flats[0].data.device
         for flat in self.rests:
             flat.note_rest("the end of backward")
-        self.states = state_sums.changed(units)
+        self.states = state_sums.changed(flats)
         self.replicated: list[tuple[str, str, tuple[str, ...], Tensor]] = []
         if self.has_replicas:
             self.replicated = [
@@ -121,8 +131,16 @@ class Verdict:
         """Whether other ranks hold the same shards."""
         return self.info.replicate_size > 1
 
-    def differs(self) -> bool:
-        """Whether anything differs, on any rank; the same on all."""
+    @property
+    def replica_groups(self) -> list[dist.ProcessGroup]:
+        """Of the ranks that hold the same shards, if there are others."""
+        group = self.info.replicate_group if self.has_replicas else None
+        return [] if group is None else [group]
+
+    def differs(self) -> Tensor:
+        """Whether anything differs, an integer that is the same on all ranks that shard; of replicas,
+        what differs between them counts on all that hold it.
+        """
         found = [self._of_travelled()]
         found += [f.resting.changed.long() for f in self.rests if f.resting.changed is not None]
         states = [changed.reshape(1).long() for *_, changed in self.states]
@@ -132,10 +150,7 @@ class Verdict:
         if self.info.shard_size > 1:
             dist.all_reduce(total, group=self.info.shard_group)
         self.bad = total
-        flag = (total != 0).any().long()
-        if self.has_replicas:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.info.replicate_group)
-        return bool(flag.item())
+        return (total != 0).any().long()
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=torch.int64, device=self.device)
@@ -143,10 +158,13 @@ class Verdict:
     def _of_travelled(self) -> Tensor:
         if not self.travelled:
             return self._zeros(0)
-        size = self.info.shard_size
-        sent = torch.cat([e.sent.expand(size, -1) for e in self.travelled], 1)
-        received = torch.cat([e.received for e in self.travelled], 1)
-        return difference(sent, received, self.info.shard_rank)
+        found = []
+        for size, of_size in groupby(self.travelled, _group_size):
+            entries = list(of_size)
+            sent = torch.cat([e.sent.expand(size, -1) for e in entries], 1)
+            received = torch.cat([e.received for e in entries], 1)
+            found.append(difference(sent, received, self.info.shard_rank % size))
+        return torch.cat(found)
 
     def _of_replicas(self) -> Tensor:
         """Whether the largest of all replicas' sums is their smallest."""
@@ -162,22 +180,23 @@ class Verdict:
     # -- once something differs
 
     def faults(self) -> list[Fault]:
-        """Whose sums differ; the same on all ranks. What the program has written itself is none."""
+        """Whose sums differ, as far as these ranks can tell. What the program has written itself is
+        none.
+        """
         group = self.info.shard_group
         ranks = dist.get_process_group_ranks(group)
         said = _everyones(group, "evidence", self._evidence())
         written = unwritten(said)
+        again = self._travelled_again(said[0]["travelled"])
+        tried = _everyones(group, "what came of trying again", again)
+        faults = blame(said, written, ranks, tried)
         self._accept(written)
-        faults = blame(said, written, ranks)
         if self.has_replicas:
             others = self.info.replicate_group
             assert others is not None
             shown = _everyones(others, "replicas", self._shown_to_replicas())
             faults += of_replicas(shown, dist.get_process_group_ranks(others))
-            told = _everyones(others, "faults", [astuple(fault) for fault in faults])
-            told = _everyones(group, "faults", [entry for each in told for entry in each])
-            faults = [_fault(entry) for each in told for entry in each]
-        return sorted(set(faults))
+        return faults
 
     def clear(self) -> None:
         """What has changed at rest is told; if it stays so, the next sums tell it again."""
@@ -186,13 +205,13 @@ class Verdict:
                 flat.resting.changed.zero_()
 
     def _evidence(self) -> dict[str, Any]:
-        """What this rank knows of sums that differ."""
+        """What this rank knows of sums that differ; what rests is read again."""
         travelled, at = [], 0
         for number, entry in enumerate(self.travelled):
             for place, name in enumerate(entry.names):
                 if self.bad[at]:
                     unit, parameter = parts_of(name)
-                    sent = entry.sent.expand(self.info.shard_size, -1)[:, place].tolist()
+                    sent = entry.sent.expand(_group_size(entry), -1)[:, place].tolist()
                     received = entry.received[:, place].tolist()
                     where = [number, entry.collective, entry.phase, unit, parameter]
                     travelled.append([*where, sent, received])
@@ -200,42 +219,62 @@ class Verdict:
         rests = []
         for flat in self.rests:
             resting = flat.resting
+            now = flat.sums() if self.bad[at : at + len(flat.params)].any() else None
             for place, param in enumerate(flat.params):
                 seen = resting.seen[place]
                 is_changed = resting.changed is not None and bool(resting.changed[place])
-                if self.bad[at]:
+                if now is not None and self.bad[at]:
                     when = seen[1] if seen else ""
                     holds = param.layout.local_rows(self.info.shard_rank) > 0
-                    rests.append(
-                        [REST, flat.unit.name, param.fqn, holds, is_changed, when, resting.latest]
-                    )
+                    is_still = is_changed and _differs(resting.sums, now, place)
+                    where = [REST, flat.unit.name, param.fqn, holds]
+                    rests.append([*where, is_changed, when, resting.latest, is_still])
                 at += 1
-        names = {id(p.sharded): (u.name, p.fqn) for u in self.units for p in u.params}
+        names = {id(p.sharded): (f.unit.name, p.fqn) for f in self.flats for p in f.params}
+        still = [state for _, state, is_so in state_sums.changed(self.flats) if is_so]
         for optimizer, state, changed in self.states if self.bad[at] else ():
-            unit, parameter = names[state.param]
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
-            rests.append(
-                [
-                    what,
-                    unit,
-                    parameter,
-                    True,
-                    bool(changed),
-                    "the last update",
-                    "the end of backward",
-                ]
-            )
+            between = "the last update", "the end of backward"
+            is_still = any(state is each for each in still)
+            rests.append([what, *names[state.param], True, bool(changed), *between, is_still])
         return {"travelled": travelled, "rests": rests}
 
+    def _travelled_again(self, travelled: Sequence[list[Any]]) -> list[replay.Again]:
+        """What comes of trying each of these again, which is what all ranks of the group have."""
+        rank, size = self.info.shard_rank, self.info.shard_size
+        tried: dict[int, replay.Again] = {}
+        found = []
+        for number, _, _, unit, parameter, *_ in travelled:
+            if number not in tried:
+                tried[number] = replay.again(self.travelled[number], rank, size)
+            names = [parts_of(name) for name in self.travelled[number].names]
+            found.append({**tried[number], "at": names.index((unit, parameter))})
+        return found
+
     def _shown_to_replicas(self) -> list[list[Any]]:
-        """The sums that differ from another replica's."""
+        """The sums that differ from another replica's; their collectives are tried again, by all
+        replicas, which show the same.
+        """
         shown: list[list[Any]] = []
         at = 0
+        tried: replay.Again
+        flats = {_names(flat): flat for flat in self.rests}
         for collective, phase, names, sums in self.replicated:
-            for name, value in zip(names, sums.tolist(), strict=True):
-                if self.bad_replicas[at]:
-                    shown.append([collective, phase, *parts_of(name), value])
-                at += 1
+            is_bad = self.bad_replicas[at : at + len(names)].tolist()
+            at += len(names)
+            if not any(is_bad):
+                continue
+            if phase:
+                entry = Entry(collective, phase, names, sums, sums)
+                tried = replay.again(entry, 0, self.info.replicate_size)
+            else:
+                now = flats[names].sums()
+                tried = {"still": [_differs(sums, now, place) for place in range(len(names))]}
+            for place, (name, value) in enumerate(zip(names, sums.tolist(), strict=True)):
+                if is_bad[place]:
+                    shown.append(
+                        [collective, phase, *parts_of(name), {**tried, "at": place}, value]
+                    )
         return shown
 
     def _accept(self, written: Sequence[tuple[str, str, str]]) -> None:
@@ -257,11 +296,22 @@ class Verdict:
             ]
             if places:
                 flat.resting.accept(places)
-        names = {id(p.sharded): (u.name, p.fqn) for u in self.units for p in u.params}
+        names = {id(p.sharded): (f.unit.name, p.fqn) for f in self.flats for p in f.params}
         for optimizer, state, _ in self.states:
             what = f"{STATE}: {type(optimizer).__name__} {state.key}"
             if (what, *names[state.param]) in written:
                 state_sums.accept(optimizer, [state])
+
+
+def _group_size(entry: Entry) -> int:
+    """Of the ranks that have communicated: all that a parameter is cut over, or, for slices, of
+    these so many neighbours.
+    """
+    return entry.received.shape[0]
+
+
+def _differs(before: Tensor | None, now: Tensor, place: int) -> bool:
+    return before is not None and bool(before[place] != now[place])
 
 
 def _names(flat: FlatBuffer) -> tuple[str, ...]:
@@ -296,12 +346,17 @@ def _text(faults: Sequence[Fault], step: int) -> str:
         for f in faults
     ]
     rests = any("at rest" in f.collective or f.collective == "replicas" for f in faults)
+    lasts = any(f.again == "wrong" for f in faults)
     advice = (
-        "Parameters or optimizer state are no longer what they were: load the last checkpoint, and "
-        "take that rank out of service if it happens again"
+        "Parameters or optimizer state are no longer what they were: load the last checkpoint"
         if rests
         else "Parameters and optimizer state are those of before the step: run it again, from "
-        "zero_grad() on, and take that rank out of service if it happens again"
+        "zero_grad() on"
+    )
+    advice += (
+        ". It was wrong a second time: take that rank out of service"
+        if lasts and not rests
+        else ", and take that rank out of service if it happens again"
     )
     return "\n".join(
         [

@@ -16,7 +16,6 @@ from compiled_fsdp.eager.resident import drop, prepare
 from compiled_fsdp.eager.runtime import Runtime
 from compiled_fsdp.eager.stock_state import StockState, show_to_schedules
 from compiled_fsdp.eager.tree import in_backward
-from compiled_fsdp.eager.verdict import check_one_mesh
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.options import of_unit
 from compiled_fsdp.planning.calibrate import calibrate_plan
@@ -112,7 +111,6 @@ class State:
         check_devices(units)
         check_same_model(units)
         check_names(units)
-        check_one_mesh(units)
         self.together = meet(units)
         if self.buffers_from_meta:
             check_buffers(self.unit.modules[0], self.unit, self.buffers_from_meta)

@@ -21,6 +21,7 @@ import torch
 from torch import nn, optim
 
 from compiled_fsdp.eager import optimizer_steps
+from compiled_fsdp.eager.verdict import compare
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dtensors import make_dtensor
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from compiled_fsdp.eager.runtime import Runtime
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
@@ -120,8 +122,11 @@ def compile_step(
             the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
+        ChecksumError: from `step(...)`, with `Plan(check="checksums")`: something differs between
+            ranks, and nothing was updated.
     """
-    units = [state.unit for state in sharded_below(model, "compile_step")]
+    states = sharded_below(model, "compile_step")
+    units = [state.unit for state in states]
     _check_arguments(clip, accumulate, scaler, backend)
     for name, value in (("reduce_once", reduce_once), ("keep_grads", keep_grads)):
         if not isinstance(value, bool):
@@ -136,6 +141,7 @@ def compile_step(
         "max_ahead_bytes": max_ahead_bytes,
     }
     step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
+    step.runtime = states[0].runtime
     step.keeps_grads = keep_grads
     return step
 
@@ -184,6 +190,7 @@ class Step:
     num_batches: micro-batches of each step.
     is_running: whether a step is being taken.
     keeps_grads: whether parameters keep their gradients until the next step.
+    runtime: of one of its units, which knows how many steps there were.
     """
 
     def __init__(
@@ -201,6 +208,7 @@ class Step:
         self.optimizer = optimizer
         self._units = units
         self.keeps_grads = False
+        self.runtime: Runtime | None = None
         self._updated: dict[FlatBuffer, None] = {}
         self._kept: dict[nn.Parameter, tuple[int, int]] = {}
         inner = uncompiled(model)
@@ -232,6 +240,7 @@ class Step:
         )
         for unit in units:
             unit.on_update[self.name] = self._update
+            unit.on_verdict[self.name] = self._judge
         self.is_running = False
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
@@ -247,11 +256,16 @@ class Step:
         if self.num_batches > 1:
             batch, more = self._batches(batch, more), {}
         self._check()
-        self.is_running = True
+        self._note_running(True)
         try:
             return self._step(batch, more)
         finally:
-            self.is_running = False
+            self._note_running(False)
+
+    def _note_running(self, is_running: bool) -> None:
+        self.is_running = is_running
+        for unit in self._units:
+            unit.ledger.keeps_all = is_running
 
     def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
@@ -362,9 +376,16 @@ class Step:
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
                 )
 
+    def _judge(self) -> None:
+        """Called by a graph, once all gradients are reduced and nothing is updated."""
+        steps = self.runtime.tree.clock.count if self.runtime is not None else 0
+        compare(self._units, steps + 1)
+
     def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
         flat.settle()
+        if not self._updated:
+            optimizer_steps.writing(self.optimizer)
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used

@@ -185,6 +185,10 @@ def _checked(unit: Unit) -> list[str]:
     ]
     often = [1 + (s.reshard == "gather") for s in specs]
     travels = sum((1 + size) * n * times for n, times in zip(gathers, often, strict=True))
+    kept = [s for s in specs if s.reshard == "slice"]  # gathered again over a smaller group
+    travels += sum(
+        (1 + s.post_size) * s.over_post_group().shard_numel * s.dtype.itemsize for s in kept
+    )
     if size == 1:
         travels, reductions = 0, [0]
     casts = sum(

@@ -38,6 +38,13 @@ def is_checked(specs: Sequence[ParamSpec]) -> bool:
     return all(spec.is_checked for spec in specs)
 
 
+def is_of_slices(specs: Sequence[ParamSpec]) -> bool:
+    """Whether a gather of these is one for backward, over a smaller group, of slices that forward has
+    kept (an int `reshard_after_forward`): no flat buffer holds what it sends.
+    """
+    return specs[0].post_size > 1 and specs[0].group == specs[0].post_group
+
+
 def kind_of(op: object) -> str:
     """What the checks call the collective that an op starts; "" for one that is not checked."""
     if op in (comm.ALL_REDUCE, ALL_REDUCE):

@@ -132,8 +132,9 @@ class Plan:
         anything: ("head.*",). These three hold for units that run eagerly too, and from the next
         call of a model on, for which it is compiled again.
     check: "checksums": what is gathered, what is exchanged to be reduced, and what rests between
-        steps is summed up as integers, and ranks compare the sums once a backward, at its end; if
-        they differ, it raises `ChecksumError`, nothing is applied, and gradients are dropped
+        steps is summed up as integers, and ranks compare the sums once a backward, at its end, or
+        in a whole step before its updates; if they differ, what differs is tried again, and
+        `ChecksumError` is raised on all ranks: nothing is applied, and gradients are dropped
         (docs/failures.md says what is found). Gradients are reduced by all-to-all and a local sum
         then. Holds for eager units too. None: nothing is summed.
     """

@@ -14,17 +14,21 @@ def refusal(unit: Unit) -> str:
     if not settings.check:
         return ""
     reasons = {
-        "tensor parallelism": any(param.full is not None for param in unit.params),
         "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
         "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
-        "an int reshard_after_forward": bool(unit.post_meshes),
-        "overlap_optimizer": bool(settings.overlap),
         "set_custom_all_gather": bool(settings.all_gather),
         "set_custom_reduce_scatter, or a communication hook of FullyShardedDataParallel": bool(
             unit.is_reduced_by_user
         ),
         "a pipeline schedule": settings.is_scheduled,
     }
+    if settings.overlap:
+        return (
+            f"Plan(check={settings.check!r}): the optimizer of unit {unit.name!r} overlaps "
+            "(overlap_optimizer), so that it steps units while gradients of others are still to be "
+            "compared, and their steps could not be taken back. Leave out one of the two, or use "
+            "compile_step, which compares before it updates"
+        )
     found = next((what for what, applies in reasons.items() if applies), "")
     if not found:
         return ""

@@ -228,18 +228,32 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_update[step](self, flat_grad, params)
 
-    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
+    def judge(self, step: str) -> None:
+        """See `ops.Owner`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.unit.on_verdict[step]()
+
+    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> tuple[int, ...]:
         """See `ops.Owner`."""
         known = [p.fqn for p in self.params]
         places = [known.index(parts_of(name)[1]) for name in names]
         self.resting.note(places, sums, self.version(), f"its all-gather in {phase}", len(known))
+        return self.written()
 
-    def note_rest(self, when: str) -> None:
-        """Sum up all parameters' shards, padding included, and compare them with before."""
+    def written(self) -> tuple[int, ...]:
+        """As `version`; also what optimizers write, of checked units, changes it."""
+        return *self.version(), self.resting.num_forgotten
+
+    def sums(self) -> Tensor:
+        """The checksums of all parameters' shards, padding included: [P]."""
         sizes = [p.layout.numel for p in self.params]
         with torch.no_grad():
-            sums = checksums([self.data.detach()], 1, [self.layout.numel], sizes)[0]
-        self.resting.note(range(len(sizes)), sums, self.version(), when, len(sizes))
+            return checksums([self.data.detach()], 1, [self.layout.numel], sizes)[0]
+
+    def note_rest(self, when: str) -> None:
+        """Sum up all parameters' shards, and compare them with before."""
+        places = range(len(self.params))
+        self.resting.note(places, self.sums(), self.version(), when, len(places))
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `ops.Owner`."""
@@ -247,7 +261,8 @@ class FlatBuffer:
         if piece in self.ahead:
             version, checksum, gathered, work = self.ahead.pop(piece)
             if version == self.version():
-                self.check_unwritten(checksum, BEFORE_FORWARD)
+                if not self.unit.settings.check:  # else all ranks find it, and say so together
+                    self.check_unwritten(checksum, BEFORE_FORWARD)
                 register_work(gathered, work)
                 return gathered
             work.wait()

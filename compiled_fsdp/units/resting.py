@@ -28,12 +28,14 @@ class Resting:
     changed: bool [P], whether a later sum differed under the same version.
     seen: of each parameter, the version that its sum is of, and when it was taken; None: no sum.
     latest: when sums were compared last, for errors.
+    num_forgotten: how often an optimizer was about to write, or had written.
     """
 
     sums: Tensor | None = None
     changed: Tensor | None = None
     seen: list[tuple[Version, str] | None] = field(default_factory=list)
     latest: str = ""
+    num_forgotten: int = 0
 
     def note(
         self, places: Sequence[int], now: Tensor, version: Version, when: str, num: int
@@ -60,6 +62,7 @@ class Resting:
 
     def forget(self) -> None:
         """What comes next may be anything: an optimizer is about to write."""
+        self.num_forgotten += 1
         self.seen = [None] * len(self.seen)
 
     def accept(self, places: Sequence[int]) -> None:

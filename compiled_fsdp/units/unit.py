@@ -101,6 +101,8 @@ class Unit:
         self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called with gradients that the graph of a whole step has reduced, by the step's name.
         self.on_update: dict[str, OnReduced] = {}
+        # Called by such a graph before it updates anything: the ranks compare their checksums.
+        self.on_verdict: dict[str, Callable[[], None]] = {}
         # Called when a backward keeps gradients of a buffer for a later one.
         self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
         # Called when a module of another unit holds one of its parameters too.

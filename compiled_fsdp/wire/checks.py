@@ -57,7 +57,9 @@ class Fault:
     collective: "all-gather", "all-to-all", "all-reduce", "shard at rest", "optimizer state at
         rest", or "replicas".
     phase: "forward" or "backward"; "" at rest.
-    text: a sentence.
+    text: a sentence, and one of what came of trying it again.
+    again: "right": communicated (or read) again from the same memory, it was as it should be;
+        "wrong": it was wrong again; "": that could not be tried.
     """
 
     rank: int
@@ -67,17 +69,22 @@ class Fault:
     collective: str
     phase: str
     text: str
+    again: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was summed up around one collective: [N or 1, P] integers of P parameters."""
+    """What was summed up around one collective: [N or 1, P] integers of P parameters.
+
+    versions: of the flat buffers that were gathered, when they were.
+    """
 
     collective: str
     phase: str
     names: tuple[str, ...]
     sent: Tensor
     received: Tensor
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -85,14 +92,18 @@ class Ledger:
     """What a unit has summed up since ranks last compared it.
 
     on_entry: called with each entry.
+    keeps_all: while a whole step runs, of any number of micro-batches; else the last KEPT.
     """
 
-    entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT))
+    entries: deque[Entry] = field(default_factory=deque)
     on_entry: Callable[[], None] = lambda: None
+    keeps_all: bool = False
 
     def add(self, entry: Entry) -> None:
         """Note the checksums around a collective that is over."""
         self.entries.append(entry)
+        if len(self.entries) > KEPT and not self.keeps_all:
+            self.entries.popleft()
         self.on_entry()
 
     def take(self) -> list[Entry]:

@@ -82,8 +82,15 @@ class Owner(unused_outputs.Buffer, Protocol):
     def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
         """Reduced gradients of these, for the optimizer of the whole step of this name."""
 
-    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
-        """Checksums [P] of what the buffer holds of these, while they are gathered."""
+    def judge(self, step: str) -> None:
+        """The ranks compare what they have summed up in the whole step of this name; it raises if
+        something differs.
+        """
+
+    def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> tuple[int, ...]:
+        """Checksums [P] of what the buffer holds of these, while they are gathered. Returns its
+        version.
+        """
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """Start to gather a piece, which `shard` holds, or hand over what is under way for it."""
@@ -580,11 +587,21 @@ def _compare(
         )
     rest = (torch.cat(list(rests), 1) if rests else sent.clone())[0]
     start = 0
+    versions: tuple[int, ...] = ()
     for flat, count in zip(flats, counts, strict=True):
         stop = start + count
-        owner_of(flat, "compare_").rested(rest[start:stop], names[start:stop], phase)
+        versions += owner_of(flat, "compare_").rested(rest[start:stop], names[start:stop], phase)
         start = stop
-    ledger.add(checks.Entry(collective, phase, tuple(names), sent.clone(), received.clone()))
+    sums = sent.clone(), received.clone()
+    ledger.add(checks.Entry(collective, phase, tuple(names), *sums, versions))
+
+
+@_kernel("verdict_")
+def _verdict(grads: Sequence[Tensor], sums: Sequence[Tensor], flat: Tensor, step: str) -> None:
+    """What it is given is there for compilers: all sums are noted before it, and no gradient is used
+    for an update but behind it.
+    """
+    owner_of(flat, "verdict_").judge(step)
 
 
 @_kernel("free")

@@ -189,20 +189,21 @@ rank0/001_forward/09_step_in_backward.txt
 rank0/001_forward/10_place_updates.txt
 rank0/001_forward/11_read_strided.txt
 rank0/001_forward/12_add_checksums.txt
-rank0/001_forward/13_free.diff
-rank0/001_forward/13_free.json.gz
-rank0/001_forward/13_free.txt
-rank0/001_forward/14_gather_ahead.txt
-rank0/001_forward/15_gather_next.txt
-rank0/001_forward/16_copy_aside.txt
-rank0/001_forward/17_summarize.txt
-rank0/001_forward/18_watch_heads.txt
-rank0/001_forward/19_agree.diff
-rank0/001_forward/19_agree.json.gz
-rank0/001_forward/19_agree.txt
-rank0/001_forward/20_use_gloo.txt
-rank0/001_forward/21_name_collectives.txt
-rank0/001_forward/22_verify.txt
+rank0/001_forward/13_await_verdict.txt
+rank0/001_forward/14_free.diff
+rank0/001_forward/14_free.json.gz
+rank0/001_forward/14_free.txt
+rank0/001_forward/15_gather_ahead.txt
+rank0/001_forward/16_gather_next.txt
+rank0/001_forward/17_copy_aside.txt
+rank0/001_forward/18_summarize.txt
+rank0/001_forward/19_watch_heads.txt
+rank0/001_forward/20_agree.diff
+rank0/001_forward/20_agree.json.gz
+rank0/001_forward/20_agree.txt
+rank0/001_forward/21_use_gloo.txt
+rank0/001_forward/22_name_collectives.txt
+rank0/001_forward/23_verify.txt
 rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
@@ -225,18 +226,19 @@ rank0/002_backward/09_step_in_backward.txt
 rank0/002_backward/10_place_updates.txt
 rank0/002_backward/11_read_strided.txt
 rank0/002_backward/12_add_checksums.txt
-rank0/002_backward/13_free.txt
-rank0/002_backward/14_gather_ahead.txt
-rank0/002_backward/15_gather_next.txt
-rank0/002_backward/16_copy_aside.txt
-rank0/002_backward/17_summarize.txt
-rank0/002_backward/18_watch_heads.txt
-rank0/002_backward/19_agree.diff
-rank0/002_backward/19_agree.json.gz
-rank0/002_backward/19_agree.txt
-rank0/002_backward/20_use_gloo.txt
-rank0/002_backward/21_name_collectives.txt
-rank0/002_backward/22_verify.txt
+rank0/002_backward/13_await_verdict.txt
+rank0/002_backward/14_free.txt
+rank0/002_backward/15_gather_ahead.txt
+rank0/002_backward/16_gather_next.txt
+rank0/002_backward/17_copy_aside.txt
+rank0/002_backward/18_summarize.txt
+rank0/002_backward/19_watch_heads.txt
+rank0/002_backward/20_agree.diff
+rank0/002_backward/20_agree.json.gz
+rank0/002_backward/20_agree.txt
+rank0/002_backward/21_use_gloo.txt
+rank0/002_backward/22_name_collectives.txt
+rank0/002_backward/23_verify.txt
 rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
@@ -313,7 +315,7 @@ return [None, %add]
                 texts.append([dumped.text for graph in graphs for dumped in graph.passes])
                 backward = Path(name) / "rank0" / graphs[-1].name
                 files = [
-                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "19_agree")
+                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "20_agree")
                 ]
             is_whole = ["%primals_2: f32[10]\n" in text for text in files]
             self.assertEqual(is_whole, [True, large > 0])

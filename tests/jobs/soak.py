@@ -5,6 +5,8 @@ beside the unsharded model.
     make soak ARGS="--front-end fsdp1"       # through `FullyShardedDataParallel`
     make soak ARGS="--front-end fsdp1_orig"  # with `use_orig_params`
     make soak ARGS="--routed --steps 200"    # a mixture of experts, routed at random in each step
+    make soak ARGS="--whole"                 # every second step is a graph (`compile_step`)
+    make soak ARGS="--whole --checked"       # and ranks compare checksums, of each step
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """
@@ -35,10 +37,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 
-from compiled_fsdp import FullyShardedDataParallel
+from compiled_fsdp import FullyShardedDataParallel, Plan, compile_step, set_plan
 
 FRONT_ENDS = ("fully_shard", "fsdp1", "fsdp1_orig")
 WARM_UP = 100
+EVERY = 200  # steps, a line
+NUM_MICRO = 3  # micro-batches of every fifth step
 PROGRAM = Program(
     0,
     (
@@ -85,6 +89,11 @@ def sharded(model: Model, program: Program) -> Any:
     return shard(model, program)
 
 
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
 def synced(model: Any, is_last: bool) -> AbstractContextManager[None]:
     """Reduce after the last micro-batch only."""
     if isinstance(model, FullyShardedDataParallel):
@@ -96,7 +105,7 @@ def synced(model: Any, is_last: bool) -> AbstractContextManager[None]:
 class Soak:
     """Ours and the unsharded model, step by step."""
 
-    def __init__(self, folder: str, front_end: str) -> None:
+    def __init__(self, folder: str, front_end: str, *, is_whole: bool = False) -> None:
         self.folder = folder
         program = program_of(front_end)
         self.reference = build(program)
@@ -104,19 +113,31 @@ class Soak:
         self.compiled = torch.compile(self.model, backend="compiled_fsdp_eager", fullgraph=True)
         self.ours = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.theirs = torch.optim.AdamW(self.reference.parameters(), lr=1e-3)
+        counts = (1, NUM_MICRO) if is_whole else ()
+        self.whole = {
+            count: compile_step(
+                self.model, self.ours, loss_of, accumulate=count, backend="compiled_fsdp_eager"
+            )
+            for count in counts
+        }
 
     def step(self, number: int) -> float:
         """One of the ways to train; the largest difference of a loss."""
         call = self.compiled if number % 2 else self.model
-        num_micro = 3 if number % 5 == 0 else 1
+        num_micro = NUM_MICRO if number % 5 == 0 else 1
         gap = 0.0
-        for micro in range(num_micro):
-            with synced(self.model, micro == num_micro - 1):
-                gap = max(gap, self._backward(call, 3 * number + micro))
+        is_whole = bool(self.whole and number % 2)
+        if is_whole:
+            gap = self._whole_step([NUM_MICRO * number + micro for micro in range(num_micro)])
+        else:
+            for micro in range(num_micro):
+                is_last = micro == num_micro - 1
+                with nullcontext() if self.whole else synced(self.model, is_last):
+                    gap = max(gap, self._backward(call, NUM_MICRO * number + micro))
         for q in self.reference.parameters():
             dist.all_reduce(q.grad)
             q.grad /= dist.get_world_size()
-        for optimizer in (self.ours, self.theirs):
+        for optimizer in (self.theirs,) if is_whole else (self.ours, self.theirs):
             optimizer.step()
             optimizer.zero_grad()
         if number % 7 == 0:
@@ -128,8 +149,19 @@ class Soak:
             self._save_and_restore()
         return gap
 
+    def _whole_step(self, numbers: list[int]) -> float:
+        """The mean of the losses of these batches; the reference is left with its gradients."""
+        wanted = 0.0
+        for number in numbers:
+            loss = loss_of(self.reference, batch(number)) / len(numbers)
+            loss.backward()
+            wanted += loss.item()
+        batches: Any = [batch(number) for number in numbers]
+        step = self.whole[len(numbers)]
+        return abs(step(batches if len(numbers) > 1 else batches[0]).item() - wanted)
+
     def _backward(self, call: Any, number: int) -> float:
-        losses = [m(batch(number)).square().mean() for m in (call, self.reference)]
+        losses = [loss_of(m, batch(number)) for m in (call, self.reference)]
         for loss in losses:
             loss.backward()
         return (losses[0] - losses[1]).abs().item()
@@ -194,35 +226,26 @@ def _soak_routing(steps: int) -> bool:
     return is_wrong
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
     parser.add_argument("--routed", action="store_true")
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--checked", action="store_true")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    if options.routed:
-        sys.exit(_soak_routing(options.steps))
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    soak, worst, start = Soak(folder[0], options.front_end), 0.0, time.perf_counter()
-    graphs = live = memory = 0
+    if options.whole and options.front_end != FRONT_ENDS[0]:
+        parser.error(
+            f"--whole: compile_step takes no {options.front_end}; leave out one of the two"
+        )
+    return options
+
+
+def problems_of(worst: float, graphs: int, live: int, memory: int) -> list[str]:
+    """What is wrong in the end, beside what there was after the warm-up."""
     problems = []
-    for number in range(1, options.steps + 1):
-        worst = max(worst, soak.step(number))
-        if number == WARM_UP:
-            graphs, live, memory = counters["stats"]["unique_graphs"], live_bytes(), resident()
-        if number % 200 == 0 and dist.get_rank() == 0:
-            now, bytes_ = counters["stats"]["unique_graphs"], live_bytes()
-            elapsed = time.perf_counter() - start
-            sys.stdout.write(
-                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} "
-                f"live tensor bytes, resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
-            )
-            sys.stdout.flush()
     if worst > 1e-4:
         problems.append(f"losses differ by {worst:.1e}")
     if counters["stats"]["unique_graphs"] != graphs:
@@ -235,6 +258,35 @@ def main() -> None:
         problems.append(
             f"resident memory grew from {memory / 2**20:.0f} to {resident() / 2**20:.0f} MiB"
         )
+    return problems
+
+
+def main() -> None:
+    options = arguments()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    if options.checked:
+        set_plan(Plan(check="checksums"))
+    if options.routed:
+        sys.exit(_soak_routing(options.steps))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    soak = Soak(folder[0], options.front_end, is_whole=options.whole)
+    worst, start = 0.0, time.perf_counter()
+    graphs = live = memory = 0
+    for number in range(1, options.steps + 1):
+        worst = max(worst, soak.step(number))
+        if number == WARM_UP:
+            graphs, live, memory = counters["stats"]["unique_graphs"], live_bytes(), resident()
+        if number % EVERY == 0 and dist.get_rank() == 0:
+            now, bytes_ = counters["stats"]["unique_graphs"], live_bytes()
+            elapsed = time.perf_counter() - start
+            sys.stdout.write(
+                f"step {number}: loss differs by at most {worst:.1e}, {now} graphs, {bytes_:,} "
+                f"live tensor bytes, resident {resident() / 2**20:.0f} MiB, {elapsed:.0f} s\n"
+            )
+            sys.stdout.flush()
+    problems = problems_of(worst, graphs, live, memory)
     if dist.get_rank() == 0:
         sys.stdout.write(
             "; ".join(problems) + "\n"

@@ -12,8 +12,9 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.ir.collectives import ALL_REDUCE, WAIT
 from compiled_fsdp.torch_private.groups import group_named
-from compiled_fsdp.wire import gloo
+from compiled_fsdp.wire import gloo, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +33,20 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 @contextmanager
 def in_exchange(
-    collective: str, where: str, rank: int, numels: Sequence[int], occurrence: int, bit: int
+    collective: str,
+    where: str,
+    rank: int,
+    numels: Sequence[int],
+    occurrence: int,
+    bit: int,
+    *,
+    lasts: bool = False,
 ) -> Iterator[list[str]]:
     """Inside, rank `rank` flips a bit of what it sends to the next rank, or has received from it, in
     the exchange of this number (from 0) among those in which each rank sends so many elements to
-    each: one of `numels`.
+    each: one of `numels`; in those after it too, if the fault lasts.
 
-    Yields a list that has an entry once it did.
+    Yields a list that has an entry each time it did.
     """
     done: list[str] = []
     seen = [0]
@@ -50,7 +58,8 @@ def in_exchange(
         peer = (group.rank() + 1) % group.size()
         is_it = what == collective and sum(p[peer].numel() for p in received) in numels
         seen[0] += is_it
-        is_now = is_it and seen[0] == occurrence + 1 and dist.get_rank() == rank
+        is_its = seen[0] > occurrence if lasts else seen[0] == occurrence + 1
+        is_now = is_it and is_its and dist.get_rank() == rank
         place = -1 if bit < 0 else 0
         if is_now and where == "sent":
             flip(sent[place][peer], bit)
@@ -71,4 +80,26 @@ def in_exchange(
         mock.patch.object(gloo, "_exchange", faulty),
         mock.patch.object(gloo.Exchange, "wait", then_flip),
     ):
+        yield done
+
+
+@contextmanager
+def in_all_reduce(rank: int, numel: int) -> Iterator[list[str]]:
+    """Inside, in eager mode, rank `rank` flips a bit of the first result of an all-reduce of so many
+    elements; the list has an entry then.
+    """
+    done: list[str] = []
+    found: list[int] = []
+    call = launch.call
+
+    def faulty(op: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(op, *args, **kwargs)
+        if op is ALL_REDUCE and args[0].numel() == numel and dist.get_rank() == rank:
+            found.append(id(result))
+        if op is WAIT and id(args[0]) in found and not done:
+            flip(result, 5)
+            done.append("all_reduce")
+        return result
+
+    with mock.patch.object(launch, "call", faulty):
         yield done

@@ -197,6 +197,17 @@ VARIANTS = {
     "numerics/test_training_loop.py::test_optimizers[sgd]": "[adamw+foreach]",
     "frontend/test_fallback.py::test_after_both_ways": "::test_fsdp1",
     "numerics/test_checksums.py::test_the_same_numbers[inductor]": "[graph]",
+    "numerics/test_checksums.py::test_a_fault_that_lasts[all_gather-graph]": "[all_gather-eager]",
+    "numerics/test_checksums.py::test_a_fault_that_lasts[all_to_all-graph]": "[all_to_all-eager]",
+    "numerics/test_checksums_wide.py::test_all_ranks_hear_of_it[tensor parallelism-True]": (
+        "[tensor parallelism-False]"
+    ),
+    "numerics/test_checksums_wide.py::test_all_ranks_hear_of_it[several meshes-True]": (
+        "[several meshes-False]"
+    ),
+    "numerics/test_checked_steps.py::test_whole_steps[options1]": "[options0]",
+    "numerics/test_checked_steps.py::test_whole_steps_of_four": "::test_whole_steps[options0]",
+    "numerics/test_checked_steps.py::test_a_step_is_taken_again[True]": "[False]",
     "numerics/test_checksums.py::test_a_bit_that_flips_on_the_way[position1-graph]": (
         "[position3-graph]"
     ),

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit.bit_flips import flip, in_exchange
+from kit.bit_flips import flip, in_all_reduce, in_exchange
 from kit.harness import SLOW
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import ChecksumError, fully_shard, planned
+from compiled_fsdp.eager import replay
 from compiled_fsdp.frontend.state import states_below
 
 if TYPE_CHECKING:
@@ -105,14 +107,22 @@ def found(run: Run, act: Any) -> ChecksumError:
 
 
 def check_exchange(
-    kind: str, collective: str, where: str, unit: int, occurrence: int, bit: int, dtype: Any
+    kind: str,
+    collective: str,
+    where: str,
+    unit: int,
+    occurrence: int,
+    bit: int,
+    dtype: Any,
+    lasts: bool = False,
 ) -> None:
     with planned(**CHECKED):
         run = Run(kind, policy=MixedPrecisionPolicy(param_dtype=dtype))
         run.step()
         run.step()
         culprit = 1
-        with in_exchange(collective, where, culprit, sent_of(unit), occurrence, bit) as done:
+        place = where, culprit, sent_of(unit), occurrence, bit
+        with in_exchange(collective, *place, lasts=lasts) as done:
             error = found(run, run.step)
         assert bool(done) == (dist.get_rank() == culprit)
         last = "2" if bit < 0 else "0"
@@ -120,7 +130,8 @@ def check_exchange(
         phase = "forward" if collective == "all_gather" and occurrence == 0 else "backward"
         blamed = [f for f in error.faults if f.collective == words]
         assert error.step == 3
-        (fault,) = blamed
+        fault, *more = blamed if phase == "backward" else reversed(blamed)
+        assert len(more) == (lasts and collective == "all_gather")  # gathered twice
         assert (fault.unit, fault.parameter) == (
             f"blocks.{unit}",
             f"blocks.{unit}.{last}.weight",
@@ -129,13 +140,53 @@ def check_exchange(
         assert culprit in fault.among
         if where == "received" or collective == "all_gather":
             assert fault.rank == culprit, fault
+        is_at_rest = (collective, where, dtype) == ("all_gather", "sent", None)
+        assert fault.again == ("wrong" if lasts or is_at_rest else "right"), fault
+        assert ("a pattern of as many bytes" in fault.text) == (collective == "all_to_all")
+        assert ("a second time" in str(error)) == (lasts and not is_at_rest)
         others = [f for f in error.faults if f not in blamed]
         for other in others:  # what is sent as it rests has changed at rest too
             assert (other.rank, other.parameter) == (culprit, fault.parameter)
-            assert (collective, where, dtype) == ("all_gather", "sent", None)
+            assert is_at_rest
         if not others:  # nothing that lasts: the step can be taken again
             for _ in range(2):
                 run.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+def test_a_fault_that_lasts(two: Pool, kind: str, collective: str) -> None:
+    """Tried again, it comes wrong again; nobody hangs, and later steps are as ever."""
+    two.run(check_exchange, kind, collective, "received", 1, 0, SIGN, None, True)
+
+
+def check_what_cannot_be_tried_again() -> None:
+    with planned(**CHECKED):
+        run = Run("eager")
+        run.step()
+        exchange = "received", 1, sent_of(1), 0, FIRST
+        with in_exchange("all_gather", *exchange), torch.no_grad():
+            run.forward()
+            for param in run.model.parameters():
+                param.mul_(0.99)
+        error = found(run, run.step)
+        (fault,) = error.faults
+        assert (fault.rank, fault.phase, fault.again) == (1, "forward", "")
+        assert "was written to after it; gathered as it is now, it came right" in fault.text
+        for collective in ("all_gather", "all_to_all"):
+            broken = mock.Mock()
+            broken.call.side_effect = RuntimeError("no such card")
+            with in_exchange(collective, *exchange), mock.patch.object(replay, "launch", broken):
+                error = found(run, run.step)
+            (fault,) = error.faults
+            assert (fault.rank, fault.again) == (1, "")
+            assert "no such card" in fault.text
+        run.step()
+
+
+def test_what_cannot_be_tried_again(two: Pool) -> None:
+    """A parameter was written to since; the collective fails: the error says so."""
+    two.run(check_what_cannot_be_tried_again)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,6 +226,7 @@ def check_rest(kind: str, what: str, when: str) -> None:
         (fault,) = error.faults
         assert (fault.rank, fault.parameter, fault.unit) == (1, name, "blocks.1")
         assert fault.collective.startswith("shard" if what == "shard" else "optimizer state")
+        assert (fault.again, "read again, it is still so" in fault.text) == ("wrong", True)
         assert ("exp_avg_sq" in fault.collective) == (what == "state")
         since = {"before backward": "its all-gather in forward", "between steps": "the last update"}
         assert since[when if what == "shard" else "between steps"] in fault.text or (
@@ -239,6 +291,7 @@ def check_replicas(kind: str) -> None:
         error = found(run, lambda: run.forward().backward())
         (fault,) = error.faults
         assert (fault.rank, fault.among, fault.collective) == (-1, (1, 3), "replicas"), fault
+        assert fault.again == "wrong"
         assert (fault.unit, fault.parameter) == ("blocks.0", "blocks.0.0.weight")
         if dist.get_rank() == 3:
             flip(next(run.model.parameters()), 5)
@@ -256,6 +309,16 @@ def check_wire_of_one_replica(kind: str) -> None:
             error = found(run, run.step)
         (fault,) = [f for f in error.faults if f.collective == "all-to-all"]
         assert (fault.rank, fault.among, fault.unit) == (2, (2, 3), "blocks.1")
+        assert fault.again == "right"
+        run.step()
+        if kind != "eager":
+            return
+        with in_all_reduce(3, sent_of(1)[0]) as done:
+            error = found(run, run.step)
+        assert bool(done) == (dist.get_rank() == 3)
+        (fault,) = error.faults
+        assert (fault.among, fault.collective, fault.unit) == ((1, 3), "all-reduce", "blocks.1")
+        assert "the sum was right" in fault.text
         run.step()
 
 

@@ -5,6 +5,7 @@ the wire, FSDP1, activation checkpointing, what is refused, and graphs without i
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,19 +16,24 @@ from kit.graphs import captured
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import (
     ChecksumError,
     FullyShardedDataParallel,
     Plan,
-    compile_step,
     explain,
     fully_shard,
     overlap_optimizer,
     planned,
 )
+from compiled_fsdp.eager import spread
+from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.printer import show
 from compiled_fsdp.ir.schema import CHECKSUM, COMPARE
@@ -215,18 +221,151 @@ def test_nothing_is_in_the_graph_without_it(two: Pool) -> None:
     two.run(graphs_with_and_without)
 
 
+class Plain(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def slices(is_compiled: bool) -> list[str]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Plain()
+    found: list[str] = []
+    with planned(bucket_bytes=0, **CHECKED):
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=2)
+        fully_shard(model)
+        call = torch.compile(model, backend="compiled_fsdp_eager") if is_compiled else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            torch.manual_seed(dist.get_rank())
+            call(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        whole = 2 * (64 * 64 + 64)
+        for numels in ((whole // 4,), (whole // 2, 64 * 64, 64 * 64 // 2, 64 * 64 + 32)):
+            with in_exchange("all_gather", "received", 3, numels, 0, 3) as done:
+                with pytest.raises(ChecksumError) as caught:
+                    step()
+            assert bool(done) == (dist.get_rank() == 3)
+            found += [f"{f.rank} {f.among} {f.phase} {f.again}" for f in caught.value.faults]
+            step()
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_slices(four: Pool, is_compiled: bool) -> None:
+    """An int `reshard_after_forward`: backward gathers slices over a part of the ranks."""
+    first, second = four.run(slices, is_compiled)[0]
+    assert first == "3 (3, 0) forward right"
+    assert second == "3 (3, 2) backward "
+
+
+class Several:
+    """Two blocks that are spread otherwise than one shard a rank; which parts rank 3 shares with
+    which rank is the mesh's.
+    """
+
+    def __init__(self, what: str, *, is_compiled: bool) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model: Any = Plain()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        first, second = self.model.blocks
+        if what == "tensor parallelism":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            for block in (first, second):
+                fully_shard(parallelize_module(block, mesh["b"], plan), mesh=mesh["a"])
+            fully_shard(self.model, mesh=mesh["a"])
+        else:
+            fully_shard(first, mesh=mesh["b"])
+            fully_shard(second)
+            fully_shard(self.model)
+        backend = "compiled_fsdp_eager"
+        self.call = torch.compile(self.model, backend=backend) if is_compiled else self.model
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.count, self.what = 0, what
+
+    def step(self) -> float:
+        rank = dist.get_rank() // (2 if self.what == "tensor parallelism" else 1)
+        torch.manual_seed(100 * self.count + rank)
+        loss = self.call(torch.randn(4, 64)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.count += 1
+        return loss.item()
+
+
+def several(what: str, is_compiled: bool) -> list[str]:
+    found: list[str] = []
+    with planned(bucket_bytes=0):
+        other = Several(what, is_compiled=is_compiled)
+        wanted = [other.step() for _ in range(5)]
+    with planned(bucket_bytes=0, **CHECKED):
+        run = Several(what, is_compiled=is_compiled)
+        losses = [run.step() for _ in range(2)]
+        for collective in ("all_gather", "all_to_all"):
+            with in_exchange(collective, "received", 3, range(1, 1 << 20), 0, 3) as done:
+                with pytest.raises(ChecksumError) as caught:
+                    run.step()
+            assert bool(done) == (dist.get_rank() == 3)
+            found += [f"{f.rank} {f.unit} {f.again}" for f in caught.value.faults]
+            losses.append(run.step())
+        param = list(run.model.parameters())[2]
+        if dist.get_rank() == 2:
+            flip(param, 77)
+        with pytest.raises(ChecksumError) as caught:
+            run.step()
+        if dist.get_rank() == 2:
+            flip(param, 77)
+        found += [f"{f.rank} {f.unit} {f.again}" for f in caught.value.faults]
+        losses.append(run.step())
+    assert losses == wanted
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("what", ["tensor parallelism", "several meshes"])
+def test_all_ranks_hear_of_it(four: Pool, what: str, is_compiled: bool) -> None:
+    """Ranks that have no part in a communication, nor in the mesh of its unit, refuse the step too."""
+    found = four.run(several, what, is_compiled)
+    assert found == [found[0]] * 4
+    gathered, exchanged, rests = found[0]
+    assert gathered == "3 blocks.0 right"
+    assert (exchanged[:8], exchanged[-5:]) == ("3 blocks", "right")
+    assert rests == "2 blocks.0 wrong"
+
+
+def far_apart() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    groups = [mesh.get_group(axis) for axis in range(2)]
+    steps = [groups[:1], groups, groups]  # as if one were too few
+    units = [state.unit for state in states_below(fully_shard(nn.Linear(8, 8)))]
+    with mock.patch.object(spread, "_passes", side_effect=steps):
+        with pytest.raises(NotImplementedError) as error:
+            spread.check_reach(units, groups, torch.device("cpu"))
+    spread.check_reach(units, groups, torch.device("cpu"))
+    return str(error.value)
+
+
+def test_ranks_too_far_apart(four: Pool) -> None:
+    assert "some ranks would not hear of what others find" in four.run(far_apart)[0]
+
+
 # -- what it is not combined with
 
 
 def refused(what: str) -> str:
     """The text of the error."""
     torch._dynamo.reset()
-    model: Any = nn.Linear(64, 64)
-    mesh = None
-    if what == "tensor parallelism":
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model, mesh = parallelize_module(model, both["tp"], ColwiseParallel()), both["dp"]
-    fully_shard(model, mesh=mesh, reshard_after_forward=2 if "int" in what else None)
+    model: Any = fully_shard(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if what == "set_custom_all_gather":
         model.set_custom_all_gather(_Comm())
@@ -237,21 +376,11 @@ def refused(what: str) -> str:
     call = model
     if what == "without our passes":
         call = torch.compile(model, backend="aot_eager")
-    if what == "compile_step":
-        call = compile_step(model, optimizer, _loss, backend="compiled_fsdp_eager")
-    elif what == "different meshes":
-        rank = dist.get_rank()
-        small = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
-        assert rank >= 0
-        model = nn.Sequential(model, fully_shard(nn.Linear(64, 64), mesh=small))
-        call = fully_shard(model)
+    if what == "inside of backward":
+        model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with planned(**CHECKED), pytest.raises(NotImplementedError) as error:
-        call(torch.ones(2, 64))
+        call(torch.ones(2, 64)).sum().backward()
     return str(error.value)
-
-
-def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
 
 
 class _Comm:
@@ -267,21 +396,12 @@ class _Comm:
         "set_custom_all_gather",
         "set_custom_reduce_scatter",
         "overlap_optimizer",
-        "compile_step",
+        "inside of backward",
         "without our passes",
     ],
 )
 def test_what_is_refused(two: Pool, what: str) -> None:
     text = two.run(refused, what)[0]
-    assert what in text
-    assert "Plan(check='checksums')" in text
-
-
-@pytest.mark.parametrize(
-    "what", ["an int reshard_after_forward", "tensor parallelism", "different meshes"]
-)
-def test_what_is_refused_on_four(four: Pool, what: str) -> None:
-    text = four.run(refused, what)[0]
     assert what in text
     assert "Plan(check='checksums')" in text
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.schema import COMPARE, UPDATE
-from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.ir.spec import AGAIN, ParamSpec
 from compiled_fsdp.passes import add_checksums as module
 from compiled_fsdp.planning.plan import Plan
 
@@ -112,10 +112,27 @@ return [%div_tensor]""",
         self.assertEqual(compare.args[4], [2, 2])
         self.assertEqual(compare.args[7], ["u0#0:a", "u0#0:b", "u1#1:a", "u1#1:b"])
 
-    def test_a_whole_step_is_refused(self):
+    def test_slices(self):
+        """What forward has kept of a parameter is no flat buffer: it is summed up on the way alone;
+        in a whole step too.
+        """
+        for reshard in ("slice", AGAIN):
+            spec = replace(W, reshard=reshard, post_size=2, post_group="half")
+            hand = Hand()
+            full = hand.compute(hand.unshard_slice(hand.input("kept", 4), spec))
+            gm = add_checksums(lower(hand.returns(full), PLAN), PLAN)
+            (compare,) = find(gm.graph, COMPARE)
+            self.assertEqual(compare.args[2:6], ([], [], [], "all-gather"))
+
+    def test_a_whole_step(self):
+        """Its gathers for backward, and all reductions, are said to be backward's."""
         hand = Hand()
         flat, d = hand.input("flat", 4), hand.input("d", 4, 2)
+        read = [hand.compute(hand.unshard(flat, replace(W, reshard=r))) for r in ("gather", AGAIN)]
         hand(UPDATE, hand.reduce_grad(d, flat, W), flat, [0], "step0")
-        gm = lower(hand.returns(), PLAN)
-        with self.assertRaisesRegex(NotImplementedError, "compile_step updates parameters"):
-            add_checksums(gm, PLAN)
+        gm = add_checksums(lower(hand.returns(*read), PLAN), PLAN)
+        said = [compare.args[5:7] for compare in find(gm.graph, COMPARE)]
+        self.assertEqual(
+            said,
+            [("all-gather", "forward"), ("all-gather", "backward"), ("all-to-all", "backward")],
+        )

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from compiled_fsdp.passes.add_checksums import add_checksums
+from compiled_fsdp.passes.await_verdict import await_verdict
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.gather_next import gather_next
@@ -20,7 +21,13 @@ from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.step_in_backward import step_in_backward
-from compiled_fsdp.passes.verify import INVARIANTS, check, gathered_after_update, verify
+from compiled_fsdp.passes.verify import (
+    INVARIANTS,
+    check,
+    gathered_after_update,
+    judged_first,
+    verify,
+)
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
@@ -31,6 +38,7 @@ from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads, set_tag
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
+    AGREE,
     COMPARE,
     FREE,
     GATHER_NEXT,
@@ -38,6 +46,7 @@ from compiled_fsdp.ir.schema import (
     REDUCE_LATER,
     START_COPY,
     UPDATE,
+    VERDICT,
     WATCH_HEADS,
 )
 from compiled_fsdp.ir.spec import AGAIN, IN_BACKWARD, NEXT
@@ -815,6 +824,42 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             if (tag := get_tag(node)) is not None:
                 set_tag(node, replace(tag, specs=(replace(w, is_checked=False),)))
         with self.assertRaisesRegex(GraphInvariantError, "compares what no checked collective"):
+            verify(gm, PLAN)
+
+    def test_judged_first(self):
+        """An update before it; a sum or a gradient left out; none, or two; in a graph that updates
+        nothing.
+        """
+        (w,) = unit("u#1", {"w": (4, 2)}, is_checked=True, reduce_algorithm="all_to_all")
+
+        def judged() -> GraphModule:
+            hand = Hand()
+            flat, d = hand.input("flat", 4), hand.input("d", 4, 2)
+            hand(UPDATE, hand.reduce_grad(d, flat, w), flat, [0], "step0")
+            return await_verdict(add_checksums(lower(hand.returns(), PLAN), PLAN), PLAN)
+
+        def is_broken(change: Callable[[Node, Node], None], expected: str) -> None:
+            gm = judged()
+            change(find(gm.graph, VERDICT)[0], find(gm.graph, UPDATE)[0])
+            self.assertRegex(" ".join(text for _, text in judged_first(gm, PLAN)), expected)
+
+        self.assertUnchanged(verify, judged())
+        is_broken(lambda verdict, update: verdict.prepend(update), "does not wait for %verdict_")
+        is_broken(lambda verdict, _: verdict.update_arg(0, []), "does not wait for %verdict_")
+        is_broken(lambda verdict, _: verdict.update_arg(1, []), "or leaves it out")
+        is_broken(
+            lambda verdict, _: find(verdict.graph, COMPARE)[0].prepend(verdict),
+            "comes before %compare_",
+        )
+        is_broken(
+            lambda verdict, _: verdict.append(verdict.graph.node_copy(verdict, lambda n: n)),
+            "2 verdicts for 1 sums and 1 updates",
+        )
+        gm = judged()
+        gm.graph.erase_node(find(gm.graph, VERDICT)[0])
+        with gm.graph.inserting_before(find(gm.graph, UPDATE)[0]):
+            gm.graph.call_function(AGREE, (_input(gm.graph, "d"), "", []))
+        with self.assertRaisesRegex(GraphInvariantError, "0 verdicts for 1 sums and 1 updates"):
             verify(gm, PLAN)
 
     def test_every_invariant_is_tested_and_in_the_readme(self):
