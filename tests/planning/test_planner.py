@@ -314,6 +314,7 @@ CHANGES = {
     "recompute": False,
     "overlap_exchanges": False,
     "exchange_group": "shared",
+    "record_routing": True,
     "regions": "off",
     "memory_budget": 0.5,
     "kept": (("u", "w"),),

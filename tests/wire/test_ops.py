@@ -165,5 +165,6 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "gather_ahead",
         "gather_next",
         "compare_",
+        "note_counts_",
     }
     assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}
