@@ -162,11 +162,11 @@ def test_artifacts_in_torchs_trace(traced):
         "000_joint_02_dedup_unshard.txt",
     ]
     assert {
-        "001_forward_13_free.txt",
+        "001_forward_14_free.txt",
         "001_forward_memory.txt",
         "002_backward_03_bucket_reduce_scatter.diff",
     } <= {*names}
-    head, payload = ours["compiled_fsdp_001_forward_13_free.txt"]
+    head, payload = ours["compiled_fsdp_001_forward_14_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (
         0,
         0,
