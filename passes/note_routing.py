@@ -78,7 +78,7 @@ def _is_count(node: Node) -> bool:
         splits = [each for given in node.args[1:3] for each in given or []]  # type: ignore[union-attr]
         if len(set(splits)) > 1:
             return False
-        sizes += splits  # type: ignore[arg-type]
+        sizes += splits
     return (
         value.dtype in WHOLE
         and all(isinstance(size, int) for size in sizes)

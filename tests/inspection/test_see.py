@@ -76,7 +76,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward verify: no change"
-    assert len(lines) == 7 + 22 + 22
+    assert len(lines) == 7 + 23 + 23
 
 
 @pytest.mark.usefixtures("fake_world")
