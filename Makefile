@@ -47,7 +47,7 @@ test-browser: $(VENV)/installed  ## the report in headless Chromium: one on the 
 	$(PY) -m pytest tests/inspection/test_report_browser.py $(ARGS)
 
 # In an environment of their own: these libraries are large, and must not change what the other tests run on.
-test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric on sharded models
+test-clients: $(VENV)-clients/installed  ## Hugging Face models, PEFT, Lightning Fabric, torchtitan on sharded models
 	$(VENV)-clients/bin/python -m pytest tests/clients tests/test_examples.py $(ARGS)
 
 soak: $(VENV)/installed  ## 2,000 steps of every kind beside the unsharded model

@@ -41,6 +41,7 @@ from .lower import lower
 from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
+from .note_routing import note_routing
 from .number_batches import number_batches
 from .outline import outline
 from .overlap_exchanges import overlap_exchanges
@@ -151,6 +152,15 @@ PIPELINE = check_order(
             consumes=("check",),
         ),
         Pass(await_verdict, Stage.HALF, (P.UPDATED, P.SUMMED_UP), P.JUDGED, is_tried=False),
+        Pass(
+            note_routing,
+            Stage.HALF,
+            (P.EXCHANGES_OVERLAPPED,),
+            P.ROUTING_NOTED,
+            is_for_all=True,
+            is_tried=False,
+            consumes=("Plan.record_routing",),
+        ),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
         Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),

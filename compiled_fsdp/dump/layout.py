@@ -130,8 +130,9 @@ class Parameter(TypedDict):
 
 class Collective(TypedDict):
     """One that a graph starts. bytes: of the full tensors; sent: what this rank sends of them;
-    both of what is expected, where only the data decides. kind: "gather", "reduce", "all_reduce", or
-    "exchange" for an all-to-all of the user's.
+    both of what is expected, where only the data decides; row: of a row of what it sends; 0 where only
+    the data decides. kind: "gather", "reduce", "all_reduce", or "exchange" for an all-to-all of the
+    user's.
     """
 
     node: str
@@ -142,6 +143,7 @@ class Collective(TypedDict):
     parameters: list[Parameter]
     bytes: int
     sent: int
+    row: int
     dtype: str
     group: str
     module: str
@@ -236,11 +238,18 @@ class Memory(Head):
 class Routed(TypedDict):
     """The rows that one of a graph's collectives, by its number, brought from each rank of its
     group, and took there: tokens, where it is for experts.
+
+    bytes: of the rows that left this rank.
+    to, of: of a dispatch whose counts were told (`Plan(record_routing=True)`), tokens by rank and, in
+        it, by expert: for the experts there, and from there for the experts here; else empty.
     """
 
     collective: int
     received: list[int]
     sent: list[int]
+    bytes: int
+    to: list[list[int]]
+    of: list[list[int]]
 
 
 class MeasuredRun(TypedDict):

@@ -5,6 +5,7 @@ Names are those of the graph, as they are: whoever shows them escapes them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -112,10 +113,18 @@ def _collective(start: Node) -> Collective:
             nbytes(start) if kind == "gather" else sum(map(nbytes, start.all_input_nodes))
         ),
         "sent": int(sent),
+        "row": _row(start),
         "dtype": str(value(start.all_input_nodes[0]).dtype).removeprefix("torch."),
         "group": group,
         "module": module_of(start),
     }
+
+
+def _row(start: Node) -> int:
+    """Bytes of a row of what a collective sends; 0 where that depends on data."""
+    sent = value(start.all_input_nodes[0])
+    sizes = [sent.element_size(), *sent.shape[1:]]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
 
 
 def _run(graph: Graph, nodes: list[Node], costs: Costs) -> Run:

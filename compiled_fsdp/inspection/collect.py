@@ -22,7 +22,7 @@ from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
 from compiled_fsdp.wire.runs import Run, all_runs
 
-from . import measured, profiles
+from . import measured, profiles, routing
 from .explanation import (
     BOTH,
     EAGER,
@@ -315,6 +315,11 @@ def _step(tree: Tree, graphs: list[GraphRecord], profile: Any, units: Sequence[U
         profiled_seconds=None if profiled is None else profiled.span.seconds,
         profiled_exposed=measured.exposed(ranges, profiled) if ranges and profiled else None,
         notes=[] if profiled is None else profiled.notes,
+        routing=(
+            routing.in_words(event for event in ranges.events if event.is_in(profiled.span))
+            if ranges and profiled
+            else ""
+        ),
     )
 
 

@@ -127,6 +127,8 @@ class Step:
     peak: above what is at rest (predicted), or when the profile began (measured).
     profiled_*: of one step of the profile, which has a length of its own: profiling costs.
     notes: what keeps that from being a whole, ordinary step.
+    routing: of a profile with `record_shapes=True`, where tokens for experts went, if graphs tell
+        (`Plan(record_routing=True)`); else "".
     """
 
     count: int
@@ -138,6 +140,7 @@ class Step:
     profiled_seconds: float | None
     profiled_exposed: float | None
     notes: list[str]
+    routing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +388,8 @@ def _step(e: Explanation) -> str:
             f"{_ms(step.profiled_exposed)} ({_share(step.profiled_exposed, step.profiled_seconds)})"
             " wait for communication"
         )
+    if step.routing:
+        lines.append(f"  routing:   {step.routing}")
     lines += [f"  ({note})" for note in (*_far_off(step), *step.notes)]
     if step.profiled_seconds is None or step.measured_peak is None:
         lines.append(

@@ -18,11 +18,12 @@ import torch
 from compiled_fsdp.torch_private.tracing import started
 
 from .check import Check, DumpError, load
+from .routing import with_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from compiled_fsdp.dump.layout import Routed
+    from .routing import Table
 
 DOING = "reading the profile"
 
@@ -89,6 +90,9 @@ class Event:
 
     pieces: of the user's all-to-all, the rows that come from each rank, and those that go to it,
         where the profile has arguments (`record_shapes=True`).
+    rows: likewise, all that it sends; 0 where that is not known.
+    experts: of one whose counts were told (`routing.py`), tokens by rank and expert: that go there,
+        and that come from there.
     """
 
     name: str
@@ -96,6 +100,8 @@ class Event:
     end: float
     thread: object
     pieces: tuple[tuple[int, ...], ...] = ()
+    rows: int = 0
+    experts: tuple[Table, Table] | None = None
 
     @property
     def seconds(self) -> float:
@@ -185,6 +191,7 @@ def of_profile(profile: Any) -> Profile:
             event.time_range.end * MICROSECOND,
             event.thread,
             _pieces(event.name, event.concrete_inputs),
+            _num_rows(event.name, event.input_shapes),
         )
         for event in found
     ]
@@ -221,10 +228,16 @@ def read_profile(path: Path) -> Profile:
         where = f"traceEvents[{index}]"
         check(event, _Range, where)
         begin = event["ts"] * MICROSECOND
-        given = event["args"].get("Concrete Inputs", []) if "args" in event else []
-        pieces = _pieces(event["name"], given)
+        args = event.get("args", {}) if event["name"] == EXCHANGE else {}
         end = begin + event["dur"] * MICROSECOND
-        known = Event(event["name"], begin, end, event.get("tid"), pieces)
+        known = Event(
+            event["name"],
+            begin,
+            end,
+            event.get("tid"),
+            _pieces(event["name"], args.get("Concrete Inputs")),
+            _num_rows(event["name"], args.get("Input Dims")),
+        )
         if event.get("cat") not in (*ON_DEVICE, *LAUNCHES):
             events.append(known)
             continue
@@ -251,11 +264,18 @@ def _pieces(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, lists)) if is_whole else ()
 
 
+def _num_rows(name: str, shapes: Any) -> int:
+    """The rows of what an all-to-all sends, by the shapes of its arguments."""
+    first = shapes[0] if name == EXCHANGE and isinstance(shapes, list) and shapes else None
+    is_known = isinstance(first, list) and first and isinstance(first[0], int)
+    return first[0] if is_known else 0  # type: ignore[index]
+
+
 def _profile(events: list[Event], kernels: list[Kernel], base: float) -> Profile:
     events.sort(key=lambda event: (event.begin, -event.end))
     kernels.sort(key=lambda kernel: kernel.event.begin)
     compiles = outermost(event for event in events if event.name.endswith(COMPILES))
-    return Profile(_outside(events, compiles), compiles, kernels, base)
+    return Profile(with_counts(_outside(events, compiles)), compiles, kernels, base)
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
@@ -280,17 +300,6 @@ def _outside(events: list[Event], compiles: list[Event]) -> list[Event]:
         event
         for event in events
         if not any(event.is_in(found) for found in of_thread.get(event.thread, ()))
-    ]
-
-
-def routed(starts: Iterable[Event]) -> list[Routed]:
-    """The rows that the user's all-to-alls among a graph's collectives moved, as far as a profile
-    has them.
-    """
-    return [
-        {"collective": index, "received": [*start.pieces[0]], "sent": [*start.pieces[1]]}
-        for index, start in enumerate(starts)
-        if start.pieces
     ]
 
 

@@ -29,6 +29,9 @@ SPLIT = torch.ops.aten.split_with_sizes.default
 UNBOUNDED = 1 << 48  # bytes: a bound that large is none
 
 _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by symbol, of a ShapeEnv
+# What follows from that for expressions: tokens of 64 ranks are a sum of as many symbols, of which
+# every price asks. Forgotten with each symbol that something becomes known of.
+_means: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 def hint(size: Any) -> int:
@@ -73,6 +76,14 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _mean(size: torch.SymInt) -> int:
+    means = _means.setdefault(size.node.shape_env, {})
+    expr = size.node.expr
+    if expr not in means:
+        means[expr] = _mean_of(size)
+    return means[expr]
+
+
+def _mean_of(size: torch.SymInt) -> int:
     env = size.node.shape_env
     known, backed = _expected.get(env, {}), _backed(env)
     values = {
@@ -109,4 +120,5 @@ def _share(total: Any, sizes: Iterable[Any]) -> None:
         else:
             rest -= hint(value)
     for symbol, env in unknown.items():
+        _means.pop(env, None)
         _expected.setdefault(env, {})[symbol] = max(0, -(-rest // len(unknown)))

@@ -32,10 +32,12 @@ them.
 | `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each rank has of each parameter |
 | `compare_(sent, received, rests, flats, ...)` | notes checksums; ranks compare them at the end of backward |
 | `verdict_(grads, sums, flat, step)` | in a whole step: ranks compare their checksums, before anything is updated |
+| `note_counts_(received, sent)` | tokens for each expert that ranks tell each other, for a profile, while one is on |
 | `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
 
 `spec` is a `compiled_fsdp.ir.spec.ParamSpec`, as text. All but `agree`, `watch_heads`, `compare_`,
-`verdict_` and `free` are functional, have fake kernels, and never alias their inputs. `unshard` is
+`verdict_`, `note_counts_` and `free` are functional, have fake kernels, and never alias their
+inputs. `unshard` is
 differentiable once; its formula is `reduce_grad`, which takes the flat buffer for its size, its
 dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
 
@@ -102,6 +104,7 @@ SCHEMAS = (
     "compare_(Tensor(a!) sent, Tensor received, Tensor[] rests, Tensor[] flats, SymInt[] counts, str "
     "collective, str phase, str[] names) -> ()",
     "verdict_(Tensor(a!)[] grads, Tensor[] sums, Tensor flat, str step) -> ()",
+    "note_counts_(Tensor(a!) received, Tensor sent) -> ()",
     "free(Tensor buffer) -> ()",
 )
 
@@ -184,6 +187,7 @@ OURS = {
     "checksum":               "0  -      -              kernel    -      no  no  -       no  no",
     "compare_":               "0  -      -              none      -      no  no  notes   no  yes",
     "verdict_":               "0  -      -              none      -      no  no  notes   no  yes",
+    "note_counts_":           "0  -      -              none      -      no  no  notes   no  yes",
     "free":                   "0  -      -              none      -      no  no  notes   no  no",
 }
 TORCHS = {
@@ -266,6 +270,7 @@ DECODE_SUM = fsdp.decode_sum.default
 CHECKSUM = fsdp.checksum.default
 COMPARE = fsdp.compare_.default
 VERDICT = fsdp.verdict_.default
+NOTE_COUNTS = fsdp.note_counts_.default
 FREE = fsdp.free.default
 EXCHANGE = c10d.all_to_all_single.default  # the user's
 

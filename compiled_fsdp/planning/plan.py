@@ -108,6 +108,9 @@ class Plan:
         gathered or reduced over too run on a second group of the same ranks, which is made when the
         graph first runs, so that tokens do not stand behind a gather; "shared": they run where the
         user says. On NCCL a group has buffers of its own on the device.
+    record_routing: whether graphs have an op more for each exchange of counts of tokens, which tells
+        profiles how many tokens go to each expert (`note_routing.py`); it reads nothing while no
+        profiler is on.
     regions: "auto": under Inductor, computation that repeats between collectives is compiled once
         and called (`outline`), which makes the time to compile grow little with the number of equal
         layers; "off": every layer is compiled by itself.
@@ -151,6 +154,7 @@ class Plan:
     recompute: bool = True
     overlap_exchanges: bool = True
     exchange_group: str = "own"
+    record_routing: bool = False
     regions: str = "auto"
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
@@ -273,7 +277,7 @@ def _check_choices(plan: Plan) -> None:
             "cannot be compared with what was sent, so gradients are exchanged and added where they "
             "arrive. Leave out one of the two"
         )
-    for name in ("recompute", "overlap_exchanges"):
+    for name in ("recompute", "overlap_exchanges", "record_routing"):
         if not isinstance(getattr(plan, name), bool):
             raise ValueError(f"Plan: {name}={getattr(plan, name)!r}; should be True or False")
 
@@ -326,6 +330,7 @@ ASKED = (
     "recompute",
     "overlap_exchanges",
     "exchange_group",
+    "record_routing",
     "regions",
     "memory_budget",
     "costs",

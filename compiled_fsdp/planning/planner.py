@@ -160,6 +160,15 @@ class Gathers:
         waits = {p.start: index for index, p in enumerate(self.rest) if p.start is not None}
         self.waits = [waits[start] for start in starts]
         self.reductions = [s for r in find_regions(graph, "reduce") for s in r.starts]
+        self._unawaited = set(self.reductions)
+        self._points = [self._flat(point) for point in self.rest]
+
+    def _flat(self, point: Point) -> tuple[float, float, Node | None]:
+        """A point as `total` reads it: its transfer, its seconds, and the start whose end it sets or
+        awaits.
+        """
+        awaited = None if point.start in self._unawaited else point.start
+        return point.transfer, point.seconds, point.node if point.transfer else awaited
 
     def play(self, places: list[int]) -> Timeline:
         """A run in which the n-th all-gather starts before the point `rest[places[n]]`."""
@@ -171,6 +180,25 @@ class Gathers:
                 following += 1
             merged.append(point)
         return simulate(merged, self.reductions)
+
+    def total(self, places: list[int]) -> float:
+        """The total of `play`, to the bit, by the arithmetic of `simulate` alone: for many trials."""
+        now = wire = 0.0
+        done: dict[Node | None, float] = {}
+        following, starts = 0, self.starts
+        for index, (transfer, seconds, start) in enumerate(self._points):
+            while following < len(places) and places[following] <= index:
+                gather = starts[following]
+                if gather.transfer:
+                    done[gather.node] = wire = max(now, wire) + gather.transfer
+                now += gather.seconds
+                following += 1
+            if transfer:
+                done[start] = wire = max(now, wire) + transfer
+            elif start in done:
+                now = max(now, done[start])
+            now += seconds
+        return max(now, *(done[start] for start in self.reductions if start in done), 0.0)
 
     def places_at(self, times: list[float], line: Timeline) -> list[int]:
         """The last points that are reached by these times: in order, before the waits, and not too
@@ -211,7 +239,7 @@ class Gathers:
         """
         line = self.play(places)
         for index, point in enumerate(self.rest):
-            if not point.transfer or point.node in self.reductions:
+            if not point.transfer or point.node in self._unawaited:
                 continue
             reached = line.reached[point.node]
             first = next(
@@ -221,8 +249,8 @@ class Gathers:
                 max(place, min(index + 1, wait)) if n >= first else place
                 for n, (place, wait) in enumerate(zip(places, self.waits, strict=True))
             ]
-            if moved != places and (tried := self.play(moved)).total <= line.total:
-                places, line = moved, tried
+            if moved != places and self.total(moved) <= line.total:
+                places, line = moved, self.play(moved)
         return places
 
     def _ends(self, line: Timeline, point: Point) -> float:

@@ -604,6 +604,12 @@ def _verdict(grads: Sequence[Tensor], sums: Sequence[Tensor], flat: Tensor, step
     owner_of(flat, "verdict_").judge(step)
 
 
+@_kernel("note_counts_")
+def _note_counts(received: Tensor, sent: Tensor) -> None:
+    """It writes nothing; that it says so keeps it where it is, as with `agree`."""
+    ranges.note_counts(sent, received)
+
+
 @_kernel("free")
 def _free(buffer: Tensor) -> None:
     """Nothing to do: the caller drops its last reference with this call, and `verify` saw that no

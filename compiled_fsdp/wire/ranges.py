@@ -17,11 +17,12 @@ from functools import cache
 import torch
 
 from compiled_fsdp.torch_private.autograd import backward_number
-from compiled_fsdp.torch_private.tracing import is_profiling
+from compiled_fsdp.torch_private.tracing import is_profiling, unprofiled
 
 OFF = nullcontext()
 SHOWN = 4  # parameters in a name
 GRAPH = "compiled_fsdp graph "  # no op, and the digest of its record
+COUNTS = "compiled_fsdp counts "  # no op, and what `note_counts` says
 
 
 def stock(name: str) -> AbstractContextManager[object]:
@@ -51,6 +52,19 @@ def mark(record: str) -> None:
     """Say in a profile which graph runs from here on."""
     if record and is_profiling():
         with torch.profiler.record_function(f"{GRAPH}{digest(record)}"):
+            pass
+
+
+def note_counts(sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Say in a profile how many tokens go from here to each expert, and come from each rank for each
+    expert here: "3 0 1 2 | 3 0 2 2".
+    """
+    if is_profiling():
+        with unprofiled():  # these ops are not the model's
+            both = torch.cat([sent.flatten(), received.flatten()]).tolist()
+        numbers = [*map(str, both)]
+        parts = " ".join(numbers[: sent.numel()]), " ".join(numbers[sent.numel() :])
+        with torch.profiler.record_function(f"{COUNTS}{' | '.join(parts)}"):
             pass
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_fsdp import fully_shard, pipeline
-from compiled_fsdp.ir.expected import SPLIT, at_most, hint
+from compiled_fsdp.ir.expected import SPLIT, _share, at_most, hint
 from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.planning.costs import nbytes
 
@@ -75,3 +75,16 @@ def test_a_size_that_cannot_be_estimated_counts_nothing() -> None:
     size, other = env.create_unbacked_symint(), env.create_unbacked_symint()
     assert hint(size) == 0
     assert hint(size // other) == 0  # nothing is known of either: no division by zero
+
+
+def test_what_is_noted_later_counts() -> None:
+    """Also of an expression that was asked for before."""
+    env = ShapeEnv()
+    here, there = env.create_unbacked_symint(), env.create_unbacked_symint()
+    assert hint(4 * (here + there)) == 0
+    _share(12, [here, there])
+    assert hint(4 * (here + there)) == 48
+    other = env.create_unbacked_symint()
+    assert hint(here + other) == 6
+    _share(5, [other])
+    assert hint(here + other) == 11

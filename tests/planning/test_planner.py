@@ -5,10 +5,12 @@ the same on every rank.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import warnings
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
@@ -45,6 +47,7 @@ from compiled_fsdp.planning.plan import Plan, current_plan, planned
 from compiled_fsdp.planning.planner import (
     AHEAD,
     REDUCTIONS,
+    Gathers,
     gather_anchors,
     program,
     simulate,
@@ -270,6 +273,16 @@ class TestSchedule:
     ):
         assert marks(scheduled(routed(matmuls), costs(1.0, transfer))) == order
 
+    @pytest.mark.parametrize("made", [chain(4), routed(3), backward(4)])
+    def test_a_total_is_that_of_the_run(self, made: GraphModule):
+        """To the bit, whatever the places: what is decided by one is what the other would decide."""
+        gathers, generator = Gathers(made.graph, costs(1.0, 1.7)), random.Random(0)
+        for _ in range(100):
+            drawn = (generator.randint(0, wait) for wait in gathers.waits)
+            places = [*accumulate(drawn, max)]
+            places = [min(pair) for pair in zip(places, gathers.waits, strict=True)]
+            assert gathers.total(places) == gathers.play(places).total
+
     def test_distances_come_before_costs(self):
         """A distance that the user set is kept, whatever the costs say."""
         machine = costs(matmul=1.0, transfer=2.0)
@@ -314,6 +327,7 @@ CHANGES = {
     "recompute": False,
     "overlap_exchanges": False,
     "exchange_group": "shared",
+    "record_routing": True,
     "regions": "off",
     "memory_budget": 0.5,
     "kept": (("u", "w"),),

@@ -166,5 +166,6 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "gather_next",
         "compare_",
         "verdict_",
+        "note_counts_",
     }
     assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}

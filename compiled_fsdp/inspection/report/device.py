@@ -12,7 +12,8 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.inspection.profiles import Event, routed
+from compiled_fsdp.inspection.profiles import Event
+from compiled_fsdp.inspection.routing import routed
 
 if TYPE_CHECKING:
     from compiled_fsdp.dump.layout import Interval, MeasuredRun, Times
@@ -105,6 +106,6 @@ class Device:
             "times": found,
             "compute": sorted(compute),
             "has_arrivals": True,
-            "routed": routed(starts[: len(graph.timeline["collectives"])]),
+            "routed": routed(starts, graph),
             "of": graph.fingerprint,
         }

@@ -32,9 +32,9 @@ from compiled_fsdp.inspection.profiles import (
     of_profile,
     outermost,
     read_profile,
-    routed,
     seconds_in,
 )
+from compiled_fsdp.inspection.routing import routed
 from compiled_fsdp.wire.ranges import GRAPH
 
 from .device import Device
@@ -392,7 +392,7 @@ def times(graph: DumpedGraph, run: Run) -> MeasuredRun:
         "times": found,
         "compute": computing(_between(busy, run.begin, total), run.ops, run.begin, graph),
         "has_arrivals": has_arrivals,
-        "routed": routed(run.starts[:number]),
+        "routed": routed(run.starts, graph),
         "of": graph.fingerprint,
     }
 

@@ -62,7 +62,7 @@ function collectiveTable(graph, run) {
   return table(columns, rows, { class: "collectives" }, (r) => (r.m ?? r.p).exposed);
 }
 
-// Rows that the user's all-to-alls moved, tokens for experts mostly: by rank where it was measured, else what is expected.
+// Rows that the user's all-to-alls moved, tokens for experts mostly: by rank and expert where it was measured, else what is expected.
 function routingTable(graph, run) {
   const routed = new Map((graph.measured?.routed ?? []).map((r) => [r.collective, r]));
   const rows = graph.timeline.collectives.map((c, n) => ({ c, n, p: run.times[n], m: graph.measured?.times[n] ?? null, r: routed.get(n) ?? null })).filter((r) => r.c.kind === "exchange");
@@ -74,11 +74,31 @@ function routingTable(graph, run) {
     { name: "module", value: (r) => ownerOf(r.c) },
     { name: "group", value: (r) => r.c.group, show: (r) => groupText(graph, r.c.group) },
     { name: "sent, expected", isNumber: true, value: (r) => r.c.sent, show: (r) => bytes(r.c.sent) },
+    ...(routed.size ? [{ name: "sent, measured", isNumber: true, value: (r) => r.r?.bytes ?? 0, show: (r) => (r.r ? bytes(r.r.bytes) : "–") }] : []),
     ...(routed.size ? [column("sent to each rank", (r) => r.r?.sent), column("received from each", (r) => r.r?.received)] : []),
     { name: graph.measured ? "exposed, measured" : "exposed, predicted", isNumber: true, value: (r) => (r.m ?? r.p).exposed, show: (r) => exposure(r.m ?? r.p) },
   ];
-  const note = graph.measured && !routed.size ? "How many rows went where is in profiles with record_shapes=True." : null;
-  return el("div", {}, el("h3", {}, "Routing"), note ? el("p", { class: "muted" }, note) : null, table(columns, rows, { class: "routing" }));
+  const told = rows.filter((r) => r.r?.to.length);
+  const note = !graph.measured ? null : !routed.size ? "How many rows went where is in profiles with record_shapes=True." : told.length ? null : "How many tokens each expert got is in profiles of graphs that were compiled with Plan(record_routing=True).";
+  return el("div", {}, el("h3", {}, "Routing"), note ? el("p", { class: "muted" }, note) : null, table(columns, rows, { class: "routing" }), told.length ? expertsTable(told) : null);
+}
+
+// Tokens of each expert, where ranks told each other how many: the experts here over all ranks that sent to them, and what this rank sent to every expert.
+function expertsTable(rows) {
+  const here = (r) => r.r.of[0].map((_, expert) => sum(r.r.of.map((counts) => counts[expert])));
+  const skew = (counts) => (Math.max(...counts) * counts.length) / Math.max(1, sum(counts));
+  const counts = (group, name, pick) => [
+    { group, name, isNumber: true, value: (r) => sum(pick(r).flat()), show: (r) => el("details", {}, el("summary", {}, `${sum(pick(r).flat())}`), pick(r).map((list) => (Array.isArray(list) ? list.join(", ") : list)).join(Array.isArray(pick(r)[0]) ? " | " : ", ")) },
+    { group, name: "busiest, times the mean", isNumber: true, value: (r) => skew(pick(r).flat()), show: (r) => skew(pick(r).flat()).toFixed(2) },
+  ];
+  const columns = [
+    { name: "#", isNumber: true, value: (r) => r.n },
+    { name: "module", value: (r) => ownerOf(r.c) },
+    ...counts("tokens, measured", "of the experts here, by expert", here),
+    ...counts("tokens, measured", "sent, by rank | and expert", (r) => r.r.to),
+    ...counts("tokens, measured", "received, by rank | and expert here", (r) => r.r.of),
+  ];
+  return el("div", {}, el("h3", {}, "Experts"), table(columns, rows, { class: "experts" }));
 }
 
 // Which parameters share a collective; a bar has a piece for each, as wide as its bytes, and changes shade with the unit.
