@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened, warn_once
@@ -27,12 +28,14 @@ from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 
 from .parts import check_ahead_bytes, check_one_by_one, step_part
+from .scaling import Scaling
 from .warmup import sharded_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.amp import GradScaler
 
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
@@ -56,7 +59,8 @@ def compile_step(
     reduce_once: bool = False,
     max_ahead_bytes: int = MAX_AHEAD_BYTES,
     keep_grads: bool = False,
-    scaler: object = None,
+    scaler: GradScaler | None = None,
+    schedule: LRScheduler | None = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
 ) -> Step:
@@ -66,10 +70,13 @@ def compile_step(
     The ordinary loop is
 
         loss = loss_fn(model, *batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # if there is one
-        optimizer.step()
+        scaler.scale(loss).backward()                             # each if there is one
+        scaler.unscale_(optimizer)                                # with clip
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)                                    # or optimizer.step()
+        scaler.update()
         optimizer.zero_grad()
+        schedule.step()
 
     With `accumulate=n` it is `loss = step(batches)`, of a list of n batches, and the gradients are
     those of the mean of their losses: `(loss_fn(model, *batch) / n).backward()` for each batch in
@@ -103,7 +110,11 @@ def compile_step(
             foreach op: that raises from the next step.
         keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
             step.
-        scaler: a `GradScaler`; not there yet.
+        scaler: a `torch.amp.GradScaler` or `ShardedGradScaler`. Gradients are checked, on all ranks,
+            and unscaled in the graph; a step with an inf or NaN is left out on every rank. The scale
+            and its state dict are the scaler's own.
+        schedule: a learning rate scheduler of the optimizer, stepped after every step, also one that
+            the scaler leaves out.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
@@ -122,25 +133,29 @@ def compile_step(
             would not be called.
     """
     units = [state.unit for state in sharded_below(model, "compile_step")]
-    _check_arguments(clip, accumulate, scaler, backend)
+    _check_arguments(clip, accumulate, backend)
     for name, value in (("reduce_once", reduce_once), ("keep_grads", keep_grads)):
         if not isinstance(value, bool):
             raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
     _check_units(units, optimizer, clip)
     check_one_by_one(optimizer, "compile_step")
+    _check_schedule(schedule, optimizer)
+    scaling = Scaling.of(scaler, optimizer, units, clips=clip is not None)
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
+        **({} if scaling is None else scaling.wanted()),
     }
     step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
     step.keeps_grads = keep_grads
+    step.scaling, step.schedule = scaling, schedule
     return step
 
 
-def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
+def _check_arguments(clip: object, accumulate: object, backend: object) -> None:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
@@ -148,14 +163,24 @@ def _check_arguments(clip: object, accumulate: object, scaler: object, backend: 
         raise ValueError(
             f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
         )
-    if scaler is not None:
-        raise NotImplementedError(
-            f"compile_step: scaler={type(scaler).__name__}; scaled gradients are not supported in "
-            "the graph of a whole step yet. Train in bfloat16, or write the loop with "
-            "scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()"
-        )
     if backend not in BACKENDS:
         raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
+
+
+def _check_schedule(schedule: object, optimizer: optim.Optimizer) -> None:
+    if schedule is None:
+        return
+    if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
+        raise TypeError(
+            f"compile_step: schedule={type(schedule).__name__}; should be a learning rate scheduler "
+            "whose step takes no argument (ChainedScheduler or SequentialLR for several). Call what "
+            "else there is behind the compiled step"
+        )
+    if schedule.optimizer is not optimizer:
+        raise ValueError(
+            f"compile_step: schedule={type(schedule).__name__} is of another optimizer than the "
+            f"{type(optimizer).__name__} that was given. Build it with this one"
+        )
 
 
 def _check_units(units: list[Unit], optimizer: optim.Optimizer, clip: float | None) -> None:
@@ -184,7 +209,12 @@ class Step:
     num_batches: micro-batches of each step.
     is_running: whether a step is being taken.
     keeps_grads: whether parameters keep their gradients until the next step.
+    scaling: of losses and gradients, if there is a scaler.
+    schedule: stepped behind each step.
     """
+
+    scaling: Scaling | None = None
+    schedule: LRScheduler | None = None
 
     def __init__(
         self,
@@ -217,6 +247,11 @@ class Step:
         def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
             return tuple(loss_of(*batch) / len(batches) for batch in batches)
 
+        plain = whole_step if self.num_batches == 1 else of_batches
+
+        def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
+            return scale.double().reciprocal().float(), plain(*batch, **more)
+
         wanted = {
             **wanted,
             "name": self.name,
@@ -224,7 +259,7 @@ class Step:
             "units": tuple(unit.key for unit in units),
         }
         self._run: Callable[..., Any] = torch.compile(
-            _own(whole_step if self.num_batches == 1 else of_batches, self.name),
+            _own(scaled if wanted.get("is_scaled") else plain, self.name),
             backend=backend,
             fullgraph=True,
             dynamic=dynamic,
@@ -256,9 +291,10 @@ class Step:
     def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
         self._updated.clear()
+        given = () if self.scaling is None else (self.scaling.begin(),)
         try:
             with torch.enable_grad():
-                loss = self._run(*batch, **more)
+                loss = self._run(*given, *batch, **more)
         except Exception as error:
             self._explain(error)
             raise
@@ -267,8 +303,12 @@ class Step:
                 "compile_step: the loss depends on no parameter that is trained, so nothing was "
                 "updated. Let loss_fn return a loss of the model's output, and train a parameter"
             )
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
+        if self.scaling is None or self.scaling.end():
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
         optimizer_steps.ended(self.optimizer)
+        if self.schedule is not None:
+            self.schedule.step()
+        loss = loss if self.scaling is None else loss[1]
         losses = loss if isinstance(loss, tuple) else (loss,)
         mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
         return mean
@@ -362,16 +402,30 @@ class Step:
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
                 )
 
-    def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
+    def _update(
+        self,
+        flat: FlatBuffer,
+        flat_grad: Tensor,
+        params: Sequence[ShardedParam],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Called by a graph: update these parameters, whose gradients are reduced (unscaled, and
+        clipped), unless some gradient of the model is inf or NaN.
+        """
         flat.settle()
+        given: dict[str, Any] = {}
+        skips = False
+        if self.scaling is not None and found_inf is not None:
+            skips, given = self.scaling.skips(found_inf), self.scaling.given()
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used
         for param in params:
             param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
         try:
-            step_part(self.optimizer, type(self.optimizer), {id(p.sharded) for p in params})
+            if not skips:
+                ids = {id(p.sharded) for p in params}
+                step_part(self.optimizer, type(self.optimizer), ids, **given)
             self._updated[flat] = None
         finally:
             for param in params:

@@ -14,7 +14,7 @@ them.
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
-| `update_(flat_grad, flat, offsets, step)` | the optimizer of a whole step updates these parameters, and drops their gradient |
+| `update_(flat_grad, flat, offsets, step, found_inf)` | the optimizer of a whole step updates these, unless `found_inf` is 1 |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `gather_next(flat, start, ...)` | the same all-gather for the next step, once the buffer is updated; the unit keeps it under way |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
@@ -79,7 +79,8 @@ SCHEMAS = (
     "Tensor",
     f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
-    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
+    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
+    "-> ()",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
     "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt group_size, "

@@ -221,12 +221,14 @@ class FlatBuffer:
             if not self.unit.on_reduced(self, flat_grad, params):
                 self.accumulate_grad(flat_grad, params)
 
-    def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
+    def update(
+        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+    ) -> None:
         """See `ops.Owner`."""
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.unit.on_update[step](self, flat_grad, params)
+            self.unit.on_update[step](self, flat_grad, params, found_inf)
 
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
         """See `ops.Owner`."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from .gathers import Gather
 
-    OnReduced = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], object]
+    OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
 
 _unit_numbers = itertools.count()
 
@@ -100,7 +100,7 @@ class Unit:
         # were used up.
         self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called with gradients that the graph of a whole step has reduced, by the step's name.
-        self.on_update: dict[str, OnReduced] = {}
+        self.on_update: dict[str, OnUpdate] = {}
         # Called when a backward keeps gradients of a buffer for a later one.
         self.on_kept: Callable[[FlatBuffer], None] = _nothing_of
         # Called when a module of another unit holds one of its parameters too.

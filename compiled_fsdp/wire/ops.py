@@ -79,8 +79,12 @@ class Owner(unused_outputs.Buffer, Protocol):
         or kept for the optimizer.
         """
 
-    def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
-        """Reduced gradients of these, for the optimizer of the whole step of this name."""
+    def update(
+        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+    ) -> None:
+        """Reduced gradients of these, for the optimizer of the whole step of this name; `found_inf`
+        is 1 if gradients are scaled and some is inf or NaN.
+        """
 
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
         """Checksums [P] of what the buffer holds of these, while they are gathered."""
@@ -295,8 +299,14 @@ def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
 
 
 @_kernel("update_")
-def _update(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int], step: str) -> None:
-    owner_of(flat, "update_").update(flat_grad, offsets, step)
+def _update(
+    flat_grad: Tensor,
+    flat: Tensor,
+    offsets: Sequence[int],
+    step: str,
+    found_inf: Tensor | None = None,
+) -> None:
+    owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
 
 
 @_kernel("gather_ahead")
