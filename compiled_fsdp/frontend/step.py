@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
-from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 
 from .parts import check_ahead_bytes, check_one_by_one, step_part
@@ -72,7 +71,7 @@ def compile_step(
         loss = loss_fn(model, *batch)
         scaler.scale(loss).backward()                             # each if there is one
         scaler.unscale_(optimizer)                                # with clip
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # FSDP1: model.clip_grad_norm_
         scaler.step(optimizer)                                    # or optimizer.step()
         scaler.update()
         optimizer.zero_grad()
@@ -138,7 +137,7 @@ def compile_step(
         if not isinstance(value, bool):
             raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
-    _check_units(units, optimizer, clip)
+    _check_units(units, optimizer, clip, is_scaled=scaler is not None)
     check_one_by_one(optimizer, "compile_step")
     _check_schedule(schedule, optimizer)
     scaling = Scaling.of(scaler, optimizer, units, clips=clip is not None)
@@ -183,12 +182,12 @@ def _check_schedule(schedule: object, optimizer: optim.Optimizer) -> None:
         )
 
 
-def _check_units(units: list[Unit], optimizer: optim.Optimizer, clip: float | None) -> None:
-    if any(unit.is_flat for unit in units):
-        raise NotImplementedError(
-            "compile_step: flat parameters of FullyShardedDataParallel are not supported yet. Use "
-            f"fully_shard. {LOOP}"
-        )
+def _check_units(
+    units: list[Unit], optimizer: optim.Optimizer, clip: float | None, *, is_scaled: bool
+) -> None:
+    for unit in units:
+        if why := unit.why_not_in_step(changes_grads=clip is not None or is_scaled):
+            raise NotImplementedError(f"compile_step: {unit.name}: {why}, or: {LOOP}")
     parallel = [p.fqn for unit in units for p in unit.params if p.full is not None]
     if clip is not None and parallel:
         raise NotImplementedError(
@@ -273,8 +272,13 @@ class Step:
 
     def _names(self, model: nn.Module) -> list[str]:
         """The names of all sharded parameters, in the order in which the model yields them."""
-        owners = {id(p.sharded): p.fqn for unit in self._units for p in unit.params}
-        return [owners[id(p)] for p in model.parameters() if id(p) in owners]
+        owners = {id(held): p.fqn for p, held in self._held()}
+        found = (owners[id(p)] for p in model.parameters() if id(p) in owners)
+        return list(dict.fromkeys(found))
+
+    def _held(self) -> list[tuple[ShardedParam, nn.Parameter]]:
+        """All parameters, and what the optimizer may hold of each."""
+        return [(p, held) for unit in self._units for p in unit.params for held in p.held_as]
 
     @untraced
     def __call__(self, *batch: Any, **more: Any) -> Tensor:
@@ -336,7 +340,7 @@ class Step:
         """
         for flat in [flat for unit in self._units for flat in unit.flats if flat.ahead]:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(p.sharded) in held for p in flat.params):
+            if any(id(each) in held for p in flat.params for each in p.held_as):
                 flat.drop_ahead()
 
     def _explain(self, error: Exception) -> None:
@@ -374,29 +378,29 @@ class Step:
                 f"compile_step: step of this {name} was replaced, and a whole step does not call "
                 f"it. Leave it as it is. {LOOP}"
             )
-        params = [p for unit in self._units for p in unit.params]
+        params = self._held()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {id(p.sharded): p.fqn for p in params if p.sharded.requires_grad and p.owners}
+        trained = {id(own): p.fqn for p, own in params if own.requires_grad and p.owners}
         if missing := [fqn for key, fqn in trained.items() if key not in held]:
             raise ValueError(
                 f"compile_step: the {name} does not hold {shortened(missing)}, which the model "
                 "trains. Give it all of model.parameters(), or freeze what is not to be trained"
             )
-        if strange := len(held - {id(p.sharded) for p in params}):
+        if strange := len(held - {id(own) for _, own in params}):
             raise ValueError(
                 f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
                 f"model's units, which a whole step does not update. {LOOP}"
             )
         kept, self._kept = self._kept, {}
-        for p in params:
-            if p.sharded in kept and _state(p.sharded.grad) == kept[p.sharded]:
-                p.sharded.grad = None
-            if p.sharded.grad is not None:
+        for p, own in params:
+            if own in kept and _state(own.grad) == kept[own]:
+                own.grad = None
+            if own.grad is not None:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
                     "would not add to. Call optimizer.zero_grad() before"
                 )
-            if p.sharded._backward_hooks or p.sharded._post_accumulate_grad_hooks:
+            if own._backward_hooks or own._post_accumulate_grad_hooks:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has hooks on its gradient, which would not be called: "
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
@@ -420,19 +424,17 @@ class Step:
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used
-        for param in params:
-            param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        flat.show_grad(flat_grad, params)
+        held = [each for param in params for each in param.held_as]
         try:
             if not skips:
-                ids = {id(p.sharded) for p in params}
-                step_part(self.optimizer, type(self.optimizer), ids, **given)
+                step_part(self.optimizer, type(self.optimizer), {id(p) for p in held}, **given)
             self._updated[flat] = None
         finally:
-            for param in params:
-                if self.keeps_grads and param.sharded.grad is not None:
-                    self._kept[param.sharded] = _state(param.sharded.grad)
-                else:
-                    param.sharded.grad = None
+            if self.keeps_grads:
+                self._kept.update((p, _state(p.grad)) for p in held if p.grad is not None)
+            else:
+                flat.drop_grad(params)
 
 
 def _state(grad: Tensor | None) -> tuple[int, int]:

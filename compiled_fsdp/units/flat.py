@@ -320,6 +320,16 @@ class FlatBuffer:
             for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(param.sharded)
 
+    def show_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """Let `.grad` of these, which have none, be views of a reduced flat gradient; no hooks."""
+        for param in params:
+            self._accumulate_one(param, self.local_view(flat_grad, param))
+
+    def drop_grad(self, params: Sequence[ShardedParam]) -> None:
+        """Let these have no gradient."""
+        for param in params:
+            param.sharded.grad = None
+
     def _accumulate_one(self, param: ShardedParam, view: Tensor) -> None:
         if param.sharded.grad is None:
             param.sharded.grad = make_dtensor(view, param.sharded)

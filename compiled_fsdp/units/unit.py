@@ -151,6 +151,12 @@ class Unit:
             (*self.modules, *(module for param in self.params for module, _ in param.owners))
         )
 
+    def why_not_in_step(self, *, changes_grads: bool) -> str:
+        """Why no graph of a whole step can have it; "" if one can. changes_grads: whether the graph
+        scales gradients.
+        """
+        return ""
+
     def in_use(self) -> set[nn.Module]:
         """The modules from which a forward can come to the unit's parameters; not those that a
         user has taken out of the model (`model.b = model.a`).
