@@ -35,7 +35,8 @@ are those of a loop, which comes to the first micro-batch first.
 
 Requires: a joint graph whose last outputs before the gradients are the losses of the micro-batches.
 Ensures: parameters that forward drops are gathered, and gradients reduced, for one micro-batch
-    each. Parameters that stay from forward to backward are gathered once for all.
+    each. Parameters that stay from forward to backward, and those that a budget keeps, are gathered
+    once for all.
 Leaves alone: graphs of one micro-batch. A sum with a term that is not a reduction.
 """
 
@@ -81,7 +82,7 @@ def number_batches(gm: GraphModule, plan: Plan) -> GraphModule:
     batch = batches_of(gm.graph, losses_of(gm.graph, context.batches), ones)
     for node in find(gm.graph, UNSHARD):
         spec = param_spec(node)
-        if spec.reshard != "keep":
+        if spec.reshard != "keep" and (spec.unit, spec.fqn) not in plan.kept:
             set_param_spec(node, replace(spec, batch=batch[node]))
     for root in {sum_root(node): None for node in find(gm.graph, REDUCE_GRAD)}:
         leaves = sum_leaves(root)

@@ -91,19 +91,13 @@ class WholeStep:
         wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
         return None if wanted is None else cls(**wanted)
 
-    def check(self, joint: GraphModule, plan: Plan) -> None:
+    def check(self, joint: GraphModule) -> None:
         """Check that a joint graph is one of this step.
 
         Raises:
             NotImplementedError: it is not; the text says what to write instead.
         """
         _tangents(joint.graph, self.batches)
-        if self.batches > 1 and plan.memory_budget is not None:
-            raise NotImplementedError(
-                f"compile_step: accumulate={self.batches} with Plan(memory_budget="
-                f"{plan.memory_budget}): budgets do not know several micro-batches yet. Say what is "
-                "to stay gathered by reshard_after_forward, and leave the budget out"
-            )
 
 
 def stitch(
