@@ -43,7 +43,7 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.spec import AGAIN, NEXT
 
-from .clip import FlatGrad, clipped
+from .clip import FlatGrad, MeshAxes, clipped
 from .scaling import found_inf, scaled_one, unscaled
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class WholeStep:
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: the names of all parameters, in the order in which their norms are put together.
+    mesh: of parameters that are tensor-parallel, if there are any.
     units: of the model, by what they are called in graphs.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
@@ -77,6 +78,7 @@ class WholeStep:
     name: str
     clip: float | None = None
     order: tuple[str, ...] = ()
+    mesh: MeshAxes | None = None
     units: tuple[str, ...] = ()
     batches: int = 1
     reduces_once: bool = False
@@ -89,7 +91,10 @@ class WholeStep:
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
         """From the options of a backend; None if they are not about a whole step."""
         wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
-        return None if wanted is None else cls(**wanted)
+        if wanted is None:
+            return None
+        mesh = MeshAxes(*wanted["mesh"]) if wanted.get("mesh") else None
+        return cls(**{**wanted, "mesh": mesh})
 
     def check(self, joint: GraphModule) -> None:
         """Check that a joint graph is one of this step.
@@ -190,6 +195,7 @@ def _update(
     if inverse is not None:
         specs = [spec for grad in grads for spec in grad.specs]
         groups = {spec.group: spec.group_size for spec in specs}
+        groups |= {} if step.mesh is None else dict(step.mesh.axes)
         name, size = step.scaler_group
         if size > max(groups.values()):
             groups[name] = size
@@ -198,7 +204,7 @@ def _update(
         updated = unscaled(run, updated, inverse)
     if step.clip is not None:
         to_clip = [grad._replace(node=node) for node, grad in zip(updated, grads, strict=True)]
-        updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused)
+        updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused, mesh=step.mesh)
     for node, grad in zip(updated, grads, strict=True):
         Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name, *told)
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import weakref
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn, optim
@@ -25,6 +25,7 @@ from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
+from compiled_fsdp.torch_private.groups import common_name
 
 from .parts import check_ahead_bytes, check_one_by_one, step_part
 from .scaling import Scaling
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.amp import GradScaler
+    from torch.distributed.tensor import DTensor
 
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
@@ -147,6 +149,7 @@ def compile_step(
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
         **({} if scaling is None else scaling.wanted()),
+        **({"mesh": _mesh_of(units)} if clip is not None or scaling is not None else {}),
     }
     step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
     step.keeps_grads = keep_grads
@@ -188,17 +191,47 @@ def _check_units(
     for unit in units:
         if why := unit.why_not_in_step(changes_grads=clip is not None or is_scaled):
             raise NotImplementedError(f"compile_step: {unit.name}: {why}, or: {LOOP}")
-    parallel = [p.fqn for unit in units for p in unit.params if p.full is not None]
-    if clip is not None and parallel:
-        raise NotImplementedError(
-            f"compile_step: clip={clip!r}, and parameters are tensor-parallel ({shortened(parallel)}): "
-            f"the norm over a second mesh is not supported yet. Leave clip out, or: {LOOP}"
-        )
     if hasattr(optimizer, "_fsdp_overlap") or any(unit.settings.overlap for unit in units):
         raise ValueError(
             "compile_step: the model has an optimizer that overlaps already (overlap_optimizer). A "
             "whole step does all of that; call one of the two"
         )
+
+
+def _mesh_of(units: list[Unit]) -> tuple[Any, ...]:
+    """The axes that cut parameters that are tensor-parallel, and which of them are cut by which; see
+    `compiler/clip.py`; empty if there are none.
+
+    Raises:
+        NotImplementedError: they do not lie on one mesh.
+    """
+    parallel = [
+        (p, cast("DTensor", p.sharded)) for unit in units for p in unit.params if p.full is not None
+    ]
+    if not parallel:
+        return ()
+    mesh = parallel[0][1].device_mesh
+    names = [common_name(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)]
+    strange = [p.fqn for p, sharded in parallel if sharded.device_mesh != mesh]
+    for unit in units:
+        own = common_name(unit.mesh_info.shard_group.group_name)
+        strange += [p.fqn for p in unit.params if p.full is None and own not in names]
+    if strange:
+        raise NotImplementedError(
+            f"compile_step: {shortened(strange)} lie on another mesh than {parallel[0][0].fqn}, which "
+            f"is tensor-parallel on {mesh}: norms and checks over several such meshes are not "
+            f"supported. Cut all parameters by axes of one mesh, or: {LOOP}"
+        )
+    cut = tuple(
+        (
+            p.fqn,
+            tuple(n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()),
+        )
+        for p, s in parallel
+    )
+    used = {name for _, by in cut for name in by}
+    axes = tuple((name, mesh.size(i)) for i, name in enumerate(names) if name in used)
+    return axes, cut
 
 
 class Step:
