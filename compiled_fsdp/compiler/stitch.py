@@ -31,7 +31,7 @@ from compiled_fsdp.ir.graph import (
     sum_leaves,
     value,
 )
-from compiled_fsdp.ir.meta import forget_heads, returned, set_returned, take_over
+from compiled_fsdp.ir.meta import forget_heads, places_of, returned, set_returned, take_over
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
     TO_LOWER,
@@ -130,7 +130,8 @@ def stitch(
     set_returned(end, pairs[:num_outputs])
     kept = _gathered_last(graph, plan)
     tangents = _tangents(backward.graph, step.batches)
-    inverse = pairs[num_outputs - step.batches - 1][0] if step.is_scaled else None
+    places = places_of(tangents, end, num_outputs)
+    inverse = pairs[places[0] - 1][0] if step.is_scaled else None
     into.update({tangent: _one(tangent, end, inverse) for tangent in tangents})
     _copy_nodes(backward, forward, into, kept)
     for node in find(graph, *TO_LOWER):
@@ -149,7 +150,7 @@ def stitch(
         )
     _update(end, grads, step, inverse, is_fused=is_fused)
     if step.batches > 1:
-        losses = [node for node, _ in pairs[num_outputs - step.batches : num_outputs] if node]
+        losses = [node for node in (pairs[place][0] for place in places) if node]
         _backwards_behind_forwards(graph, losses, [into[tangent] for tangent in tangents])
     nothing = _without_nodes(backward)
     for node in placeholders(graph):

@@ -171,6 +171,19 @@ def returned(output: Node) -> list[tuple[Node | None, object]]:
     return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
 
 
+def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[int]:
+    """Where among the outputs of a graph the values stand whose gradients these inputs are: the
+    function that was captured returns them, and behind them, buffers that it has assigned.
+
+    num_outputs: of hand-written graphs, which do not say, they are the last of so many.
+    """
+    wanted = [getattr(tangent.meta.get("desc"), "output", None) for tangent in tangents]
+    if None in wanted:
+        return [*range(num_outputs - len(tangents), num_outputs)]
+    kinds = [kind for _, kind in returned(output)]
+    return [kinds.index(kind) for kind in wanted]
+
+
 def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:
     """Let a graph return something else."""
     output.args = ([node for node, _ in pairs],)
