@@ -381,6 +381,13 @@ class Step:
         inner = error_of_backend(error)
         if isinstance(inner, NotImplementedError):
             raise inner from None
+        if self.num_batches > 1 and "modified by an inplace operation" in str(inner):
+            raise NotImplementedError(
+                f"compile_step: accumulate={self.num_batches}, and forward writes in place to what "
+                "backward needs of a micro-batch before: in the graph all forwards are captured "
+                "before the backwards, in the loop each backward comes before the next forward. Write "
+                f"behind the step, or leave accumulate out. {LOOP}"
+            ) from error
         if why := why_no_graph(error):
             raise NotImplementedError(
                 f"compile_step: the model with its loss is not one graph: {why}. Make it one "
@@ -412,18 +419,7 @@ class Step:
                 f"it. Leave it as it is. {LOOP}"
             )
         params = self._held()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {id(own): p.fqn for p, own in params if own.requires_grad and p.owners}
-        if missing := [fqn for key, fqn in trained.items() if key not in held]:
-            raise ValueError(
-                f"compile_step: the {name} does not hold {shortened(missing)}, which the model "
-                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
-            )
-        if strange := len(held - {id(own) for _, own in params}):
-            raise ValueError(
-                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
-                f"model's units, which a whole step does not update. {LOOP}"
-            )
+        self._check_params(params)
         kept, self._kept = self._kept, {}
         for p, own in params:
             if own in kept and _state(own.grad) == kept[own]:
@@ -438,6 +434,27 @@ class Step:
                     f"compile_step: {p.fqn} has hooks on its gradient, which would not be called: "
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
                 )
+
+    def _check_params(self, params: list[tuple[ShardedParam, nn.Parameter]]) -> None:
+        """Check that the optimizer holds what the model trains, and nothing else."""
+        optimizer = self.optimizer
+        name = type(optimizer).__name__
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [p for p, own in params if own.requires_grad and p.owners and id(own) not in held]
+        if missing:
+            used = set().union(*(unit.in_use() for unit in self._units))
+            missing = [p for p in missing if p.is_held_in(used)]  # not if taken out of the model
+        if missing:
+            names = shortened([p.fqn for p in missing])
+            raise ValueError(
+                f"compile_step: the {name} does not hold {names}, which the model "
+                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
+            )
+        if strange := len(held - {id(own) for _, own in params}):
+            raise ValueError(
+                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
+                f"model's units, which a whole step does not update. {LOOP}"
+            )
 
     def _update(
         self,

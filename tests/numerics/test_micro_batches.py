@@ -238,6 +238,15 @@ def refused() -> None:
     one_of_two = made(lambda model, x, trains=True: model(x).mean() if trains else x.mean())
     with pytest.raises(RuntimeError, match="depends on no parameter"):
         one_of_two(x, trains=False)
+    count = torch.zeros(4)
+
+    def counted(model: Any, x: Any) -> Any:
+        count.add_(1)
+        return (model(x) * count).square().mean()
+
+    with pytest.raises(NotImplementedError, match="accumulate=2, and forward writes in place"):
+        made(counted, accumulate=2)([x, x])
+    assert made(counted)(x) > 0
     step = made(lambda m, x, trains=True: m(x).mean() if trains else x.mean(), accumulate=2)
     with pytest.raises(NotImplementedError, match="should be one for each micro-batch, the loss"):
         step([x, (x, False)])
