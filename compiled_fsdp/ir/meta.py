@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
+_RETURNED = "fsdp_returned"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -180,8 +181,15 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
     wanted = [getattr(tangent.meta.get("desc"), "output", None) for tangent in tangents]
     if None in wanted:
         return [*range(num_outputs - len(tangents), num_outputs)]
-    kinds = [kind for _, kind in returned(output)]
+    kinds = output.meta.get(_RETURNED) or [kind for _, kind in returned(output)]
     return [kinds.index(kind) for kind in wanted]
+
+
+def note_returned(output: Node, kinds: Sequence[object]) -> None:
+    """Keep for `places_of` what the first outputs are: torch forgets it where it splits a graph with
+    random numbers.
+    """
+    output.meta[_RETURNED] = list(kinds)
 
 
 def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:
