@@ -1,18 +1,20 @@
 """Clipping by the global norm of all gradients, as nodes of the graph of a whole step: what
 `torch.nn.utils.clip_grad_norm_` computes, op by op.
 
-    %n = cat([vector_norm(%g0), vector_norm(%g1), ...])              # of this rank's shards
+    %n = cat([shard_norms(%flat_grad, %flat, offsets), ...])         # of this rank's shards
     %s = wait(all_reduce(pow(%n, 2), "sum"))
     %t = vector_norm(pow(%s, 0.5))                                   # the global norm
     %c = minimum(mul(reciprocal(add(%t, 1e-6)), clip), 1)
     %g = mul(%flat_grad, %c)                                         # of each flat gradient
 
-A shard is read with the zeros that fill it up, so that the graph is the same on every rank.
+The unit reads each shard without the zeros that fill it up, as the loop does: they would change the
+order of additions, and the graph is the same on every rank. For a compiler the norms are nodes
+(`vector_norm(%g)`), and it reads the zeros too: its last bits are its own in any case.
 
 With tensor parallelism the norms of all parameters are put together over one axis of the mesh after
 the other, as DTensor does it; one that an axis does not cut is divided by the root of its size:
 
-    %n = cat([vector_norm(%g0), div(vector_norm(%g1), sqrt(2))])     # %g1 is whole on axis "tp"
+    %n = cat([%norm0, div(%norm1, sqrt(2))])                         # %g1 is whole on axis "tp"
     %s = pow(wait(all_reduce(pow(%n, 2), "sum", "dp")), 0.5)
     %s = pow(wait(all_reduce(pow(%s, 2), "sum", "tp")), 0.5)
     %t = vector_norm(%s)
@@ -27,6 +29,7 @@ import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import value
+from compiled_fsdp.ir.schema import SHARD_NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,12 +87,15 @@ def clipped(
     """
     norm = _fused_norm if is_fused else _norm
     place = {name: i for i, name in enumerate(order)}
-    shards = [(place[spec.fqn], grad.node, spec) for grad in grads for spec in grad.specs]
+    own_norms = _fused_norms if is_fused else _norms
+    shards = [
+        (place[spec.fqn], own, spec)
+        for grad in grads
+        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True)
+    ]
     cut = {} if mesh is None else dict(mesh.cut)
     norms: dict[tuple[tuple[str, int], ...], list[Node]] = {}
-    for _, node, spec in sorted(shards, key=lambda shard: shard[0]):
-        shard = run(aten.slice.Tensor, node, 0, spec.offset, spec.offset + spec.shard_numel)
-        own = norm(run, shard)
+    for _, own, spec in sorted(shards, key=lambda shard: shard[0]):
         axes = ((spec.group, spec.group_size),) if mesh is None else mesh.axes
         if mesh is not None:
             for group, size in axes:
@@ -118,6 +124,16 @@ def clipped(
             own = run(comm.CONVERT, factor, dtype)
         scaled.append(run(aten.mul.Tensor, grad.node, own))
     return scaled
+
+
+def _norms(run: Builder, grad: FlatGrad) -> list[Node]:
+    found = run(SHARD_NORMS, grad.node, grad.flat, grad.offsets)
+    return [run(aten.slice.Tensor, found, 0, i, i + 1) for i in range(len(grad.offsets))]
+
+
+def _fused_norms(run: Builder, grad: FlatGrad) -> list[Node]:
+    ends = [(spec.offset, spec.offset + spec.shard_numel) for spec in grad.specs]
+    return [_fused_norm(run, run(aten.slice.Tensor, grad.node, 0, *each)) for each in ends]
 
 
 def _norm(run: Builder, x: Node) -> Node:

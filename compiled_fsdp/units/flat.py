@@ -230,6 +230,12 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_update[step](self, flat_grad, params, found_inf)
 
+    def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
+        """See `ops.Owner`."""
+        params = {p.layout.offset: p for p in self.params}
+        views = [self.local_view(flat_grad, params[offset]) for offset in offsets]
+        return torch.stack(list(torch._foreach_norm(views, 2)))
+
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
         """See `ops.Owner`."""
         known = [p.fqn for p in self.params]

@@ -86,6 +86,9 @@ class Owner(unused_outputs.Buffer, Protocol):
         is 1 if gradients are scaled and some is inf or NaN.
         """
 
+    def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
+        """2-norms [N] of this rank's parts of these gradients, each without its padding."""
+
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> None:
         """Checksums [P] of what the buffer holds of these, while they are gathered."""
 
@@ -307,6 +310,16 @@ def _update(
     found_inf: Tensor | None = None,
 ) -> None:
     owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+
+
+@_kernel("shard_norms")
+def _shard_norms(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> Tensor:
+    return owner_of(flat, "shard_norms").norms(flat_grad, offsets)
+
+
+@_fake("shard_norms")
+def _shard_norms_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> Tensor:
+    return flat_grad.new_empty(len(offsets))
 
 
 @_kernel("gather_ahead")

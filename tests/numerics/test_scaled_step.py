@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from compiled_fsdp import compile_step, explain, fully_shard
+from compiled_fsdp import compile_step, explain, fully_shard, planned
 from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Shift(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(10))
+        self.register_buffer("mean", torch.zeros(9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = self.mean * 0.9 + x.detach().float().mean(0)
@@ -66,7 +67,7 @@ def trained(
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), Shift(), nn.Linear(10, 4))
+    model = nn.Sequential(nn.Linear(6, 9), Shift(), nn.Linear(9, 3))
     for unit in (model[0], model):
         fully_shard(unit, **policy)
     params = list(model.parameters())
@@ -128,7 +129,10 @@ def compare() -> None:
         {"clip": 0.05, "optimizer": "adamw_fused", "settings": ODD},
     ):
         wanted = trained(whole=False, **more)  # type: ignore[arg-type]
-        check_equal(trained(whole=True, **more), wanted, f"scaled, {more}")  # type: ignore[arg-type]
+        apart = "clip" not in more  # with a gather for each unit, the next step's start ahead
+        with planned(bucket_bytes=0) if apart else nullcontext():
+            found = trained(whole=True, **more)  # type: ignore[arg-type]
+        check_equal(found, wanted, f"scaled, {more}")
 
 
 def test_numbers(two: Pool) -> None:

@@ -221,8 +221,7 @@ def is_read_once(script: Script) -> bool:
         and " = model." not in rest
     )
     is_once = is_once and rest.count("model(") <= 1 and rest.count("backward(") <= 1
-    # A clipped whole step reads shards with the zeros that fill them up, and adds micro-batches.
-    is_once = is_once and not re.search(r"whole_step\(.*(clip|accumulate)=", rest)
+    is_once = is_once and not re.search(r"whole_step\(.*accumulate=", rest)
     return is_once and not script.low_precision and script.budget is None
 
 
