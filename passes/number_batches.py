@@ -33,9 +33,11 @@ Once, if gradients are to be reduced once for all micro-batches:
 So no two micro-batches share a gather that one of them would have to keep for the other, and sums
 are those of a loop, which comes to the first micro-batch first.
 
-Requires: a joint graph whose last outputs before the gradients are the losses of the micro-batches.
+Requires: a joint graph that takes gradients of the losses of the micro-batches, and of nothing
+    else.
 Ensures: parameters that forward drops are gathered, and gradients reduced, for one micro-batch
-    each. Parameters that stay from forward to backward are gathered once for all.
+    each. Parameters that stay from forward to backward, and those that a budget keeps, are gathered
+    once for all.
 Leaves alone: graphs of one micro-batch. A sum with a term that is not a reduction.
 """
 
@@ -59,6 +61,7 @@ from compiled_fsdp.ir.graph import (
     sum_root,
     value,
 )
+from compiled_fsdp.ir.meta import places_of
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec, set_param_spec
 
 from .base import context_of
@@ -78,10 +81,10 @@ def number_batches(gm: GraphModule, plan: Plan) -> GraphModule:
     if context.batches == 1:
         return gm
     ones = [p for p in placeholders(gm.graph) if p.name.startswith("tangents")]
-    batch = batches_of(gm.graph, losses_of(gm.graph, context.batches), ones)
+    batch = batches_of(gm.graph, losses_of(gm.graph, ones), ones)
     for node in find(gm.graph, UNSHARD):
         spec = param_spec(node)
-        if spec.reshard != "keep":
+        if spec.reshard != "keep" and (spec.unit, spec.fqn) not in plan.kept:
             set_param_spec(node, replace(spec, batch=batch[node]))
     for root in {sum_root(node): None for node in find(gm.graph, REDUCE_GRAD)}:
         leaves = sum_leaves(root)
@@ -97,11 +100,11 @@ def number_batches(gm: GraphModule, plan: Plan) -> GraphModule:
     return gm
 
 
-def losses_of(joint: Graph, count: int) -> list[Node]:
-    """The last values that forward returns."""
+def losses_of(joint: Graph, ones: Sequence[Node]) -> list[Node]:
+    """The values whose gradients these are."""
     backward, returned = backward_nodes(joint), list(output(joint).args[0])  # type: ignore[arg-type]
     num = next((i for i, n in enumerate(returned) if n is None or n in backward), len(returned))
-    return returned[:num][-count:]
+    return [returned[place] for place in places_of(ones, output(joint), num)]
 
 
 def _reduced_each(root: Node, batches: Sequence[list[Node]], batch: dict[Node, int]) -> Node:

@@ -431,22 +431,18 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
 def updated_once(gm: GraphModule, plan: Plan) -> Violations:
     """In the graph of a whole step, every flat gradient that is reduced goes to exactly one
     update_, of its own buffer and parameters, with those of other micro-batches, and all are scaled
-    by the same factor or none is.
+    by the same factors or none is.
     """
     marks: dict[tuple[object, object], Node] = {
         (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
     }
     taken: dict[tuple[object, object], Node] = {}
-    factors: dict[object, Node] = {}
+    factors: dict[tuple[Node, ...], Node] = {}
     for update in find(gm.graph, UPDATE):
-        grad, flat, offsets, _ = cast("tuple[Any, ...]", update.args)
-        factor = None
-        if grad.target is torch.ops.aten.mul.Tensor:
-            grad, factor = grad.args
-            if factor.target is comm.CONVERT:
-                factor = factor.args[0]
+        flat, offsets = cast("tuple[Any, ...]", update.args)[1:3]
+        grad, by = _unscaled(update)
         keys = [(leaf, flat) for leaf in batch_leaves(grad)]
-        factors.setdefault(factor, update)
+        factors.setdefault(tuple(by), update)
         named = {offset for key in keys if key in marks for offset in _offsets(marks[key])}
         if any(key not in marks for key in keys) or named != {*offsets}:
             yield update, f"%{update.name} updates what is not the gradient of its buffer"
@@ -458,7 +454,41 @@ def updated_once(gm: GraphModule, plan: Plan) -> Violations:
         if left not in taken:
             yield mark, f"%{mark.name} marks a gradient that no update_ takes"
     if len(factors) > 1:
-        yield list(factors.values())[1], f"gradients are scaled by {list(factors)}"
+        yield list(factors.values())[1], f"gradients are scaled by {[[*by] for by in factors]}"
+
+
+def _unscaled(update: Node) -> tuple[Node, list[Node]]:
+    """The flat gradient of an update, and what it is scaled by."""
+    grad: Any = update.args[0]
+    factors = []
+    while grad.target is torch.ops.aten.mul.Tensor and isinstance(grad.args[1], torch.fx.Node):
+        grad, factor = grad.args
+        factors.append(factor.args[0] if factor.target is comm.CONVERT else factor)
+    return grad, factors
+
+
+def left_out_together(gm: GraphModule, plan: Plan) -> Violations:
+    """In the graph of a whole step whose gradients are scaled, every update_ takes the same
+    found_inf, which is computed from every flat gradient that is updated.
+    """
+    updates = find(gm.graph, UPDATE)
+    told = {update: cast("Any", update.args[4]) for update in updates if len(update.args) > 4}
+    if not told:
+        return
+    first = next(iter(told.values()))
+    for update in updates:
+        if told.get(update) is not first:
+            yield update, f"%{update.name} does not take %{first.name}, as others do"
+    read, stack = set(), [first]
+    while stack:
+        node = stack.pop()
+        if node not in read:
+            read.add(node)
+            stack += node.all_input_nodes
+    for update in updates:
+        grad, _ = _unscaled(update)
+        if grad not in read:
+            yield update, f"%{first.name} does not depend on %{grad.name}, which it updates with"
 
 
 def _offsets(mark: Node) -> list[int]:
@@ -664,6 +694,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     reduced_once,
     gradients_marked,
     updated_once,
+    left_out_together,
     gathered_after_update,
     stepped_last,
     summed_up,

@@ -32,7 +32,7 @@ from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
 
 from .splitting import fit_split
-from .trial import as_it_is, is_settled, schedule, split, with_kept
+from .trial import as_it_is, is_settled, peak_of_step, schedule, split, with_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,17 +41,22 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.planning.plan import Plan
 
+    from .stitch import WholeStep
     from .trial import Trial
 
 SLICE, KEEP = "slice", "keep"
 TRIALS = 5  # at most, after the first
 
 
-def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+def fit_budget(
+    gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None = None
+) -> Plan:
     """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or
     without a backward.
+
+    step: of which this is the graph; one of several micro-batches is measured as a whole.
     """
-    mine = _fit_here(gm, plan, is_fused=is_fused)
+    mine = _fit_here(gm, plan, is_fused=is_fused, step=step)
     if mine is plan or not depends_on_shapes(plan):
         return mine
     candidates = [candidate.param for candidate in _candidates(gm.graph)]
@@ -72,7 +77,7 @@ def fit_budget(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
     )
 
 
-def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
+def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Plan:
     """The same for this rank's shapes."""
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
@@ -87,6 +92,17 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
 
     if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
         return record(every)
+    if step is not None and step.batches > 1:
+
+        def peak_of(num: int) -> int:
+            return peak_of_step(gm, record(num), step, is_fused=is_fused)
+
+        least = peak_of(none)
+        sums = [*accumulate((c.num_bytes for c in candidates), initial=least)]
+        budget = _in_bytes(plan.memory_budget, least, lambda: peak_of(every))
+        if _is_too_small(budget, least):
+            return record(none)
+        return record(most(peak_of, sums.__getitem__, budget, every))
     split_once = split(gm, record(none))
     is_split_anew = any(c.kind == SLICE for c in candidates) or not is_settled(split_once)
     fit: Callable[[GraphModule, Plan], Plan] = as_it_is
@@ -102,19 +118,28 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool) -> Plan:
         fit = fit_split  # units in parts need less; to decide on them takes long
         peaks = PeakModel.of(trial(none), candidates)
     least = peaks.peak(none)
-    budget = float(plan.memory_budget)
-    if isinstance(
-        plan.memory_budget, float
-    ):  # between the peak with nothing kept and the one with everything
-        budget = least + budget * max(0, peaks.peak(every) - least)
+    budget = _in_bytes(plan.memory_budget, least, lambda: peaks.peak(every))
+    if _is_too_small(budget, least):
+        return record(none)
+    return record(most(lambda num: trial(num).profile.peak, peaks.peak, budget, every))
+
+
+def _in_bytes(budget: float, least: int, greatest: Callable[[], int]) -> float:
+    """A budget as it is given: bytes, or a share of the way from the peak with nothing kept to the
+    one with everything.
+    """
+    is_share = isinstance(budget, float)
+    return least + budget * max(0, greatest() - least) if is_share else float(budget)
+
+
+def _is_too_small(budget: float, least: int) -> bool:
     if least > budget:
         warn_once(
             f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs "
             f"{least / 1e6:.1f} MB above what is at rest even with every parameter dropped after "
             "forward, so that is what it gets. Shard into smaller units, or checkpoint activations"
         )
-        return record(none)
-    return record(most(lambda num: trial(num).profile.peak, peaks.peak, budget, every))
+    return least > budget
 
 
 def most(
@@ -172,7 +197,7 @@ def _candidates(graph: Graph) -> tuple[Candidate, ...]:
     slices = [s.over_post_group() for s in dropped if s.reshard == "slice"]
     sliced = [Candidate(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
     whole = [Candidate(KEEP, (s.unit, s.fqn), s.full_bytes()) for s in dropped]
-    return (*sliced, *whole)
+    return tuple(dict.fromkeys((*sliced, *whole)))  # of several reads of one, the last
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,35 @@
 """Clipping by the global norm of all gradients, as nodes of the graph of a whole step: what
 `torch.nn.utils.clip_grad_norm_` computes, op by op.
 
-    %n = cat([vector_norm(%g0), vector_norm(%g1), ...])              # of this rank's shards
+    %n = cat([shard_norms(%flat_grad, %flat, offsets), ...])         # of this rank's shards
     %s = wait(all_reduce(pow(%n, 2), "sum"))
     %t = vector_norm(pow(%s, 0.5))                                   # the global norm
     %c = minimum(mul(reciprocal(add(%t, 1e-6)), clip), 1)
     %g = mul(%flat_grad, %c)                                         # of each flat gradient
 
-A shard is read with the zeros that fill it up, so that the graph is the same on every rank.
+The unit reads each shard without the zeros that fill it up, as the loop does: they would change the
+order of additions, and the graph is the same on every rank. For a compiler the norms are nodes
+(`vector_norm(%g)`), and it reads the zeros too: its last bits are its own in any case.
+
+With tensor parallelism the norms of all parameters are put together over one axis of the mesh after
+the other, as DTensor does it; one that an axis does not cut is divided by the root of its size:
+
+    %n = cat([%norm0, div(%norm1, sqrt(2))])                         # %g1 is whole on axis "tp"
+    %s = pow(wait(all_reduce(pow(%n, 2), "sum", "dp")), 0.5)
+    %s = pow(wait(all_reduce(pow(%s, 2), "sum", "tp")), 0.5)
+    %t = vector_norm(%s)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import value
+from compiled_fsdp.ir.schema import SHARD_NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +41,19 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # clip_grad_norm_'s
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """The mesh of tensor-parallel parameters.
+
+    axes: the axes that cut any of them: group and size, in the order of the mesh.
+    cut: of each parameter that is a DTensor by itself, the groups that cut it; others are cut by
+        the group that gathers them.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    cut: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class FlatGrad(NamedTuple):
@@ -51,27 +76,40 @@ def clipped(
     order: Sequence[str],
     *,
     is_fused: bool,
+    mesh: MeshAxes | None = None,
 ) -> list[Node]:
     """The gradients times one coefficient, which keeps their global norm from exceeding
     `max_norm`.
 
     order: the names of the parameters, in which their norms are put together.
     is_fused: in ops that a compiler makes kernels of, where some of torch's no longer are.
+    mesh: of parameters that several axes cut.
     """
     norm = _fused_norm if is_fused else _norm
     place = {name: i for i, name in enumerate(order)}
-    shards = [(place[spec.fqn], grad.node, spec) for grad in grads for spec in grad.specs]
-    norms: dict[tuple[str, int], list[Node]] = {}
-    for _, node, spec in sorted(shards, key=lambda shard: shard[0]):
-        shard = run(aten.slice.Tensor, node, 0, spec.offset, spec.offset + spec.shard_numel)
-        norms.setdefault((spec.group, spec.group_size), []).append(norm(run, shard))
+    own_norms = _fused_norms if is_fused else _norms
+    shards = [
+        (place[spec.fqn], own, spec)
+        for grad in grads
+        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True)
+    ]
+    cut = {} if mesh is None else dict(mesh.cut)
+    norms: dict[tuple[tuple[str, int], ...], list[Node]] = {}
+    for _, own, spec in sorted(shards, key=lambda shard: shard[0]):
+        axes = ((spec.group, spec.group_size),) if mesh is None else mesh.axes
+        if mesh is not None:
+            for group, size in axes:
+                if group not in cut.get(spec.fqn, (spec.group,)):
+                    own = run(aten.div.Tensor, own, size**0.5)
+        norms.setdefault(axes, []).append(own)
     found = []
-    for (group, group_size), local in norms.items():
+    for axes, local in norms.items():
         shards_of = _stacked(run, local)
-        if group_size > 1:
-            squares = run(aten.pow.Tensor_Scalar, shards_of, 2)
-            summed = run(comm.WAIT, run(comm.ALL_REDUCE, squares, "sum", group))
-            shards_of = run(aten.pow.Tensor_Scalar, summed, 0.5)
+        for group, size in axes:
+            if size > 1:
+                squares = run(aten.pow.Tensor_Scalar, shards_of, 2)
+                summed = run(comm.WAIT, run(comm.ALL_REDUCE, squares, "sum", group))
+                shards_of = run(aten.pow.Tensor_Scalar, summed, 0.5)
         found.append(norm(run, shards_of))
     total = found[0] if len(found) == 1 else norm(run, _stacked(run, found))
     inverse = run(aten.reciprocal.default, run(aten.add.Tensor, total, EPSILON))
@@ -86,6 +124,16 @@ def clipped(
             own = run(comm.CONVERT, factor, dtype)
         scaled.append(run(aten.mul.Tensor, grad.node, own))
     return scaled
+
+
+def _norms(run: Builder, grad: FlatGrad) -> list[Node]:
+    found = run(SHARD_NORMS, grad.node, grad.flat, grad.offsets)
+    return [run(aten.slice.Tensor, found, 0, i, i + 1) for i in range(len(grad.offsets))]
+
+
+def _fused_norms(run: Builder, grad: FlatGrad) -> list[Node]:
+    ends = [(spec.offset, spec.offset + spec.shard_numel) for spec in grad.specs]
+    return [_fused_norm(run, run(aten.slice.Tensor, grad.node, 0, *each)) for each in ends]
 
 
 def _norm(run: Builder, x: Node) -> Node:

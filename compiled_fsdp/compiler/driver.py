@@ -60,10 +60,10 @@ def run_joint(
         current_plan().say_missing_costs()
     context, asked = Context(is_fused, common_name=common_name), current_plan()
     if step is not None:
-        step.check(gm, asked)
+        step.check(gm)
         context = replace(context, batches=step.batches, reduces_once=step.reduces_once)
     progress.at("joint graph, before its passes")
-    plan = fit_budget(gm, asked, is_fused=is_fused)
+    plan = fit_budget(gm, asked, is_fused=is_fused, step=step)
     if plan is not asked:
         note(context.consumed, fit_budget.__name__, "Plan.memory_budget")
     watcher = dump.Dump(gm, JOINT, plan)

@@ -21,7 +21,8 @@ import torch._inductor.config as inductor_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.graph import find, output
+from compiled_fsdp.ir.meta import note_returned, returned
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
 
@@ -43,9 +44,11 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     """Forward and backward of a joint graph; a setting of the user's to recompute even more
     stays.
     """
+    kinds = [kind for _, kind in returned(output(joint.graph))]
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     with functorch_config.patch(ban_recompute_materialized_backward=bans):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
+    note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
     return halves
 
 

@@ -31,7 +31,7 @@ from compiled_fsdp.ir.graph import (
     sum_leaves,
     value,
 )
-from compiled_fsdp.ir.meta import forget_heads, returned, set_returned, take_over
+from compiled_fsdp.ir.meta import forget_heads, places_of, returned, set_returned, take_over
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
     TO_LOWER,
@@ -43,7 +43,8 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.spec import AGAIN, NEXT
 
-from .clip import FlatGrad, clipped
+from .clip import FlatGrad, MeshAxes, clipped
+from .scaling import found_inf, scaled_one, unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,39 +64,45 @@ class WholeStep:
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: the names of all parameters, in the order in which their norms are put together.
+    mesh: of parameters that are tensor-parallel, if there are any.
     units: of the model, by what they are called in graphs.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
+    is_scaled: whether losses are scaled; before them, the graph returns the inverse of the scale.
+    unscales: whether gradients are unscaled in the graph, not by the optimizer.
+    scaler_group: over which ranks agree on gradients that are inf or NaN, beside the groups that
+        gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
     """
 
     name: str
     clip: float | None = None
     order: tuple[str, ...] = ()
+    mesh: MeshAxes | None = None
     units: tuple[str, ...] = ()
     batches: int = 1
     reduces_once: bool = False
+    is_scaled: bool = False
+    unscales: bool = False
+    scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
         """From the options of a backend; None if they are not about a whole step."""
         wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
-        return None if wanted is None else cls(**wanted)
+        if wanted is None:
+            return None
+        mesh = MeshAxes(*wanted["mesh"]) if wanted.get("mesh") else None
+        return cls(**{**wanted, "mesh": mesh})
 
-    def check(self, joint: GraphModule, plan: Plan) -> None:
+    def check(self, joint: GraphModule) -> None:
         """Check that a joint graph is one of this step.
 
         Raises:
             NotImplementedError: it is not; the text says what to write instead.
         """
         _tangents(joint.graph, self.batches)
-        if self.batches > 1 and plan.memory_budget is not None:
-            raise NotImplementedError(
-                f"compile_step: accumulate={self.batches} with Plan(memory_budget="
-                f"{plan.memory_budget}): budgets do not know several micro-batches yet. Say what is "
-                "to stay gathered by reshard_after_forward, and leave the budget out"
-            )
 
 
 def stitch(
@@ -123,7 +130,9 @@ def stitch(
     set_returned(end, pairs[:num_outputs])
     kept = _gathered_last(graph, plan)
     tangents = _tangents(backward.graph, step.batches)
-    into.update({tangent: _one(tangent, end) for tangent in tangents})
+    places = places_of(tangents, end, num_outputs)
+    inverse = pairs[places[0] - 1][0] if step.is_scaled else None
+    into.update({tangent: _one(tangent, end, inverse) for tangent in tangents})
     _copy_nodes(backward, forward, into, kept)
     for node in find(graph, *TO_LOWER):
         set_param_spec(node, replace(param_spec(node), overlap=""))
@@ -139,9 +148,9 @@ def stitch(
             "compile_step: backward yields no gradient of any parameter of the model's units, so "
             "there is nothing to update. Compute the loss from the sharded model's output"
         )
-    _update(end, grads, step, is_fused=is_fused)
+    _update(end, grads, step, inverse, is_fused=is_fused)
     if step.batches > 1:
-        losses = [node for node, _ in pairs[num_outputs - step.batches : num_outputs] if node]
+        losses = [node for node in (pairs[place][0] for place in places) if node]
         _backwards_behind_forwards(graph, losses, [into[tangent] for tangent in tangents])
     nothing = _without_nodes(backward)
     for node in placeholders(graph):
@@ -178,15 +187,27 @@ def _copy_nodes(
             _gather_again(into[node])
 
 
-def _update(end: Node, grads: list[FlatGrad], step: WholeStep, *, is_fused: bool) -> None:
-    """Clip the gradients, and let each go to its update, at the end."""
+def _update(
+    end: Node, grads: list[FlatGrad], step: WholeStep, inverse: Node | None, *, is_fused: bool
+) -> None:
+    """Unscale the gradients, clip them, and let each go to its update, at the end."""
+    run, told = Builder(end, grads[-1].node), []
     updated = [grad.node for grad in grads]
+    if inverse is not None:
+        specs = [spec for grad in grads for spec in grad.specs]
+        groups = {spec.group: spec.group_size for spec in specs}
+        groups |= {} if step.mesh is None else dict(step.mesh.axes)
+        name, size = step.scaler_group
+        if size > max(groups.values()):
+            groups[name] = size
+        told = [found_inf(run, updated, groups)]
+    if inverse is not None and step.unscales:
+        updated = unscaled(run, updated, inverse)
     if step.clip is not None:
-        updated = clipped(
-            Builder(end, grads[-1].node), grads, step.clip, step.order, is_fused=is_fused
-        )
+        to_clip = [grad._replace(node=node) for node, grad in zip(updated, grads, strict=True)]
+        updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused, mesh=step.mesh)
     for node, grad in zip(updated, grads, strict=True):
-        Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name)
+        Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name, *told)
 
 
 def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
@@ -303,9 +324,14 @@ def _tangents(backward: Graph, count: int) -> list[Node]:
     return found
 
 
-def _one(tangent: Node, end: Node) -> Node:
-    """What `loss.backward()` begins with."""
+def _one(tangent: Node, end: Node, inverse: Node | None) -> Node:
+    """What `loss.backward()` begins with; of a scaled loss, behind its scale."""
     val = value(tangent)
+    if inverse is not None:
+        scale = inverse
+        while scale.op != "placeholder":
+            (scale,) = scale.all_input_nodes
+        return scaled_one(Builder(end, tangent), val, scale)
     made = Builder(end, tangent)(
         torch.ops.aten.full.default,
         list(val.shape),

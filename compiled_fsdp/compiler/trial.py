@@ -21,10 +21,11 @@ from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_inputs, saved_places
-from compiled_fsdp.planning.memory import StepProfile, profile_step
+from compiled_fsdp.planning.memory import StepProfile, profile, profile_step
 from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
 from .partition import partition
+from .stitch import stitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
+    from .stitch import WholeStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,28 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def split(gm: GraphModule, plan: Plan) -> Halves:
     """The halves of a copy of this joint graph."""
-    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=Context(is_trial=True))
+    return _split(gm, plan, Context(is_trial=True))[0]
+
+
+def _split(gm: GraphModule, plan: Plan, context: Context) -> tuple[Halves, int]:
+    """And how many values forward returns that are not for backward."""
+    joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=context)
     outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
     backward_of = backward_nodes(joint.graph)
     num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
     with without_code():
-        return partition(joint, (), plan, num_fwd_outputs=num_outputs)
+        return partition(joint, (), plan, num_fwd_outputs=num_outputs), num_outputs
+
+
+def peak_of_step(gm: GraphModule, plan: Plan, step: WholeStep, *, is_fused: bool) -> int:
+    """The peak of the graph of a whole step, which a copy of this joint graph becomes."""
+    context = Context(is_trial=True, batches=step.batches, reduces_once=step.reduces_once)
+    halves, num_outputs = _split(gm, plan, context)
+    with without_code():
+        whole, _ = stitch(*halves, num_outputs, step, plan, is_fused=is_fused)
+    plan = plan.executed_by(is_fused=is_fused)
+    whole = run_pipeline(whole, plan, current(Stage.HALF), context=Context(is_trial=True))
+    return profile(whole.graph, is_fused).peak
 
 
 def as_it_is(_half: GraphModule, plan: Plan) -> Plan:

@@ -61,9 +61,12 @@ def check_ahead_bytes(max_ahead_bytes: object, doing: str) -> None:
         )
 
 
-def step_part(optimizer: optim.Optimizer, base: type[optim.Optimizer], params: set[int]) -> None:
+def step_part(
+    optimizer: optim.Optimizer, base: type[optim.Optimizer], params: set[int], **given: object
+) -> None:
     """The optimizer's own step, as `base` has it and without hooks, for the parameters of these
-    identities: on a stand-in that shares its state, settings and hyperparameters.
+    identities: on a stand-in that shares its state, settings and hyperparameters, and has these
+    attributes too.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -71,6 +74,6 @@ def step_part(optimizer: optim.Optimizer, base: type[optim.Optimizer], params: s
         if part:
             groups.append({**group, "params": part})
     stand_in = object.__new__(base)
-    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups}
+    stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, **given}
     step: Any = base.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)

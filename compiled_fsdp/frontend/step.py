@@ -15,25 +15,29 @@ import itertools
 import math
 import weakref
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
-from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
+from compiled_fsdp.torch_private.groups import common_name
 
 from .parts import check_ahead_bytes, check_one_by_one, step_part
+from .scaling import Scaling
 from .warmup import sharded_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.amp import GradScaler
+    from torch.distributed.tensor import DTensor
 
     from compiled_fsdp.eager.runtime import Runtime
     from compiled_fsdp.units.flat import FlatBuffer
@@ -58,7 +62,8 @@ def compile_step(
     reduce_once: bool = False,
     max_ahead_bytes: int = MAX_AHEAD_BYTES,
     keep_grads: bool = False,
-    scaler: object = None,
+    scaler: GradScaler | None = None,
+    schedule: LRScheduler | None = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
 ) -> Step:
@@ -68,10 +73,13 @@ def compile_step(
     The ordinary loop is
 
         loss = loss_fn(model, *batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # if there is one
-        optimizer.step()
+        scaler.scale(loss).backward()                             # each if there is one
+        scaler.unscale_(optimizer)                                # with clip
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # FSDP1: model.clip_grad_norm_
+        scaler.step(optimizer)                                    # or optimizer.step()
+        scaler.update()
         optimizer.zero_grad()
+        schedule.step()
 
     With `accumulate=n` it is `loss = step(batches)`, of a list of n batches, and the gradients are
     those of the mean of their losses: `(loss_fn(model, *batch) / n).backward()` for each batch in
@@ -105,7 +113,11 @@ def compile_step(
             foreach op: that raises from the next step.
         keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
             step.
-        scaler: a `GradScaler`; not there yet.
+        scaler: a `torch.amp.GradScaler` or `ShardedGradScaler`. Gradients are checked, on all ranks,
+            and unscaled in the graph; a step with an inf or NaN is left out on every rank. The scale
+            and its state dict are the scaler's own.
+        schedule: a learning rate scheduler of the optimizer, stepped after every step, also one that
+            the scaler leaves out.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
@@ -127,26 +139,31 @@ def compile_step(
     """
     states = sharded_below(model, "compile_step")
     units = [state.unit for state in states]
-    _check_arguments(clip, accumulate, scaler, backend)
+    _check_arguments(clip, accumulate, backend)
     for name, value in (("reduce_once", reduce_once), ("keep_grads", keep_grads)):
         if not isinstance(value, bool):
             raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
-    _check_units(units, optimizer, clip)
+    _check_units(units, optimizer, clip, is_scaled=scaler is not None)
     check_one_by_one(optimizer, "compile_step")
+    _check_schedule(schedule, optimizer)
+    scaling = Scaling.of(scaler, optimizer, units, clips=clip is not None)
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
+        **({} if scaling is None else scaling.wanted()),
+        **({"mesh": _mesh_of(units)} if clip is not None or scaling is not None else {}),
     }
     step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
     step.runtime = states[0].runtime
     step.keeps_grads = keep_grads
+    step.scaling, step.schedule = scaling, schedule
     return step
 
 
-def _check_arguments(clip: object, accumulate: object, scaler: object, backend: object) -> None:
+def _check_arguments(clip: object, accumulate: object, backend: object) -> None:
     is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
     if clip is not None and not (is_number and 0 < clip < math.inf):  # type: ignore[operator]
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
@@ -154,33 +171,73 @@ def _check_arguments(clip: object, accumulate: object, scaler: object, backend: 
         raise ValueError(
             f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
         )
-    if scaler is not None:
-        raise NotImplementedError(
-            f"compile_step: scaler={type(scaler).__name__}; scaled gradients are not supported in "
-            "the graph of a whole step yet. Train in bfloat16, or write the loop with "
-            "scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()"
-        )
     if backend not in BACKENDS:
         raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
 
 
-def _check_units(units: list[Unit], optimizer: optim.Optimizer, clip: float | None) -> None:
-    if any(unit.is_flat for unit in units):
-        raise NotImplementedError(
-            "compile_step: flat parameters of FullyShardedDataParallel are not supported yet. Use "
-            f"fully_shard. {LOOP}"
+def _check_schedule(schedule: object, optimizer: optim.Optimizer) -> None:
+    if schedule is None:
+        return
+    if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
+        raise TypeError(
+            f"compile_step: schedule={type(schedule).__name__}; should be a learning rate scheduler "
+            "whose step takes no argument (ChainedScheduler or SequentialLR for several). Call what "
+            "else there is behind the compiled step"
         )
-    parallel = [p.fqn for unit in units for p in unit.params if p.full is not None]
-    if clip is not None and parallel:
-        raise NotImplementedError(
-            f"compile_step: clip={clip!r}, and parameters are tensor-parallel ({shortened(parallel)}): "
-            f"the norm over a second mesh is not supported yet. Leave clip out, or: {LOOP}"
+    if schedule.optimizer is not optimizer:
+        raise ValueError(
+            f"compile_step: schedule={type(schedule).__name__} is of another optimizer than the "
+            f"{type(optimizer).__name__} that was given. Build it with this one"
         )
+
+
+def _check_units(
+    units: list[Unit], optimizer: optim.Optimizer, clip: float | None, *, is_scaled: bool
+) -> None:
+    for unit in units:
+        if why := unit.why_not_in_step(changes_grads=clip is not None or is_scaled):
+            raise NotImplementedError(f"compile_step: {unit.name}: {why}, or: {LOOP}")
     if hasattr(optimizer, "_fsdp_overlap") or any(unit.settings.overlap for unit in units):
         raise ValueError(
             "compile_step: the model has an optimizer that overlaps already (overlap_optimizer). A "
             "whole step does all of that; call one of the two"
         )
+
+
+def _mesh_of(units: list[Unit]) -> tuple[Any, ...]:
+    """The axes that cut parameters that are tensor-parallel, and which of them are cut by which; see
+    `compiler/clip.py`; empty if there are none.
+
+    Raises:
+        NotImplementedError: they do not lie on one mesh.
+    """
+    parallel = [
+        (p, cast("DTensor", p.sharded)) for unit in units for p in unit.params if p.full is not None
+    ]
+    if not parallel:
+        return ()
+    mesh = parallel[0][1].device_mesh
+    names = [common_name(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)]
+    strange = [p.fqn for p, sharded in parallel if sharded.device_mesh != mesh]
+    for unit in units:
+        own = common_name(unit.mesh_info.shard_group.group_name)
+        strange += [p.fqn for p in unit.params if p.full is None and own not in names]
+    if strange:
+        raise NotImplementedError(
+            f"compile_step: {shortened(strange)} lie on another mesh than {parallel[0][0].fqn}, which "
+            f"is tensor-parallel on {mesh}: norms and checks over several such meshes are not "
+            f"supported. Cut all parameters by axes of one mesh, or: {LOOP}"
+        )
+    cut = tuple(
+        (
+            p.fqn,
+            tuple(n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()),
+        )
+        for p, s in parallel
+    )
+    used = {name for _, by in cut for name in by}
+    axes = tuple((name, mesh.size(i)) for i, name in enumerate(names) if name in used)
+    return axes, cut
 
 
 class Step:
@@ -191,7 +248,12 @@ class Step:
     is_running: whether a step is being taken.
     keeps_grads: whether parameters keep their gradients until the next step.
     runtime: of one of its units, which knows how many steps there were.
+    scaling: of losses and gradients, if there is a scaler.
+    schedule: stepped behind each step.
     """
+
+    scaling: Scaling | None = None
+    schedule: LRScheduler | None = None
 
     def __init__(
         self,
@@ -225,6 +287,11 @@ class Step:
         def of_batches(*batches: tuple[Sequence[Any], dict[str, Any]]) -> tuple[Tensor, ...]:
             return tuple(loss_of(*batch) / len(batches) for batch in batches)
 
+        plain = whole_step if self.num_batches == 1 else of_batches
+
+        def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
+            return scale.double().reciprocal().float(), plain(*batch, **more)
+
         wanted = {
             **wanted,
             "name": self.name,
@@ -232,7 +299,7 @@ class Step:
             "units": tuple(unit.key for unit in units),
         }
         self._run: Callable[..., Any] = torch.compile(
-            _own(whole_step if self.num_batches == 1 else of_batches, self.name),
+            _own(scaled if wanted.get("is_scaled") else plain, self.name),
             backend=backend,
             fullgraph=True,
             dynamic=dynamic,
@@ -247,8 +314,13 @@ class Step:
 
     def _names(self, model: nn.Module) -> list[str]:
         """The names of all sharded parameters, in the order in which the model yields them."""
-        owners = {id(p.sharded): p.fqn for unit in self._units for p in unit.params}
-        return [owners[id(p)] for p in model.parameters() if id(p) in owners]
+        owners = {id(held): p.fqn for p, held in self._held()}
+        found = (owners[id(p)] for p in model.parameters() if id(p) in owners)
+        return list(dict.fromkeys(found))
+
+    def _held(self) -> list[tuple[ShardedParam, nn.Parameter]]:
+        """All parameters, and what the optimizer may hold of each."""
+        return [(p, held) for unit in self._units for p in unit.params for held in p.held_as]
 
     @untraced
     def __call__(self, *batch: Any, **more: Any) -> Tensor:
@@ -270,9 +342,10 @@ class Step:
     def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         optimizer_steps.begun(self.optimizer)
         self._updated.clear()
+        given = () if self.scaling is None else (self.scaling.begin(),)
         try:
             with torch.enable_grad():
-                loss = self._run(*batch, **more)
+                loss = self._run(*given, *batch, **more)
         except Exception as error:
             self._explain(error)
             raise
@@ -281,8 +354,12 @@ class Step:
                 "compile_step: the loss depends on no parameter that is trained, so nothing was "
                 "updated. Let loss_fn return a loss of the model's output, and train a parameter"
             )
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
+        if self.scaling is None or self.scaling.end():
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
         optimizer_steps.ended(self.optimizer)
+        if self.schedule is not None:
+            self.schedule.step()
+        loss = loss if self.scaling is None else loss[1]
         losses = loss if isinstance(loss, tuple) else (loss,)
         mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
         return mean
@@ -310,7 +387,7 @@ class Step:
         """
         for flat in [flat for unit in self._units for flat in unit.flats if flat.ahead]:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(p.sharded) in held for p in flat.params):
+            if any(id(each) in held for p in flat.params for each in p.held_as):
                 flat.drop_ahead()
 
     def _explain(self, error: Exception) -> None:
@@ -318,6 +395,13 @@ class Step:
         inner = error_of_backend(error)
         if isinstance(inner, NotImplementedError):
             raise inner from None
+        if self.num_batches > 1 and "modified by an inplace operation" in str(inner):
+            raise NotImplementedError(
+                f"compile_step: accumulate={self.num_batches}, and forward writes in place to what "
+                "backward needs of a micro-batch before: in the graph all forwards are captured "
+                "before the backwards, in the loop each backward comes before the next forward. Write "
+                f"behind the step, or leave accumulate out. {LOOP}"
+            ) from error
         if why := why_no_graph(error):
             raise NotImplementedError(
                 f"compile_step: the model with its loss is not one graph: {why}. Make it one "
@@ -348,29 +432,18 @@ class Step:
                 f"compile_step: step of this {name} was replaced, and a whole step does not call "
                 f"it. Leave it as it is. {LOOP}"
             )
-        params = [p for unit in self._units for p in unit.params]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {id(p.sharded): p.fqn for p in params if p.sharded.requires_grad and p.owners}
-        if missing := [fqn for key, fqn in trained.items() if key not in held]:
-            raise ValueError(
-                f"compile_step: the {name} does not hold {shortened(missing)}, which the model "
-                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
-            )
-        if strange := len(held - {id(p.sharded) for p in params}):
-            raise ValueError(
-                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
-                f"model's units, which a whole step does not update. {LOOP}"
-            )
+        params = self._held()
+        self._check_params(params)
         kept, self._kept = self._kept, {}
-        for p in params:
-            if p.sharded in kept and _state(p.sharded.grad) == kept[p.sharded]:
-                p.sharded.grad = None
-            if p.sharded.grad is not None:
+        for p, own in params:
+            if own in kept and _state(own.grad) == kept[own]:
+                own.grad = None
+            if own.grad is not None:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has a gradient of an earlier backward, which the step "
                     "would not add to. Call optimizer.zero_grad() before"
                 )
-            if p.sharded._backward_hooks or p.sharded._post_accumulate_grad_hooks:
+            if own._backward_hooks or own._post_accumulate_grad_hooks:
                 raise RuntimeError(
                     f"compile_step: {p.fqn} has hooks on its gradient, which would not be called: "
                     f"it goes from the reduction to the update. Remove them. {LOOP}"
@@ -381,25 +454,58 @@ class Step:
         steps = self.runtime.tree.clock.count if self.runtime is not None else 0
         compare(self._units, steps + 1)
 
-    def _update(self, flat: FlatBuffer, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
-        """Called by a graph: update these parameters, whose gradients are reduced (and clipped)."""
+    def _check_params(self, params: list[tuple[ShardedParam, nn.Parameter]]) -> None:
+        """Check that the optimizer holds what the model trains, and nothing else."""
+        optimizer = self.optimizer
+        name = type(optimizer).__name__
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [p for p, own in params if own.requires_grad and p.owners and id(own) not in held]
+        if missing:
+            used = set().union(*(unit.in_use() for unit in self._units))
+            missing = [p for p in missing if p.is_held_in(used)]  # not if taken out of the model
+        if missing:
+            names = shortened([p.fqn for p in missing])
+            raise ValueError(
+                f"compile_step: the {name} does not hold {names}, which the model "
+                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
+            )
+        if strange := len(held - {id(own) for _, own in params}):
+            raise ValueError(
+                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
+                f"model's units, which a whole step does not update. {LOOP}"
+            )
+
+    def _update(
+        self,
+        flat: FlatBuffer,
+        flat_grad: Tensor,
+        params: Sequence[ShardedParam],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Called by a graph: update these parameters, whose gradients are reduced (unscaled, and
+        clipped), unless some gradient of the model is inf or NaN.
+        """
         flat.settle()
-        if not self._updated:
+        given: dict[str, Any] = {}
+        skips = False
+        if self.scaling is not None and found_inf is not None:
+            skips, given = self.scaling.skips(found_inf), self.scaling.given()
+        if not (self._updated or skips):
             optimizer_steps.writing(self.optimizer)
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used
-        for param in params:
-            param.sharded.grad = make_dtensor(flat.local_view(flat_grad, param), param.sharded)
+        flat.show_grad(flat_grad, params)
+        held = [each for param in params for each in param.held_as]
         try:
-            step_part(self.optimizer, type(self.optimizer), {id(p.sharded) for p in params})
+            if not skips:
+                step_part(self.optimizer, type(self.optimizer), {id(p) for p in held}, **given)
             self._updated[flat] = None
         finally:
-            for param in params:
-                if self.keeps_grads and param.sharded.grad is not None:
-                    self._kept[param.sharded] = _state(param.sharded.grad)
-                else:
-                    param.sharded.grad = None
+            if self.keeps_grads:
+                self._kept.update((p, _state(p.grad)) for p in held if p.grad is not None)
+            else:
+                flat.drop_grad(params)
 
 
 def _state(grad: Tensor | None) -> tuple[int, int]:

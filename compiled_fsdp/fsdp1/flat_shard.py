@@ -100,6 +100,12 @@ class FlatShard(ShardedParam):
         )
 
     @property
+    def held_as(self) -> list[nn.Parameter]:
+        """See `ShardedParam`; the originals, with `use_orig_params`."""
+        flat: Any = self.keeper.flat_param
+        return list(flat._params) if self.keeper._use_orig_params else [self.sharded]
+
+    @property
     def is_shard_whole(self) -> bool:
         """NO_SHARD without a lower precision: as in stock there is one copy of the parameters."""
         is_here = self.spec.group_size == 1 and not self.spec.device
@@ -266,6 +272,16 @@ class FlatShardBuffer(FlatBuffer):
         self.hide_unreduced()
         if params and self.keeper.flat_param.requires_grad:
             accumulate(self.keeper, flat_grad)
+
+    def show_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """See `FlatBuffer`; the originals' are views of the flat parameter's."""
+        self.accumulate_grad(flat_grad, params)
+
+    def drop_grad(self, params: Sequence[ShardedParam]) -> None:
+        """See `FlatBuffer`."""
+        for held in (held for param in params for held in param.held_as):
+            held.grad = None
+        self.keeper.flat_param.grad = None
 
     def hide_unreduced(self) -> None:
         """Let gradients be what is reduced again, before anybody checks shapes; what the user

@@ -17,6 +17,7 @@ from compiled_fsdp.units.unit import Unit, sharded_as
 
 from .comm_hook import AllReduceHook, ReduceScatterHook
 from .flat_shard import FlatShard, FlatShardBuffer, members_of
+from .gradients import low_precision, reads_at_once
 from .groups import groups_of
 from .stock import default_hooks
 
@@ -148,6 +149,21 @@ class FlatUnit(Unit):
             frozen,
             self.keeper._fwd_bwd_param_dtype,
         )
+
+    def why_not_in_step(self, *, changes_grads: bool) -> str:
+        """See `Unit`."""
+        if self.keeper is None:
+            return ""
+        if changes_grads and low_precision(self.keeper) is not None:
+            return (
+                "keep_low_precision_grads=True has gradients cast behind the reduction, before the loop "
+                "clips or unscales them. Leave it out"
+            )
+        if reads_at_once(self.keeper):
+            return (
+                "optimizers step inside of backward (_apply_optimizer_in_backward). Leave them out"
+            )
+        return ""
 
     def _hooked(self, spec: ParamSpec) -> ParamSpec:
         """The user's hook reduces, and divides as it likes; torch's low-precision ones are a

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
+_RETURNED = "fsdp_returned"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -169,6 +170,26 @@ def returned(output: Node) -> list[tuple[Node | None, object]]:
     """
     nodes: Any = output.args[0]
     return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
+
+
+def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[int]:
+    """Where among the outputs of a graph the values stand whose gradients these inputs are: the
+    function that was captured returns them, and behind them, buffers that it has assigned.
+
+    num_outputs: of hand-written graphs, which do not say, they are the last of so many.
+    """
+    wanted = [getattr(tangent.meta.get("desc"), "output", None) for tangent in tangents]
+    if None in wanted:
+        return [*range(num_outputs - len(tangents), num_outputs)]
+    kinds = output.meta.get(_RETURNED) or [kind for _, kind in returned(output)]
+    return [kinds.index(kind) for kind in wanted]
+
+
+def note_returned(output: Node, kinds: Sequence[object]) -> None:
+    """Keep for `places_of` what the first outputs are: torch forgets it where it splits a graph with
+    random numbers.
+    """
+    output.meta[_RETURNED] = list(kinds)
 
 
 def set_returned(output: Node, pairs: Sequence[tuple[Node | None, object]]) -> None:

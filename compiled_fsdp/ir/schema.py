@@ -14,7 +14,8 @@ them.
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
-| `update_(flat_grad, flat, offsets, step)` | the optimizer of a whole step updates these parameters, and drops their gradient |
+| `update_(flat_grad, flat, offsets, step, found_inf)` | the optimizer of a whole step updates these, unless `found_inf` is 1 |
+| `shard_norms(flat_grad, flat, offsets) -> norms` | 2-norms of this rank's parts of these gradients, without what fills them up |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `gather_next(flat, start, ...)` | the same all-gather for the next step, once the buffer is updated; the unit keeps it under way |
 | `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
@@ -82,7 +83,9 @@ SCHEMAS = (
     "Tensor",
     f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
-    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
+    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
+    "-> ()",
+    "shard_norms(Tensor flat_grad, Tensor flat, SymInt[] offsets) -> Tensor",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
     "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt group_size, "
@@ -170,6 +173,7 @@ OURS = {
     "reduce_later_":          "3  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
     "update_":                "0  -      -              kernel    -      no  no  program no  yes",
+    "shard_norms":            "0  -      -              kernel    -      no  no  -       no  yes",
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
     "gather_next":            "0  -      -              none      -      no  no  notes   no  yes",
     "flatten_grad":           "0  -      -              kernel    -      no  no  -       no  no",
@@ -253,6 +257,7 @@ CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
 STEP = fsdp.step_.default
 UPDATE = fsdp.update_.default
+SHARD_NORMS = fsdp.shard_norms.default
 GATHER_AHEAD = fsdp.gather_ahead.default
 GATHER_NEXT = fsdp.gather_next.default
 FLATTEN_GRAD = fsdp.flatten_grad.default

@@ -221,12 +221,20 @@ class FlatBuffer:
             if not self.unit.on_reduced(self, flat_grad, params):
                 self.accumulate_grad(flat_grad, params)
 
-    def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
+    def update(
+        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+    ) -> None:
         """See `ops.Owner`."""
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.unit.on_update[step](self, flat_grad, params)
+            self.unit.on_update[step](self, flat_grad, params, found_inf)
+
+    def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
+        """See `ops.Owner`."""
+        params = {p.layout.offset: p for p in self.params}
+        views = [self.local_view(flat_grad, params[offset]) for offset in offsets]
+        return torch.stack(list(torch._foreach_norm(views, 2)))
 
     def judge(self, step: str) -> None:
         """See `ops.Owner`."""
@@ -332,6 +340,16 @@ class FlatBuffer:
         for param in params:
             for hook in list((param.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(param.sharded)
+
+    def show_grad(self, flat_grad: Tensor, params: Sequence[ShardedParam]) -> None:
+        """Let `.grad` of these, which have none, be views of a reduced flat gradient; no hooks."""
+        for param in params:
+            self._accumulate_one(param, self.local_view(flat_grad, param))
+
+    def drop_grad(self, params: Sequence[ShardedParam]) -> None:
+        """Let these have no gradient."""
+        for param in params:
+            param.sharded.grad = None
 
     def _accumulate_one(self, param: ShardedParam, view: Tensor) -> None:
         if param.sharded.grad is None:

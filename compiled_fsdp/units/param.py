@@ -108,6 +108,11 @@ class ShardedParam:
         return local_tensor(self.sharded)
 
     @property
+    def held_as(self) -> list[nn.Parameter]:
+        """What optimizers hold of it."""
+        return [self.sharded]
+
+    @property
     def gathered(self) -> Tensor:
         """The eager runtime's full parameter; the local tensor of it, if it is a DTensor."""
         assert self.unsharded is not None

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from .gathers import Gather
 
-    OnReduced = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], object]
+    OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
 
 _unit_numbers = itertools.count()
 
@@ -100,7 +100,7 @@ class Unit:
         # were used up.
         self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called with gradients that the graph of a whole step has reduced, by the step's name.
-        self.on_update: dict[str, OnReduced] = {}
+        self.on_update: dict[str, OnUpdate] = {}
         # Called by such a graph before it updates anything: the ranks compare their checksums.
         self.on_verdict: dict[str, Callable[[], None]] = {}
         # Called when a backward keeps gradients of a buffer for a later one.
@@ -154,6 +154,12 @@ class Unit:
         return dict.fromkeys(
             (*self.modules, *(module for param in self.params for module, _ in param.owners))
         )
+
+    def why_not_in_step(self, *, changes_grads: bool) -> str:
+        """Why no graph of a whole step can have it; "" if one can. changes_grads: whether the graph
+        scales gradients.
+        """
+        return ""
 
     def in_use(self) -> set[nn.Module]:
         """The modules from which a forward can come to the unit's parameters; not those that a

@@ -79,8 +79,15 @@ class Owner(unused_outputs.Buffer, Protocol):
         or kept for the optimizer.
         """
 
-    def update(self, flat_grad: Tensor, offsets: Sequence[int], step: str) -> None:
-        """Reduced gradients of these, for the optimizer of the whole step of this name."""
+    def update(
+        self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
+    ) -> None:
+        """Reduced gradients of these, for the optimizer of the whole step of this name; `found_inf`
+        is 1 if gradients are scaled and some is inf or NaN.
+        """
+
+    def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
+        """2-norms [N] of this rank's parts of these gradients, each without its padding."""
 
     def judge(self, step: str) -> None:
         """The ranks compare what they have summed up in the whole step of this name; it raises if
@@ -302,8 +309,24 @@ def _step(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> None:
 
 
 @_kernel("update_")
-def _update(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int], step: str) -> None:
-    owner_of(flat, "update_").update(flat_grad, offsets, step)
+def _update(
+    flat_grad: Tensor,
+    flat: Tensor,
+    offsets: Sequence[int],
+    step: str,
+    found_inf: Tensor | None = None,
+) -> None:
+    owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+
+
+@_kernel("shard_norms")
+def _shard_norms(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> Tensor:
+    return owner_of(flat, "shard_norms").norms(flat_grad, offsets)
+
+
+@_fake("shard_norms")
+def _shard_norms_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -> Tensor:
+    return flat_grad.new_empty(len(offsets))
 
 
 @_kernel("gather_ahead")

@@ -53,7 +53,7 @@ def test_the_same_as_partitioned_anew(name, policy, has_autocast):
     """
     compared = []
 
-    def compare(gm: Any, plan: Plan, *, is_fused: bool) -> Plan:
+    def compare(gm: Any, plan: Plan, *, is_fused: bool, step: object) -> Plan:
         specs = [ParamSpec.of(node.args[1:]) for node in find(gm.graph, UNSHARD)]
         params = list(dict.fromkeys((s.unit, s.fqn) for s in specs if s.reshard == "gather"))
         dropped = split(gm, plan)

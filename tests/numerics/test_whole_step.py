@@ -101,6 +101,76 @@ def test_meshes(four: Pool) -> None:
     four.run(compare_meshes, timeout=SLOW)
 
 
+def parallel(is_whole: bool) -> list[Any]:
+    """Four steps with tensor parallelism: a bias that one axis alone cuts, clipping, a scaler that
+    once meets an inf on a rank.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss_fn(model: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean() * factor
+        return loss
+
+    step = made(model, optimizer, loss_fn, clip=0.05, scaler=scaler)
+    losses = []
+    for i in range(4):
+        row = mesh.get_local_rank("dp")
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * i + row))
+        factor = torch.tensor(float("inf") if i == 1 and row == 1 else 1.0)
+        if is_whole:
+            losses.append(str(float(step(x, factor))))
+            continue
+        loss = loss_fn(model, x, factor)
+        losses.append(str(float(loss.detach())))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = [[local(v) for v in optimizer.state[p].values()] for p in model.parameters()]
+    return [losses, [local(p) for p in model.parameters()], state, scaler.state_dict()]
+
+
+def clipped_once(is_parallel: bool) -> list[Any]:
+    """One step; the last layer is cut by the data-parallel axis alone, where stock cannot clip."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))  # the same on all ranks
+    if is_parallel:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        made(model, torch.optim.SGD(model.parameters(), lr=1.0), clip=0.05)(x)
+        return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    model(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return list(model.parameters())
+
+
+def compare_parallel() -> None:
+    check_equal(parallel(True), parallel(False), "tensor parallel")
+    rtol, atol = ROUNDING  # the unsharded matmuls add in another order
+    check_equal(clipped_once(True), clipped_once(False), "two meshes", rtol, atol)
+
+
+def test_tensor_parallel(four: Pool) -> None:
+    """Bit for bit: the norm over both axes, and a check that all ranks agree on. And close to the
+    unsharded model, where a parameter is cut by one axis of the two.
+    """
+    four.run(compare_parallel, timeout=SLOW)
+
+
 def compare_inductor() -> None:
     rtol, atol = ROUNDING  # a graph of both halves is fused otherwise than each for itself
     options = Options("odd", steps=3, max_norm=0.1)
@@ -381,7 +451,6 @@ def refused_when_made() -> None:
     plain = nn.Linear(2, 2)
     for error, words, arguments in (
         (ValueError, "clip=0; should be None", {"clip": 0}),
-        (NotImplementedError, "scaler=GradScaler", {"scaler": torch.amp.GradScaler("cpu")}),
         (ValueError, "backend='inductors'; should be one of", {"backend": "inductors"}),
     ):
         with pytest.raises(error, match=words):
@@ -390,12 +459,6 @@ def refused_when_made() -> None:
         compile_step(plain, torch.optim.SGD(plain.parameters()))
     with pytest.raises(TypeError, match=r"torch.optim.lbfgs.LBFGS is not an optimizer"):
         compile_step(model, torch.optim.LBFGS(model.parameters()))
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    parallel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    parallelize_module(parallel, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(parallel, mesh=mesh["dp"])
-    with pytest.raises(NotImplementedError, match="parameters are tensor-parallel"):
-        compile_step(parallel, torch.optim.SGD(parallel.parameters()), clip=1.0)
     compiled_fsdp.overlap_optimizer(model, optimizer)
     with pytest.raises(ValueError, match="overlaps already"):
         compile_step(model, optimizer)

@@ -3,6 +3,7 @@
 python tests/programs --count 1000 --jobs 6 --out results.jsonl  # a table; a line of JSON for each
 python tests/programs --count 1000 --jobs 6 --seconds 540        # as many as fit; it says how many
 python tests/programs --routed --count 100                       # with a routed layer in each
+python tests/programs --step --count 100                         # that train by compile_step
 python tests/programs --singles                                  # each statement by itself
 python tests/programs --seed 17 --count 1 --show                 # one program, every kind
 """
@@ -64,6 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--routed", action="store_true", help="programs that send rows to other ranks' layers"
     )
+    parser.add_argument("--step", action="store_true", help="programs that train by compile_step")
     parser.add_argument(
         "--only", default="", help="programs that say one of these statements, by comma"
     )
@@ -190,7 +192,7 @@ def _find_plants(options: argparse.Namespace, until: float) -> None:
 
 
 def _programs(options: argparse.Namespace) -> Iterator[Program]:
-    from programs.draw import make, make_routed
+    from programs.draw import make, make_routed, make_step
     from programs.jobs import claimed
     from programs.singles import singles
 
@@ -198,7 +200,7 @@ def _programs(options: argparse.Namespace) -> Iterator[Program]:
     listed = [replace(p, seed=i) for i, p in enumerate(singles())] if options.singles else []
     seeds = range(len(listed)) if listed else range(options.seed, options.seed + options.count)
     for seed in claimed(seeds, options.job):
-        made = make_routed if options.routed else make
+        made = make_routed if options.routed else make_step if options.step else make
         program = listed[seed] if listed else made(seed)
         said = program.names() | {program.way, program.optimizer}
         if (not only or only & said) and not skip & said:

@@ -134,6 +134,36 @@ def make_routed(seed: int) -> Program:
         program = make(r.randrange(1 << 16))  # its statements do not go with another that has init
 
 
+STEPS = (
+    "",
+    "clip=0.5",
+    "accumulate=2",
+    "scaler=scaler",
+    "clip=0.5, accumulate=2",
+    "clip=0.5, scaler=scaler",
+    "accumulate=2, reduce_once=True, scaler=scaler",
+)
+
+
+def make_step(seed: int) -> Program:
+    """A program whose loop is a whole step, with each of the options in turn."""
+    r = random.Random(seed)
+    while True:
+        program = make(r.randrange(1 << 16))
+        step = replace(
+            program,
+            seed=seed,
+            setup=tuple(n for n in program.setup if not n.startswith("overlap")),
+            loop=tuple(n for n in program.loop if LOOP[n].at in ("start", "end")),
+            way="model",
+            fullgraph=False,
+            step=_turn(seed, list(STEPS)),
+            kinds=("eager", "compiled"),
+        )
+        if is_legal(step):
+            return step
+
+
 def kinds_of(seed: int) -> tuple[str, ...]:
     """The ways of running ours that are compared with the unsharded model and with stock."""
     more = ((AOT_EAGER, "aot_eager"), (INDUCTOR, "inductor"))

@@ -90,7 +90,8 @@ class Run:
             "MixedPrecisionPolicy": MixedPrecisionPolicy, "world": dist.get_world_size(), "rank": dist.get_rank(),
             "group_name": dist.group.WORLD.group_name,
             "fully_shard": self.fully_shard, "compiled": self.compiled, "compile_in_place": self.compile_in_place,
-            "overlap_optimizer": self.overlap_optimizer, "batch": batch, "record": self.record, "note": self.note,
+            "overlap_optimizer": self.overlap_optimizer, "whole_step": self.whole_step,
+            "batch": batch, "record": self.record, "note": self.note,
             "disabled": disabled, "raise_error": raise_error,
         }  # fmt: skip
 
@@ -126,6 +127,51 @@ class Run:
     ) -> None:
         if self.kind not in (*UNSHARDED, "stock"):
             compiled_fsdp.overlap_optimizer(model, optimizer, **options)
+
+    def whole_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Tensor],
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        reduce_once: bool = False,
+        scaler: Any = None,
+    ) -> Callable[..., Tensor]:
+        """A compiled step, or the loop that it stands for."""
+        if self.kind == "compiled":
+            return compiled_fsdp.compile_step(
+                model,
+                optimizer,
+                loss_fn,
+                clip=clip,
+                accumulate=accumulate,
+                reduce_once=reduce_once,
+                scaler=scaler,
+                backend=BACKENDS["compiled"],
+            )
+        scale = scaler or torch.amp.GradScaler("cpu", enabled=False)
+
+        def step(*batch: Any) -> Tensor:
+            total = torch.zeros(())
+            batches = batch[0] if accumulate > 1 else [batch]
+            for i, each in enumerate(batches):
+                if reduce_once and self.kind not in UNSHARDED:
+                    model.set_requires_gradient_sync(i == accumulate - 1)  # type: ignore[operator]
+                loss = loss_fn(model, *each)
+                loss = loss / accumulate if accumulate > 1 else loss
+                scale.scale(loss).backward()
+                total = total + loss.detach()
+            if clip is not None:
+                scale.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+            return total
+
+        return step
 
     def record(self, model: nn.Module, loss: Tensor | None = None) -> None:
         """Loss, gradients, parameters and buffers of this moment."""

@@ -75,7 +75,13 @@ def _fits(program: Program) -> bool:
         "input_grad_after",
         "accumulate_input_grad",
     } & names
+    is_step = program.step is not None
     wrong = (
+        is_step and any(s.breaks for s in program.statements()),
+        is_step and program.way != "model",
+        is_step and {"overlap", "overlap_in_backward"} & names,
+        is_step and any(LOOP[n].at not in ("start", "end") for n in program.loop),
+        is_step and not _has("plain_loop", program),
         len(once) != len(set(once)),
         program.way in ("train", "train_traced", "functional", "loss") and "forward" in once,
         program.way in ("train", "train_traced")

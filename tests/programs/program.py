@@ -21,6 +21,7 @@ class Program:
         layers are `up` and `down`).
     way: how it is compiled (`source.WAYS`). heads: the model returns two outputs, of which the loss
         uses one.
+    step: options of `compile_step`, which the loop is then; None: it is written out.
     bucket, budget: of the plan. kinds: which ways of running it are compared with the unsharded
         model.
     """
@@ -33,6 +34,7 @@ class Program:
     loop: tuple[str, ...] = ()
     units: tuple[str, ...] = ("a",)
     way: str = "model"
+    step: str | None = None
     optimizer: str = "sgd"
     heads: bool = False
     low_precision: bool = False

@@ -113,6 +113,9 @@ def script(program: Program) -> Script:
     eagerly = program.way in ("loss", "train") and "model(" in "".join(
         line for s in _around(program) for line in s.lines
     )
+    eagerly |= program.step is not None and "model(" in "".join(
+        line for s in _around(program) for line in s.lines
+    )
     is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY and not eagerly
     numbers = (program.world, program.dim, program.bucket, program.budget)
     return Script(render(program), *numbers, program.low_precision, is_whole, program.kinds)
@@ -152,11 +155,17 @@ def render(program: Program) -> str:
         *at("forward", way, way),
         words["optimizer"],
         *at("ready", SETUP, program.setup),
+        *(_made(program, words["loss"]) if program.step is not None else []),
         f"for step in range({program.steps}):",
     ]
+    given = f"x, ids = batch(step{', torch.float64' if 'to_float64' in program.setup else ''})"
+    if program.step is not None:
+        start, end = (at(place, LOOP, program.loop) for place in ("start", "end"))
+        body = [given, *start, *_taken(program), *end, "record(model)"]
+        return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"
     forward, backward = _call(program, words["loss"])
     loop = [
-        f"x, ids = batch(step{', torch.float64' if 'to_float64' in program.setup else ''})",
+        given,
         *at("start", LOOP, program.loop),
         *(at("forward", LOOP, program.loop) or [forward]),
         *at("loss", LOOP, program.loop),
@@ -168,6 +177,26 @@ def render(program: Program) -> str:
         *(at("zero", LOOP, program.loop) or ["optimizer.zero_grad()"]),
     ]
     return "\n".join([*lines, *(f"    {line}" for line in loop), "record(model)"]) + "\n"
+
+
+def _made(program: Program, loss: str) -> list[str]:
+    """A whole step."""
+    assert program.step is not None
+    scaler = ["scaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=1)"]
+    more = f", {program.step}" if program.step else ""
+    made = f"take = whole_step(model, optimizer, lambda model, x, ids: {loss}{more})"
+    return [*(scaler if "scaler" in program.step else []), made]
+
+
+def _taken(program: Program) -> list[str]:
+    """One of them; with a scaler, the second meets an inf on one rank."""
+    assert program.step is not None
+    lines = ["x = x.detach()"]
+    if "scaler" in program.step:
+        lines.append("x = x * (float('inf') if step == 1 and rank == 1 else 1.0)")
+    is_several = "accumulate" in program.step
+    lines.append(f"note(take({'[(x, ids), (x * 0.5, ids)]' if is_several else 'x, ids'}))")
+    return [*lines, *(["note(torch.tensor(scaler.get_scale()))"] if len(lines) == 3 else [])]
 
 
 def fill(line: str, words: Mapping[str, str]) -> str:

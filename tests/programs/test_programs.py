@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from kit.variants import VARIANTS
-from programs.draw import AOT_EAGER, INDUCTOR, make, make_routed
+from programs.draw import AOT_EAGER, INDUCTOR, STEPS, make, make_routed, make_step
 from programs.hunt import Hunter
 from programs.kinds import Outcome
 from programs.legal import is_legal
@@ -63,6 +63,7 @@ ORDER = in_order(100)
 NUM_ALWAYS = 40
 SEEDS = [*ORDER, *range(100, NUM_PROGRAMS)][:NUM_PROGRAMS]
 SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
+SEEDS_STEP = (0, 1)  # more: python tests/programs --step
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
 # Seeds of programs in which a planted fault was found, and without it none.
@@ -107,6 +108,11 @@ def test_random_programs(pools: dict[int, Pool], first: int, pytestconfig: pytes
 def test_random_routed_programs(pools: dict[int, Pool], seed: int) -> None:
     this = script(replace(make_routed(seed), kinds=("eager", "compiled")))
     assert not Hunter(pools).check(this).faults
+
+
+@pytest.mark.parametrize("seed", SEEDS_STEP)
+def test_random_steps(pools: dict[int, Pool], seed: int) -> None:
+    assert not Hunter(pools).check(script(make_step(seed))).faults
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -186,6 +192,13 @@ def test_every_program_is_legal_and_can_be_read_back() -> None:
         this = script(program)
         compile(this.source, f"<seed {seed}>", "exec")
         assert read(this.header() + this.source) == this
+    steps = [make_step(seed) for seed in range(len(STEPS))]
+    assert {program.step for program in steps} == {*STEPS}
+    for program in steps:
+        this = script(program)
+        compile(this.source, f"<step {program.seed}>", "exec")
+        assert "take = whole_step(" in this.source
+        assert ".backward(" not in this.source
 
 
 def test_a_failure_shrinks_to_the_statement_that_is_to_blame() -> None:

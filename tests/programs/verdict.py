@@ -57,7 +57,7 @@ EXPLAIN = {
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
     "in a graph that is part of a forward": (r"foreach|\.data|_\(", r"grad|value"),
-    "gives these, whose .grad is None": (r"p\.grad|clip_grad", r"grad|value"),
+    "gives these, whose .grad is None": (r"p\.grad|clip_grad|clip=", r"grad|param|value"),
     "DTensor ignores that": (r"\.data = ", ""),
     "zero_grad() does not drop them": ("zero_grad", ""),
     "zeros for gradients instead of None": ("", r"grad [\w.]+: a tensor, should be None"),
@@ -221,6 +221,7 @@ def is_read_once(script: Script) -> bool:
         and " = model." not in rest
     )
     is_once = is_once and rest.count("model(") <= 1 and rest.count("backward(") <= 1
+    is_once = is_once and not re.search(r"whole_step\(.*accumulate=", rest)
     return is_once and not script.low_precision and script.budget is None
 
 

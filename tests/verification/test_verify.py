@@ -441,14 +441,14 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         rule = (
             "\nInvariant: In the graph of a whole step, every flat gradient that is reduced goes to "
             "exactly one update_, of its own buffer and parameters, with those of other "
-            "micro-batches, and all are scaled by the same factor or none is."
+            "micro-batches, and all are scaled by the same factors or none is."
         )
         graphs = {
             "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
             "%update__default_1 updates what is not the gradient of its buffer": self.step(
                 taken=(0, 0)
             ),
-            "gradients are scaled by [sum_default, None]": self.step(scaled=(0,)),
+            "gradients are scaled by [[sum_default], []]": self.step(scaled=(0,)),
             "%update__default_2 and %update__default take the same gradient": self.step(),
         }
         twice = next(reversed(graphs.values())).graph
@@ -456,6 +456,33 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         Builder(output(twice), first)(UPDATE, *first.args)
         for detail, gm in graphs.items():
             self.assertEqual(self.broken_detail(gm), f"after the pipeline: {detail}.{rule}")
+
+    def test_left_out_together(self):
+        """Found in both gradients and told to both updates; told to one alone; found in one alone."""
+        for looked_at, num_told, detail in (
+            (2, 2, ""),
+            (2, 1, "%update__default_1 does not take %sum_default, as others do"),
+            (1, 2, "%sum_default does not depend on %div_tensor_1, which it updates with"),
+        ):
+            hand, grads, flats = Hand(), [], []
+            for i in range(2):
+                (spec,) = unit(f"u{i}", {f"w{i}": (4,)})
+                flats.append(hand.input(f"flat{i}", 2))
+                grads.append(hand.reduce_grad(hand.input(f"x{i}", 4), flats[i], spec))
+            found = hand(aten.sum.default, hand.add(*grads) if looked_at == 2 else grads[0])
+            for i, (grad, flat) in enumerate(zip(grads, flats, strict=True)):
+                scaled = hand(aten.mul.Tensor, hand(aten.mul.Tensor, grad, found), found)
+                hand(UPDATE, scaled, flat, [0], "step0", *([found] if i < num_told else []))
+            gm = lower(hand.returns(), PLAN)
+            if not detail:
+                check(gm, PLAN, "the pipeline")
+                continue
+            self.assertEqual(
+                self.broken_detail(gm),
+                f"after the pipeline: {detail}.\nInvariant: In the graph of a whole step whose "
+                "gradients are scaled, every update_ takes the same found_inf, which is computed from "
+                "every flat gradient that is updated.",
+            )
 
     def test_updated_once_of_micro_batches(self):
         """The gradients of both go to the update; one alone leaves the other behind."""
