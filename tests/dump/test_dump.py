@@ -317,7 +317,7 @@ return [None, %add]
                 texts.append([dumped.text for graph in graphs for dumped in graph.passes])
                 backward = Path(name) / "rank0" / graphs[-1].name
                 files = [
-                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "20_agree")
+                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "21_agree")
                 ]
             is_whole = ["%primals_2: f32[10]\n" in text for text in files]
             self.assertEqual(is_whole, [True, large > 0])
