@@ -16,6 +16,7 @@ from compiled_fsdp.torch_private.groups import assume_backend
 from . import facts as of_code
 from . import folder as on_disk
 from .capture import capture
+from .delivery import delivered
 from .loaded import ADVICE, COMPILE, Loaded, Ready
 from .program import Program
 from .target import Target, describe, differences, mismatch
@@ -85,6 +86,7 @@ def load_precompiled(
     *,
     sha256: str | None = None,
     otherwise: str = "raise",
+    readers: Sequence[int] | None = None,
 ) -> nn.Module:
     """Let a sharded model run what `precompile` wrote, from its first call on, on this rank.
 
@@ -95,19 +97,25 @@ def load_precompiled(
     sha256: what `precompile` returned; the folder must have a manifest of this SHA-256.
     otherwise: what happens if the model, this process or a later call is not what was compiled
         for: "raise", or "compile", which says so once and lets torch.compile compile it.
+    readers: the ranks that read the folder, the same on all ranks, for example the first of each
+        host; the others get its bytes from them through the process group, and check them as well.
+        None: every rank reads.
 
     Returns:
         The model itself.
 
     Raises:
         TypeError: the model is not sharded, or compiled already.
+        ValueError: `otherwise` or `readers` is none of what it can be.
         PrecompiledError: files are missing, changed or added; or (unless `otherwise`) something is
             not as it was compiled for, with everything that differs by name.
     """
     if otherwise not in OTHERWISE:
         raise ValueError(f"load_precompiled: otherwise={otherwise!r}; should be one of {OTHERWISE}")
     units = _units(model, "load_precompiled")
-    manifest, files = on_disk.read(Path(folder), sha256)
+    path = Path(folder)
+    content = on_disk.read(path) if readers is None else delivered(path, sha256, readers)
+    manifest = on_disk.checked(content, path, sha256)
     made_for: dict[str, Any] = manifest["target"]
     programs = [Program.of(read) for read in manifest["programs"]]
     found = _differences(model, units, made_for, programs)
@@ -122,7 +130,7 @@ def load_precompiled(
         model.compile(backend=made_for["backend"])
         return model
     digest = on_disk.digest(manifest)
-    ready = {p.mode: Ready.of(p, files, units, digest) for p in programs}
+    ready = {p.mode: Ready.of(p, content.files, units, digest) for p in programs}
     place: Any = model
     place._compiled_call_impl = Loaded(
         model, units, made_for["backend"], made_for, ready, otherwise

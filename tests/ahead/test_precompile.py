@@ -106,11 +106,16 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def same_as_compiled(name: str, folder: str, sha256: str) -> None:
+def same_as_compiled(
+    name: str, folder: str, sha256: str, readers: tuple[int, ...] | None = None
+) -> None:
+    """readers: the ranks that can see the folder."""
     case = CASES[name]
     loaded = case.model()
+    seen = readers is None or dist.get_rank() in readers
     with counted() as calls:
-        load_precompiled(f"{folder}/{name}", loaded, sha256=sha256)
+        path = f"{folder if seen else '/nowhere'}/{name}"
+        load_precompiled(path, loaded, sha256=sha256, readers=readers)
         ours = train(loaded, case)
     assert not calls
     compiled = case.model()
@@ -147,6 +152,47 @@ def test_what_is_counted() -> None:
 
 def test_with_replicas(four: Pool, tmp_path: Path) -> None:
     four.run(same_as_compiled, "hsdp", str(tmp_path), precompile(4, tmp_path, "hsdp")["hsdp"])
+
+
+def test_some_ranks_read(two: Pool, made: tuple[str, dict[str, str]]) -> None:
+    """What is wrong on one of them is said on all, in the same words, and nobody waits for it."""
+    folder, digests = made
+    assert (
+        two.run(what_readers_say, folder, digests["plain"])
+        == [
+            [
+                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
+                "  rank 1: load_precompiled: /nowhere has no manifest.json. Name the folder that "
+                "precompile wrote",
+                "load_precompiled: readers found different folders: "
+                f"ranks [0] the manifest {digests['plain']}; "
+                f"ranks [1] the manifest {digests['other_plan']}. Copy the same folder to all of them",
+                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
+                f"  rank 0: load_precompiled: the SHA-256 of {folder}/plain/manifest.json is "
+                f"{digests['plain']}, and should be 00. Nothing in the folder was executed. Take the "
+                "folder that precompile returned this for",
+                "load_precompiled: readers=[2]; should be some of the ranks 0 to 1",
+            ]
+        ]
+        * 2
+    )
+
+
+def what_readers_say(folder: str, sha256: str) -> list[str]:
+    own, rank = f"{folder}/plain", dist.get_rank()
+    found = []
+    for path, expected, readers in (
+        ("/nowhere" if rank else own, sha256, (0, 1)),
+        (f"{folder}/other_plan" if rank else own, None, (0, 1)),
+        (own, "00", (0,)),
+        (own, sha256, (2,)),
+    ):
+        with pytest.raises((PrecompiledError, ValueError)) as caught:
+            load_precompiled(path, CASES["plain"].model(), sha256=expected, readers=readers)
+        found.append(str(caught.value))
+    model = load_precompiled("/nowhere" if rank else own, CASES["plain"].model(), readers=[0])
+    assert model(*CASES["plain"].example())["power"] == 1, "and the ranks can go on"
+    return found
 
 
 @pytest.mark.timeout(SLOW)
@@ -396,7 +442,7 @@ def test_files_that_are_not_what_was_written(ahead: Path) -> None:
     for change, words in (
         (lambda: code.write_text("raise SystemExit\n" + written), "training.0.py has the SHA-256"),
         (lambda: (ahead / "more.py").write_text("raise SystemExit"), "more.py is not in the"),
-        (lambda: (ahead / "more").mkdir(), "more is not in the manifest"),
+        (lambda: (ahead / "more").mkdir(), "more is no file"),
         (code.unlink, "training.0.py is missing"),
         (manifest.unlink, "has no manifest.json"),
     ):
