@@ -6,19 +6,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from compiled_fsdp.errors import named, warn_once
 from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dynamo import is_compiled
-from compiled_fsdp.torch_private.groups import assume_backend
+from compiled_fsdp.torch_private.groups import assume_backend, is_known
 
 from . import facts as of_code
 from . import folder as on_disk
-from .capture import capture
+from .capture import Call
 from .delivery import delivered
 from .loaded import ADVICE, COMPILE, Loaded, Ready
 from .program import Program
+from .ranks import programs_of
 from .target import Target, describe, differences, mismatch
 
 if TYPE_CHECKING:
@@ -66,10 +69,9 @@ def precompile(
     with _as_over(units, target.group_backend):
         for mode in target.modes:
             with _in_mode(model, mode):
-                program, functions = capture(
-                    model, units, _call(example), mode, target.backend, files
-                )
-            programs.append(program)
+                call = Call(model, units, _call(example), mode, target.backend)
+                found, functions = programs_of(call, files)
+            programs += found
             sources |= functions
         made_for = describe(model, units, target.backend)
     content = {
@@ -118,6 +120,7 @@ def load_precompiled(
     manifest = on_disk.checked(content, path, sha256)
     made_for: dict[str, Any] = manifest["target"]
     programs = [Program.of(read) for read in manifest["programs"]]
+    programs = [p for p in programs if dist.get_rank() in p.ranks]
     found = _differences(model, units, made_for, programs)
     found |= _of_sources(manifest["sources"])
     if found:
@@ -149,6 +152,8 @@ def _differences(
         lasting = {n: v for n, v in program.facts.items() if not n.endswith(".training")}
         now = of_code.current(lasting, model)
         found |= {of_code.in_words(n): v for n, v in differences(lasting, now).items()}
+        missing = [name for name in program.groups if not is_known(name)]
+        found |= {f"process group {name}": ("used by forward", "unknown") for name in missing}
     return found
 
 

@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from compiled_fsdp.torch_private.ranks import mesh_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -225,9 +229,15 @@ def _module(name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Plain values as Python writes them, after "="; of everything else its class."""
+    """Plain values as Python writes them, after "="; meshes and placements in words; of everything
+    else its class.
+    """
     if isinstance(value, PLAIN):
         return f"={value!r}"
+    if isinstance(value, DeviceMesh):
+        return f"DeviceMesh {mesh_in_words(value)}"
+    if isinstance(value, Placement):
+        return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{kind} {value.__qualname__}"

@@ -15,7 +15,7 @@ from typing import Any
 from .target import PrecompiledError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def write(folder: Path, content: dict[str, Any], files: dict[str, bytes]) -> str:

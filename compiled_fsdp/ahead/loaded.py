@@ -21,6 +21,7 @@ from compiled_fsdp.wire.ops import TRACED
 from . import facts as of_code
 from .capture import describe_leaf
 from .code import Libraries, load
+from .program import MESH
 from .run import runner
 from .target import describe, differences, mismatch, settings
 
@@ -130,6 +131,8 @@ class Loaded:
         kind, where, *number = place
         if kind == "input":
             return leaves[where]
+        if kind == MESH:
+            return None
         if kind == "flat":
             return self.units[where].flats[number[0]].data
         owner, _, name = where.rpartition(".")

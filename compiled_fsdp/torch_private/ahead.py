@@ -5,6 +5,7 @@ Tried on torch 2.13.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,8 +45,12 @@ COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Both halves of a graph are compiled at once, and nothing is taken from a cache."""
+    """Both halves of a graph are compiled at once, and nothing is taken from a cache; as often as is
+    asked for.
+    """
+    often = 1 << 20
     with (
+        dynamo_config.patch(recompile_limit=often, accumulated_recompile_limit=often),
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):
@@ -226,9 +233,34 @@ def graph_source(gm: GraphModule) -> tuple[str, set[str]]:
     return code.src, set(code.globals)
 
 
+def graph_text(gm: GraphModule) -> str:
+    """All that a graph computes, to be compared: its code, and the values of its constants."""
+    lines = [graph_source(gm)[0]]
+    for name in attributes(gm.graph):
+        value: Any = gm
+        for part in name.split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            with unset_fake_temporarily():
+                value = value.dtype, value.tolist()
+        lines.append(f"{name} = {value}")
+    return "\n".join(lines)
+
+
 def attributes(graph: Graph) -> list[str]:
     """The attributes of its module that a graph reads."""
     return [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+
+
+def kept(tensor: Tensor) -> tuple[bytes, list[int]]:
+    """The elements of a constant in order, and the stride of a copy without gaps; also while tensors
+    are made fake.
+    """
+    with unset_fake_temporarily():
+        dense = tensor.detach().clone()
+        plain = dense.contiguous()
+        content = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
+    return content, list(dense.stride())
 
 
 def compiled_kernel(*args: Any, **options: Any) -> Callable[..., Any]:

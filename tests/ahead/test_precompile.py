@@ -21,6 +21,8 @@ import torch.distributed as dist
 from kit.ahead import BATCH, CASES, WIDTH, Block, precompile
 from kit.harness import SLOW
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
@@ -82,13 +84,13 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
 
 
-def train(model: Any, case: Any, *, steps: int = 2) -> list[torch.Tensor]:
+def train(model: Any, case: Any, *, backwards: int = 2, steps: int = 2) -> list[torch.Tensor]:
     """Steps of an optimizer, two backwards each, with an evaluation between; all that comes out."""
-    torch.manual_seed(7 + dist.get_rank())
+    torch.manual_seed(7 + dist.get_rank() // case.same_data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found = []
     for _ in range(steps):
-        for _ in range(2):
+        for _ in range(backwards):
             output = model(*case.example())
             loss_of(output).backward()
             found += tensors(output)
@@ -99,6 +101,8 @@ def train(model: Any, case: Any, *, steps: int = 2) -> list[torch.Tensor]:
         with torch.no_grad():
             found += tensors(model(*case.example()))
         model.train()
+    if isinstance(model, StockFSDPModule):
+        model.reshard()  # what the evaluation has left
     return found + [_local(p.detach()) for p in model.parameters()] + list(model.buffers())
 
 
@@ -123,6 +127,12 @@ def same_as_compiled(
     theirs = train(compiled, case)
     assert len(ours) == len(theirs)
     assert all(map(torch.equal, ours, theirs))
+    if (stock := case.stock()) is not None:
+        again = load_precompiled(f"{folder}/{name}", case.model())
+        once = train(again, case, backwards=1)
+        theirs = train(stock, case, backwards=1)  # of several, stock adds what is Partial
+        assert len(once) == len(theirs)
+        assert all(map(torch.equal, once, theirs))
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +203,19 @@ def what_readers_say(folder: str, sha256: str) -> list[str]:
     model = load_precompiled("/nowhere" if rank else own, CASES["plain"].model(), readers=[0])
     assert model(*CASES["plain"].example())["power"] == 1, "and the ranks can go on"
     return found
+
+
+def test_with_tensor_parallelism(four: Pool, tmp_path: Path) -> None:
+    """Ranks that differ along "tp" have programs of their own, since parts of the vocabulary and of
+    the sequence begin elsewhere; those that differ along "dp" share one. One rank alone sees the
+    folder: it sends it to two others, of which one sends it to the last.
+    """
+    digests = precompile(4, tmp_path, "tensor_parallel")
+    manifest = json.loads((tmp_path / "tensor_parallel" / "manifest.json").read_text())
+    ranks = {(p["mode"], *p["ranks"]) for p in manifest["programs"]}
+    assert ranks == {(mode, *of) for mode in ("training", "inference") for of in ((0, 2), (1, 3))}
+    sha256 = digests["tensor_parallel"]
+    four.run(same_as_compiled, "tensor_parallel", str(tmp_path), sha256, (1,))
 
 
 @pytest.mark.timeout(SLOW)
@@ -491,7 +514,19 @@ def test_what_cannot_be_compiled_ahead(fake_world: None, tmp_path: Path) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + self.extra
 
+    class Ranked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (dist.get_rank() + 2)
+
+    class Grouped(nn.Linear):
+        group = dist.new_group([0, 1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce(super().forward(x), "sum", self.group)
+
     expected = {
+        Ranked: "the graph of rank 1 is not that of rank 0: forward asks which data-parallel rank",
+        Grouped: "forward communicates over the process group '1'",
         Remembers: "forward assigns to objects that outlive it",
         Views: "output 1 shares memory",
         Writes: "forward writes to its input 0",

@@ -19,6 +19,14 @@ import torch.utils.checkpoint
 from kit.pool import use_scalar_kernels
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import compiled_fsdp
 from compiled_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -87,6 +95,47 @@ class Tied(nn.Module):
         return self.head(hidden).float().square().mean(), self.other(hidden)
 
 
+class Layer(nn.Module):
+    """Hidden columns are cut over the mesh, the sequence between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+class Cut(nn.Module):
+    """A vocabulary, of which each rank has a part, as it has of the sequence; two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(12, WIDTH), Layer()
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(x)
+        hidden = hidden + self.layer(hidden)
+        found = self.head(hidden)
+        return found.square().mean(), found.argmax(-1)
+
+
+def _cut(mesh: Any) -> Cut:
+    return parallelize_module(
+        Cut(),
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "layer.norm": SequenceParallel(),
+            "layer.up": ColwiseParallel(input_layouts=Shard(1)),
+            "layer.down": RowwiseParallel(output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+
+
 def _sharded(model: Any, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, **options)
@@ -127,23 +176,49 @@ def hsdp() -> Any:
     return _sharded(Model(), mesh=mesh)
 
 
+def tensor_parallel(shard: Callable[..., Any] = fully_shard) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _cut(mesh["tp"])
+    for unit in (model.layer, model):
+        shard(unit, mesh=mesh["dp"])
+    return model
+
+
+def tensor_parallel_of_stock() -> Any:
+    return tensor_parallel(stock_fully_shard)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A sharded model, and the arguments of a call."""
+    """A sharded model, and the arguments of a call; the same model by torch's FSDP, for some.
+
+    same_data: how many ranks, one after the other, get the same.
+    """
 
     build: Callable[[], Any]
     example: Callable[[], tuple[Any, ...]]
     backend: str = "compiled_fsdp_eager"
     bucket_bytes: int = 0  # as the pool's workers have it
+    build_stock: Callable[[], Any] | None = None
+    same_data: int = 1
 
     def model(self) -> Any:
         """The same on every rank."""
         torch.manual_seed(0)
         return self.build()
 
+    def stock(self) -> Any:
+        """By torch's FSDP, if it is to be compared; else None."""
+        torch.manual_seed(0)
+        return self.build_stock and self.build_stock()
+
 
 def _numbers() -> tuple[Tensor, ...]:
     return (torch.randn(BATCH, WIDTH),)
+
+
+def _sequence() -> tuple[Tensor, ...]:
+    return (torch.randint(12, (2, BATCH)),)
 
 
 def _tokens() -> tuple[Tensor, ...]:
@@ -157,6 +232,9 @@ CASES = {
     "tied": Case(tied, _tokens),
     "fsdp1": Case(fsdp1, _numbers),
     "hsdp": Case(hsdp, _numbers),
+    "tensor_parallel": Case(
+        tensor_parallel, _sequence, build_stock=tensor_parallel_of_stock, same_data=2
+    ),
     "other_plan": Case(plain, _numbers, bucket_bytes=1 << 20),
 }
 
