@@ -25,16 +25,17 @@ from compiled_fsdp.torch_private.ranks import mesh_in_words
 
 from . import facts as of_code
 from .code import keep_graph, keep_inductor
-from .program import MESH, Program
+from .program import MESH, SIZE, Program
+from .sizes import checker, described, in_words
 from .target import EAGER_BACKEND, INDUCTOR_BACKEND, ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.fx import GraphModule
 
-    from compiled_fsdp.torch_private.ahead import Calling
+    from compiled_fsdp.torch_private.ahead import Calling, Sizes
     from compiled_fsdp.units.unit import Unit
 
     from .program import Half
@@ -72,6 +73,7 @@ class Capture:
     halves: forward, and backward if there is one, with the number of inputs of each.
     gradients: for each input, whether backward gives it a gradient.
     used: places of the inputs that forward reads.
+    sizes: what is known, in the end, of their sizes.
     inputs, outputs: the very tensors that the compiled graph was given, and has returned.
     """
 
@@ -86,6 +88,7 @@ class Capture:
     guarded: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     used: list[int] = field(default_factory=list)
+    sizes: Callable[[], Sizes | None] = lambda: None
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     refused: NotImplementedError | None = None
@@ -107,7 +110,8 @@ class Capture:
         self.guarded = private.guarded()
         self.sources = of_code.sources(private.traced_code())
         values = [traced_value(n) if isinstance(n, Node) else n for n in _returned(gm)]
-        known = torch.Tensor | DeviceMesh
+        known = torch.Tensor | DeviceMesh | torch.SymInt
+        self.sizes = private.sizes_of([traced_value(n) for n in placeholders(gm.graph)])
         others = [type(v).__name__ for v in values if not isinstance(v, torch.Tensor)]
         others += [type(v).__name__ for v in inputs if not isinstance(v, known)]
         if others:
@@ -120,7 +124,10 @@ class Capture:
 
         def run(*args: Any) -> list[torch.Tensor]:
             self.inputs = list(args)
-            self.outputs = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values]
+            self.outputs = [
+                torch.empty(private.shape_of_example(v), dtype=v.dtype, device="meta")
+                for v in values
+            ]
             return list(self.outputs)
 
         return run
@@ -209,7 +216,8 @@ def capture(call: Call, name: str, files: dict[str, bytes]) -> tuple[Program, Ca
             "precompile: no output of the model requires a gradient, so there is no backward for "
             "training. Unfreeze a parameter, or pass Target(modes=('inference',))"
         )
-    inputs = _places(model, call.units, leaves, seen)
+    sizes = seen.sizes()
+    inputs = _places(model, call.units, leaves, seen, sizes)
     for i in (*seen.calling.changed, *seen.calling.written):
         if inputs[i][0] == "input":
             raise refuse(f"forward writes to its input {inputs[i][1]}", "only buffers may change")
@@ -221,7 +229,7 @@ def capture(call: Call, name: str, files: dict[str, bytes]) -> tuple[Program, Ca
         mode=mode,
         inputs=inputs,
         arguments=str(nesting),
-        leaves=[describe_leaf(leaf) for leaf in leaves],
+        leaves=_described(leaves, inputs, sizes),
         nesting=_dumped(result_nesting),
         results=[_result(leaf, leaves, seen) for leaf in result_leaves],
         units=[unit.key for unit in call.units],
@@ -229,11 +237,12 @@ def capture(call: Call, name: str, files: dict[str, bytes]) -> tuple[Program, Ca
         detached=[
             i
             for i, has in enumerate(seen.gradients[: len(inputs)])
-            if not has and inputs[i][0] != MESH
+            if not has and inputs[i][0] not in (MESH, SIZE)
         ],
         forward=seen.halves[0],
         backward=seen.halves[1] if len(seen.halves) > 1 else None,
         facts=facts,
+        guards=sizes.guards if sizes else [],
         groups=seen.groups,
         ranks=[],
     )
@@ -262,8 +271,30 @@ def describe_leaf(leaf: Any) -> dict[str, Any]:
     }
 
 
+def _described(
+    leaves: list[Any], inputs: list[list[Any]], sizes: Sizes | None
+) -> list[dict[str, Any]]:
+    found = [describe_leaf(leaf) for leaf in leaves]
+    if sizes is None:
+        return found
+    try:
+        checker(sizes.guards)
+    except ValueError as error:
+        raise refuse("sizes of arguments", str(error)) from error
+    words = in_words(sizes)
+    for place, shape in zip(inputs, sizes.names, strict=True):
+        if place[0] == "input" and not isinstance(shape, str):
+            number = place[1]
+            found[number] = described(found[number], leaves[number], shape, words)
+    return found
+
+
 def _places(
-    model: nn.Module, units: Sequence[Unit], leaves: list[Any], seen: Capture
+    model: nn.Module,
+    units: Sequence[Unit],
+    leaves: list[Any],
+    seen: Capture,
+    sizes: Sizes | None,
 ) -> list[list[Any]]:
     """Of each input of the graph, where it comes from."""
     known: dict[int, list[Any]] = {}
@@ -278,6 +309,9 @@ def _places(
         known |= {id(flat.data): ["flat", number, i] for i, flat in enumerate(unit.flats)}
     found: list[list[Any]] = []
     for place, tensor in enumerate(seen.inputs):
+        if isinstance(tensor, int):
+            found.append(_place_of_size(place, sizes, seen, known))
+            continue
         if isinstance(tensor, DeviceMesh):
             if place in seen.used:
                 raise refuse("forward computes with a DeviceMesh", mesh_in_words(tensor))
@@ -290,6 +324,17 @@ def _places(
             )
         found.append(known[id(tensor)])
     return found
+
+
+def _place_of_size(
+    place: int, sizes: Sizes | None, seen: Capture, known: dict[int, list[Any]]
+) -> list[Any]:
+    """The argument that has this size, and its dim."""
+    symbol = sizes.names[place] if sizes else None
+    for tensor, shape in zip(seen.inputs, sizes.names if sizes else (), strict=False):
+        if not isinstance(shape, str) and symbol in shape and known[id(tensor)][0] == "input":
+            return [SIZE, known[id(tensor)][1], shape.index(symbol)]
+    raise refuse(f"the graph takes the size {symbol}", "it is no argument's")
 
 
 def _result(leaf: Any, leaves: list[Any], seen: Capture) -> list[Any]:

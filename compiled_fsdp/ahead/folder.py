@@ -15,7 +15,7 @@ from typing import Any
 from .target import PrecompiledError
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 
 def write(folder: Path, content: dict[str, Any], files: dict[str, bytes]) -> str:

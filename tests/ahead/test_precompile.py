@@ -23,6 +23,7 @@ from kit.harness import SLOW
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from kit.pool import Pool
 
-TWO = ("plain", "bfloat16", "tied", "fsdp1")
+TWO = ("plain", "bfloat16", "tied", "fsdp1", "lengths")
 # Files whose code is a compiler's, by the end of their path.
 COMPILERS = {
     "_dynamo/convert_frame.py": "Dynamo",
@@ -428,6 +429,66 @@ def test_another_call(ahead: Path, name: str) -> None:
     with pytest.raises(PrecompiledError) as caught:
         call(model)
     assert expected in str(caught.value)
+
+
+class Sum(nn.Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) + y).square().mean()
+
+
+def test_sizes_that_are_not_known(fake_world: None, tmp_path: Path) -> None:
+    """They may be what they were said to be, and where two were found to be one, that."""
+
+    def some(rows: int) -> torch.Tensor:
+        return torch.ones(rows, 4)
+
+    x, y = some(4), some(4)
+    for tensor in (x, y):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
+    compiled_fsdp.precompile(fully_shard(Sum(4, 4)), (x, y), tmp_path / "a", target=HERE)
+    model = load_precompiled(tmp_path / "a", fully_shard(Sum(4, 4)))
+    with counted() as calls:
+        for rows in (2, 4, 64):
+            model(some(rows), some(rows)).backward()
+    assert not calls
+    expected = {
+        (1, 1): ["argument 0: shape", "argument 1: shape"],
+        (65, 65): ["argument 0: shape", "argument 1: shape"],
+        (3, 5): ["argument 1: shape"],
+    }
+    for rows, names in expected.items():
+        with pytest.raises(PrecompiledError, match=r"\(2 to 64\)', 4\], here") as caught:
+            model(*map(some, rows))
+        assert [*caught.value.differences] == names
+    with pytest.raises(PrecompiledError, match="argument 0: stride: contiguous, here"):
+        model(torch.ones(4, 3).t(), some(3))
+    again = fully_shard(Sum(4, 4))
+    model = load_precompiled(tmp_path / "a", again, otherwise="compile")
+    with pytest.warns(UserWarning, match="argument 0: shape"):
+        model(some(65), some(65)).backward()
+
+
+class Halved(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(2, -1, 4)
+
+
+class Counts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return super().forward(x), x.shape[0]
+
+
+def test_sizes_that_cannot_be_unknown(fake_world: None, tmp_path: Path) -> None:
+    x, strided = torch.ones(4, 4), torch.ones(4, 4).t()
+    for tensor in (x, strided):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
+    for kind, example, error, words in (
+        (Halved, x, ConstraintViolationError, "Not all values"),
+        (Counts, x, NotImplementedError, "returns what is no tensor: SymInt"),
+        (nn.Linear, strided, NotImplementedError, "should be contiguous"),
+    ):
+        with pytest.raises(error, match=words):
+            compiled_fsdp.precompile(fully_shard(kind(4, 4)), example, tmp_path / "a", target=HERE)
 
 
 def test_a_mode_that_is_not_there(fake_world: None, tmp_path: Path) -> None:

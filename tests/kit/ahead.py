@@ -217,6 +217,13 @@ def _numbers() -> tuple[Tensor, ...]:
     return (torch.randn(BATCH, WIDTH),)
 
 
+def _of_any_length() -> tuple[Tensor, ...]:
+    """Another number of rows in each call, and on each rank."""
+    x = torch.randn(int(torch.randint(2, 9, ())), WIDTH)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    return (x,)
+
+
 def _sequence() -> tuple[Tensor, ...]:
     return (torch.randint(12, (2, BATCH)),)
 
@@ -228,6 +235,7 @@ def _tokens() -> tuple[Tensor, ...]:
 CASES = {
     "plain": Case(plain, _numbers),
     "inductor": Case(of_one_block, _numbers, "compiled_fsdp"),
+    "lengths": Case(plain, _of_any_length),
     "bfloat16": Case(bfloat16, _numbers),
     "tied": Case(tied, _tokens),
     "fsdp1": Case(fsdp1, _numbers),
