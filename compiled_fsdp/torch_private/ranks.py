@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .groups import common_name
 
@@ -69,7 +69,7 @@ def places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """Where each rank is in a mesh, or in the one that it has instead; those that have none are left
     out.
     """
-    with unset_fake_temporarily():
+    with _disable_current_modes():  # a graph may be traced
         ranks = mesh._layout.remap_to_tensor(mesh._rank_map)  # [copies, *shape]
         indices = (ranks >= 0).nonzero().tolist()
         return {int(ranks[tuple(index)]): tuple(index[1:]) for index in indices}

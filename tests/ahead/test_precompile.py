@@ -124,7 +124,7 @@ def same_as_compiled(
         ours = train(loaded, case)
     assert not calls
     compiled = case.model()
-    compiled.compile(backend=case.backend, dynamic=False)
+    compiled.compile(backend=case.backend, dynamic=False, fullgraph=True)
     theirs = train(compiled, case)
     assert len(ours) == len(theirs)
     assert all(map(torch.equal, ours, theirs))
@@ -217,6 +217,14 @@ def test_with_tensor_parallelism(four: Pool, tmp_path: Path) -> None:
     assert ranks == {(mode, *of) for mode in ("training", "inference") for of in ((0, 2), (1, 3))}
     sha256 = digests["tensor_parallel"]
     four.run(same_as_compiled, "tensor_parallel", str(tmp_path), sha256, (1,))
+
+
+def test_with_experts(four: Pool, tmp_path: Path) -> None:
+    """One program for all ranks, which exchange as many tokens as they have for each other."""
+    sha256 = precompile(4, tmp_path, "experts")["experts"]
+    manifest = json.loads((tmp_path / "experts" / "manifest.json").read_text())
+    assert [sorted(p["ranks"]) for p in manifest["programs"]] == [[0, 1, 2, 3]] * 2
+    four.run(same_as_compiled, "experts", str(tmp_path), sha256)
 
 
 @pytest.mark.timeout(SLOW)

@@ -18,9 +18,14 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from kit.pool import use_scalar_kernels
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -184,6 +189,47 @@ def tensor_parallel(shard: Callable[..., Any] = fully_shard) -> Any:
     return model
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up.to_local()[0]  # type: ignore[attr-defined]  # one of the two is here
+
+
+class Mixture(nn.Module):
+    """The positive tokens, as many as there are, go to the first expert, the others to the second."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.expert = nn.LayerNorm(WIDTH), Expert()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        is_second = (x[:, 0] < 0).long()
+        counts = torch.stack([1 - is_second, is_second], 1).sum(0)
+        with torch.no_grad():
+            theirs = wait_tensor(all_to_all_single(counts, None, None, self.group)).tolist()
+        sent, order = counts.tolist(), is_second.argsort(stable=True)
+        got = all_to_all_single_autograd(self.norm(x)[order], theirs, sent, self.group)
+        back = all_to_all_single_autograd(self.expert(got), sent, theirs, self.group)
+        hidden = x + back[order.argsort()]
+        return hidden.square().mean(), hidden
+
+
+def experts() -> Any:
+    """Over a mesh of their own, as expert parallelism has them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = Mixture()
+    model.group = mesh.get_group("ep")
+    local = distribute_tensor(model.expert.up.data, mesh["ep"], [Shard(0)])
+    model.expert.up = nn.Parameter(local)
+    fully_shard(model.expert, mesh=mesh["efsdp"])
+    return fully_shard(model, mesh=mesh._flatten("dp"))
+
+
 def tensor_parallel_of_stock() -> Any:
     return tensor_parallel(stock_fully_shard)
 
@@ -243,6 +289,7 @@ CASES = {
     "tensor_parallel": Case(
         tensor_parallel, _sequence, build_stock=tensor_parallel_of_stock, same_data=2
     ),
+    "experts": Case(experts, _numbers),
     "other_plan": Case(plain, _numbers, bucket_bytes=1 << 20),
 }
 
