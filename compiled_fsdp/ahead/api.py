@@ -6,18 +6,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from compiled_fsdp.errors import named, warn_once
 from compiled_fsdp.frontend.state import get_state
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.dynamo import is_compiled
-from compiled_fsdp.torch_private.groups import assume_backend
+from compiled_fsdp.torch_private.groups import assume_backend, is_known
 
 from . import facts as of_code
 from . import folder as on_disk
-from .capture import capture
+from .capture import Call
+from .delivery import delivered
 from .loaded import ADVICE, COMPILE, Loaded, Ready
 from .program import Program
+from .ranks import programs_of
 from .target import Target, describe, differences, mismatch
 
 if TYPE_CHECKING:
@@ -65,10 +69,9 @@ def precompile(
     with _as_over(units, target.group_backend):
         for mode in target.modes:
             with _in_mode(model, mode):
-                program, functions = capture(
-                    model, units, _call(example), mode, target.backend, files
-                )
-            programs.append(program)
+                call = Call(model, units, _call(example), mode, target.backend)
+                found, functions = programs_of(call, files)
+            programs += found
             sources |= functions
         made_for = describe(model, units, target.backend)
     content = {
@@ -85,6 +88,7 @@ def load_precompiled(
     *,
     sha256: str | None = None,
     otherwise: str = "raise",
+    readers: Sequence[int] | None = None,
 ) -> nn.Module:
     """Let a sharded model run what `precompile` wrote, from its first call on, on this rank.
 
@@ -95,21 +99,28 @@ def load_precompiled(
     sha256: what `precompile` returned; the folder must have a manifest of this SHA-256.
     otherwise: what happens if the model, this process or a later call is not what was compiled
         for: "raise", or "compile", which says so once and lets torch.compile compile it.
+    readers: the ranks that read the folder, the same on all ranks, for example the first of each
+        host; the others get its bytes from them through the process group, and check them as well.
+        None: every rank reads.
 
     Returns:
         The model itself.
 
     Raises:
         TypeError: the model is not sharded, or compiled already.
+        ValueError: `otherwise` or `readers` is none of what it can be.
         PrecompiledError: files are missing, changed or added; or (unless `otherwise`) something is
             not as it was compiled for, with everything that differs by name.
     """
     if otherwise not in OTHERWISE:
         raise ValueError(f"load_precompiled: otherwise={otherwise!r}; should be one of {OTHERWISE}")
     units = _units(model, "load_precompiled")
-    manifest, files = on_disk.read(Path(folder), sha256)
+    path = Path(folder)
+    content = on_disk.read(path) if readers is None else delivered(path, sha256, readers)
+    manifest = on_disk.checked(content, path, sha256)
     made_for: dict[str, Any] = manifest["target"]
     programs = [Program.of(read) for read in manifest["programs"]]
+    programs = [p for p in programs if dist.get_rank() in p.ranks]
     found = _differences(model, units, made_for, programs)
     found |= _of_sources(manifest["sources"])
     if found:
@@ -122,7 +133,7 @@ def load_precompiled(
         model.compile(backend=made_for["backend"])
         return model
     digest = on_disk.digest(manifest)
-    ready = {p.mode: Ready.of(p, files, units, digest) for p in programs}
+    ready = {p.mode: Ready.of(p, content.files, units, digest) for p in programs}
     place: Any = model
     place._compiled_call_impl = Loaded(
         model, units, made_for["backend"], made_for, ready, otherwise
@@ -141,6 +152,8 @@ def _differences(
         lasting = {n: v for n, v in program.facts.items() if not n.endswith(".training")}
         now = of_code.current(lasting, model)
         found |= {of_code.in_words(n): v for n, v in differences(lasting, now).items()}
+        missing = [name for name in program.groups if not is_known(name)]
+        found |= {f"process group {name}": ("used by forward", "unknown") for name in missing}
     return found
 
 

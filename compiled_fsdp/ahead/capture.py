@@ -10,27 +10,32 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten, treespec_dumps
 
 from compiled_fsdp.compiler.backend import compiled_fsdp, without_inductor
 from compiled_fsdp.compiler.driver import run_half
-from compiled_fsdp.ir.graph import placeholders
+from compiled_fsdp.ir.collectives import group_of
+from compiled_fsdp.ir.graph import placeholders, starts
 from compiled_fsdp.ir.meta import traced_value
 from compiled_fsdp.torch_private import ahead as private
+from compiled_fsdp.torch_private.groups import is_common
+from compiled_fsdp.torch_private.ranks import mesh_in_words
 
 from . import facts as of_code
 from .code import keep_graph, keep_inductor
-from .program import Program
+from .program import MESH, SIZE, Program
+from .sizes import checker, described, in_words
 from .target import EAGER_BACKEND, INDUCTOR_BACKEND, ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.fx import GraphModule
 
-    from compiled_fsdp.torch_private.ahead import Calling
+    from compiled_fsdp.torch_private.ahead import Calling, Sizes
     from compiled_fsdp.units.unit import Unit
 
     from .program import Half
@@ -43,24 +48,47 @@ def refuse(what: str, why: str) -> NotImplementedError:
     )
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a model that is to be compiled.
+
+    example: its arguments, positional ones and those by name.
+    mode: "training" or "inference".
+    """
+
+    model: nn.Module
+    units: Sequence[Unit]
+    example: tuple[tuple[Any, ...], dict[str, Any]]
+    mode: str
+    backend: str
+
+
 @dataclass(eq=False)
 class Capture:
     """What is seen while one call is compiled.
 
-    name: of the files.
+    name: of the files; "": graphs are only looked at, and nothing is compiled or kept.
+    graphs: the code of both halves, before our passes; `groups` are those that the user's part of it
+        communicates over.
     halves: forward, and backward if there is one, with the number of inputs of each.
     gradients: for each input, whether backward gives it a gradient.
+    used: places of the inputs that forward reads.
+    sizes: what is known, in the end, of their sizes.
     inputs, outputs: the very tensors that the compiled graph was given, and has returned.
     """
 
     name: str
     backend: str
     files: dict[str, bytes] = field(default_factory=dict)
+    groups: list[str] = field(default_factory=list)
+    graphs: list[str] = field(default_factory=list)
     halves: list[Half] = field(default_factory=list)
     calling: Calling | None = None
     gradients: list[bool] = field(default_factory=list)
     guarded: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
+    used: list[int] = field(default_factory=list)
+    sizes: Callable[[], Sizes | None] = lambda: None
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     refused: NotImplementedError | None = None
@@ -82,11 +110,13 @@ class Capture:
         self.guarded = private.guarded()
         self.sources = of_code.sources(private.traced_code())
         values = [traced_value(n) if isinstance(n, Node) else n for n in _returned(gm)]
-        others = [type(v).__name__ for v in (*values, *inputs) if not isinstance(v, torch.Tensor)]
+        known = torch.Tensor | DeviceMesh | torch.SymInt
+        self.sizes = private.sizes_of([traced_value(n) for n in placeholders(gm.graph)])
+        others = [type(v).__name__ for v in values if not isinstance(v, torch.Tensor)]
+        others += [type(v).__name__ for v in inputs if not isinstance(v, known)]
         if others:
             names = ", ".join(dict.fromkeys(others))
-            hint = " (tensor parallelism)" if "DeviceMesh" in others else ""
-            raise refuse("the graph takes or returns what is no tensor", f"{names}{hint}")
+            raise refuse("the graph takes or returns what is no tensor", names)
         if self.backend == EAGER_BACKEND:
             without_inductor(gm, inputs, self._half)
         else:
@@ -94,13 +124,18 @@ class Capture:
 
         def run(*args: Any) -> list[torch.Tensor]:
             self.inputs = list(args)
-            self.outputs = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values]
+            self.outputs = [
+                torch.empty(private.shape_of_example(v), dtype=v.dtype, device="meta")
+                for v in values
+            ]
             return list(self.outputs)
 
         return run
 
     def _half(self, gm: GraphModule, inputs: Any) -> Any:
         self._note(gm)
+        if not self.name:
+            return _not_run
         gm = run_half(gm)
         half, run = keep_graph(gm, f"{self.name}.{len(self.halves)}", self.files)
         self.halves.append(half)
@@ -110,20 +145,40 @@ class Capture:
         from torch._inductor.compile_fx import compile_fx_inner
 
         self._note(gm)
+        if not self.name:
+            return _not_run
         compiled = compile_fx_inner(gm, inputs, **options)
         self.halves.append(keep_inductor(compiled, f"{self.name}.{len(self.halves)}", self.files))
         return compiled
 
     def _note(self, gm: GraphModule) -> None:
         """A half, before it is compiled."""
-        if not self.halves:
+        self.graphs.append(private.graph_text(gm))
+        self._note_groups(gm)
+        if len(self.graphs) == 1:
             calling, why = private.calling(len(list(placeholders(gm.graph))))
             if calling is None:
                 raise refuse("forward", why)
             is_reused = calling.is_donated and self.backend == INDUCTOR_BACKEND
             self.calling = replace(calling, is_donated=is_reused)  # only Inductor plans memory
+            self.used = [i for i, n in enumerate(placeholders(gm.graph)) if n.users]
             return
         self.gradients = [grad is not None for grad in _returned(gm)]
+
+    def _note_groups(self, gm: GraphModule) -> None:
+        for name in map(group_of, starts(gm.graph)):
+            if not is_common(name):
+                raise refuse(
+                    f"forward communicates over the process group {name!r}",
+                    "each rank numbers its groups for itself. Take the group from a DeviceMesh of "
+                    "all ranks that a parameter is on",
+                )
+            if name not in self.groups:
+                self.groups.append(name)
+
+
+def _not_run(*_: Any) -> Any:
+    raise AssertionError("a graph that was only looked at was called")
 
 
 def _returned(gm: GraphModule) -> list[Any]:
@@ -131,25 +186,29 @@ def _returned(gm: GraphModule) -> list[Any]:
     return list(returned)
 
 
-def capture(
-    model: nn.Module,
-    units: Sequence[Unit],
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    mode: str,
-    backend: str,
-    files: dict[str, bytes],
-) -> tuple[Program, dict[str, str]]:
-    """Compile a call of `model`; returns it, and hashes of the functions that it went through."""
-    seen = Capture(mode, backend, files)
-    leaves, nesting = tree_flatten(example)
-    call = torch.compile(model, backend=seen, fullgraph=True, dynamic=False)
-    with private.compiling_ahead(), torch.set_grad_enabled(mode == "training"):
+def graphs(call: Call) -> list[str]:
+    """The code of both halves, before our passes; nothing is compiled."""
+    return _traced(call, "")[0].graphs
+
+
+def _traced(call: Call, name: str) -> tuple[Capture, Any]:
+    seen = Capture(name, call.backend)
+    compiled = torch.compile(call.model, backend=seen, fullgraph=True, dynamic=False)
+    with private.compiling_ahead(), torch.set_grad_enabled(call.mode == "training"):
         try:
-            result = call(*example[0], **example[1])
+            return seen, compiled(*call.example[0], **call.example[1])
         except Exception:
             if seen.refused is not None:
                 raise seen.refused from None
             raise
+
+
+def capture(call: Call, name: str, files: dict[str, bytes]) -> tuple[Program, Capture]:
+    """Compile a call, and put what runs it into `files`; returns it, and what was seen of it."""
+    model, mode = call.model, call.mode
+    leaves, nesting = tree_flatten(call.example)
+    seen, result = _traced(call, name)
+    files |= seen.files
     if not seen.halves or seen.calling is None:
         raise refuse("forward", "it computes nothing")
     if mode == "training" and len(seen.halves) == 1:
@@ -157,7 +216,8 @@ def capture(
             "precompile: no output of the model requires a gradient, so there is no backward for "
             "training. Unfreeze a parameter, or pass Target(modes=('inference',))"
         )
-    inputs = _places(model, units, leaves, seen)
+    sizes = seen.sizes()
+    inputs = _places(model, call.units, leaves, seen, sizes)
     for i in (*seen.calling.changed, *seen.calling.written):
         if inputs[i][0] == "input":
             raise refuse(f"forward writes to its input {inputs[i][1]}", "only buffers may change")
@@ -169,17 +229,24 @@ def capture(
         mode=mode,
         inputs=inputs,
         arguments=str(nesting),
-        leaves=[describe_leaf(leaf) for leaf in leaves],
+        leaves=_described(leaves, inputs, sizes),
         nesting=_dumped(result_nesting),
         results=[_result(leaf, leaves, seen) for leaf in result_leaves],
-        units=[unit.key for unit in units],
+        units=[unit.key for unit in call.units],
         calling=seen.calling,
-        detached=[i for i, has in enumerate(seen.gradients[: len(inputs)]) if not has],
+        detached=[
+            i
+            for i, has in enumerate(seen.gradients[: len(inputs)])
+            if not has and inputs[i][0] not in (MESH, SIZE)
+        ],
         forward=seen.halves[0],
         backward=seen.halves[1] if len(seen.halves) > 1 else None,
         facts=facts,
+        guards=sizes.guards if sizes else [],
+        groups=seen.groups,
+        ranks=[],
     )
-    return program, seen.sources
+    return program, seen
 
 
 def _dumped(nesting: Any) -> str:
@@ -204,8 +271,30 @@ def describe_leaf(leaf: Any) -> dict[str, Any]:
     }
 
 
+def _described(
+    leaves: list[Any], inputs: list[list[Any]], sizes: Sizes | None
+) -> list[dict[str, Any]]:
+    found = [describe_leaf(leaf) for leaf in leaves]
+    if sizes is None:
+        return found
+    try:
+        checker(sizes.guards)
+    except ValueError as error:
+        raise refuse("sizes of arguments", str(error)) from error
+    words = in_words(sizes)
+    for place, shape in zip(inputs, sizes.names, strict=True):
+        if place[0] == "input" and not isinstance(shape, str):
+            number = place[1]
+            found[number] = described(found[number], leaves[number], shape, words)
+    return found
+
+
 def _places(
-    model: nn.Module, units: Sequence[Unit], leaves: list[Any], seen: Capture
+    model: nn.Module,
+    units: Sequence[Unit],
+    leaves: list[Any],
+    seen: Capture,
+    sizes: Sizes | None,
 ) -> list[list[Any]]:
     """Of each input of the graph, where it comes from."""
     known: dict[int, list[Any]] = {}
@@ -218,8 +307,16 @@ def _places(
     known |= {id(b): ["buffer", name] for name, b in model.named_buffers()}
     for number, unit in enumerate(units):
         known |= {id(flat.data): ["flat", number, i] for i, flat in enumerate(unit.flats)}
-    found = []
-    for tensor in seen.inputs:
+    found: list[list[Any]] = []
+    for place, tensor in enumerate(seen.inputs):
+        if isinstance(tensor, int):
+            found.append(_place_of_size(place, sizes, seen, known))
+            continue
+        if isinstance(tensor, DeviceMesh):
+            if place in seen.used:
+                raise refuse("forward computes with a DeviceMesh", mesh_in_words(tensor))
+            found.append([MESH, mesh_in_words(tensor)])
+            continue
         if id(tensor) not in known:
             raise refuse(
                 f"the graph reads a {type(tensor).__name__} of shape {tuple(tensor.shape)}",
@@ -227,6 +324,17 @@ def _places(
             )
         found.append(known[id(tensor)])
     return found
+
+
+def _place_of_size(
+    place: int, sizes: Sizes | None, seen: Capture, known: dict[int, list[Any]]
+) -> list[Any]:
+    """The argument that has this size, and its dim."""
+    symbol = sizes.names[place] if sizes else None
+    for tensor, shape in zip(seen.inputs, sizes.names if sizes else (), strict=False):
+        if not isinstance(shape, str) and symbol in shape and known[id(tensor)][0] == "input":
+            return [SIZE, known[id(tensor)][1], shape.index(symbol)]
+    raise refuse(f"the graph takes the size {symbol}", "it is no argument's")
 
 
 def _result(leaf: Any, leaves: list[Any], seen: Capture) -> list[Any]:

@@ -5,7 +5,6 @@ Private torch used here (tried on 2.13): `torch._dynamo.backends.debugging.boxed
 
 from __future__ import annotations
 
-import ctypes
 import re
 import tempfile
 from pathlib import Path
@@ -119,11 +118,9 @@ def _keep(constants: dict[str, Tensor], name: str, files: dict[str, bytes]) -> l
                 "dense one on the CPU"
             )
         file = f"{name}.constant{number}"
-        dense = tensor.detach().clone()
-        plain = dense.contiguous()
-        files[file] = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
-        dtype = str(plain.dtype).removeprefix("torch.")
-        kept.append(Constant(attribute, file, dtype, list(plain.shape), list(dense.stride())))
+        files[file], stride = private.kept(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kept.append(Constant(attribute, file, dtype, list(tensor.shape), stride))
     return kept
 
 

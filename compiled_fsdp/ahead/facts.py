@@ -19,6 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from compiled_fsdp.torch_private.groups import common_name
+from compiled_fsdp.torch_private.ranks import mesh_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -171,7 +177,10 @@ def _value(tree: ast.expr, model: Any) -> Any:
         case ast.Attribute(value=of, attr=attr):
             if attr.startswith("_fsdp_") and attr not in READ:
                 raise _LeftOutError
-            return getattr(_entered(_value(of, model)), attr)
+            owner = _entered(_value(of, model))
+            if isinstance(owner, ProcessGroup) and attr == "group_name":
+                return common_name(owner.group_name)
+            return getattr(owner, attr)
         case ast.Call(func=ast.Name(id="type" | "dict" | "len" as name), args=[of], keywords=[]):
             return _CALLS[name](_value(of, model))
         case ast.Call(func=func, args=[of, key]) if ast.unparse(func) == ITEM:
@@ -225,9 +234,15 @@ def _module(name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Plain values as Python writes them, after "="; of everything else its class."""
+    """Plain values as Python writes them, after "="; meshes and placements in words; of everything
+    else its class.
+    """
     if isinstance(value, PLAIN):
         return f"={value!r}"
+    if isinstance(value, DeviceMesh):
+        return f"DeviceMesh {mesh_in_words(value)}"
+    if isinstance(value, Placement):
+        return repr(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{kind} {value.__qualname__}"

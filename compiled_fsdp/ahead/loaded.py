@@ -21,7 +21,9 @@ from compiled_fsdp.wire.ops import TRACED
 from . import facts as of_code
 from .capture import describe_leaf
 from .code import Libraries, load
+from .program import MESH, SIZE
 from .run import runner
+from .sizes import bound, checker
 from .target import describe, differences, mismatch, settings
 
 if TYPE_CHECKING:
@@ -41,12 +43,14 @@ class Ready:
     """A program that can run.
 
     read: the plain values of the model that it was made for; `values` are those that it accepted.
+    broken: of sizes that it was not made for alone, which guards do not hold.
     """
 
     program: Program
     run: Callable[[list[Any]], list[Any]]
     nesting: Any
     read: Callable[[Any], tuple[Any, ...]]
+    broken: Callable[[dict[str, int]], list[str]]
     values: tuple[Any, ...] | None = None
 
     @classmethod
@@ -67,6 +71,7 @@ class Ready:
             runner(program, forward, backward),
             treespec_loads(program.nesting),
             of_code.reader(program.facts),
+            checker(program.guards),
         )
 
 
@@ -130,6 +135,10 @@ class Loaded:
         kind, where, *number = place
         if kind == "input":
             return leaves[where]
+        if kind == SIZE:
+            return leaves[where].shape[number[0]]
+        if kind == MESH:
+            return None
         if kind == "flat":
             return self.units[where].flats[number[0]].data
         owner, _, name = where.rpartition(".")
@@ -149,11 +158,14 @@ class Loaded:
         here = {"how arguments are nested": str(nesting)}
         found |= differences({"how arguments are nested": program.arguments}, here)
         if not found:
+            sizes: dict[str, int] = {}
             for number, (wanted, leaf) in enumerate(zip(program.leaves, leaves, strict=True)):
-                now = describe_leaf(leaf)
+                now = bound(wanted, describe_leaf(leaf), leaf, sizes)
                 if now != wanted:
                     prefix = f"argument {number}"
                     found |= {f"{prefix}: {k}": v for k, v in differences(wanted, now).items()}
+            for guard in () if found else ready.broken(sizes):
+                found[f"sizes of arguments: {guard}"] = "assumed", str(sizes)
         return found | self._of_facts(ready) | self._of_parameters()
 
     def _of_facts(self, ready: Ready) -> dict[str, tuple[str, str]]:

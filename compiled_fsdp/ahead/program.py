@@ -9,6 +9,8 @@ from typing import Any
 
 from compiled_fsdp.torch_private.ahead import Calling
 
+MESH = "mesh"  # the kind of an input that is a DeviceMesh
+SIZE = "size"  # of one that is a size of an argument
 FX, INDUCTOR = "graph", "inductor"  # how the code of a half was made
 
 
@@ -47,7 +49,9 @@ class Program:
 
     mode: "training" (autograd records) or "inference".
     inputs: of each input of the graph, where it is: ["flat", unit, number], ["buffer", name],
-        ["parameter", name] (not sharded), or ["input", number] among the leaves of the arguments.
+        ["parameter", name] (not sharded), ["input", number] among the leaves of the arguments, or
+        ["mesh", words] (a DeviceMesh, which nothing reads once DTensors are gone), or
+        ["size", number, dim] (of such a leaf).
     arguments: how arguments are nested, as text.
     leaves: their leaves: of a tensor its layout, else its value as text.
     results: how outputs are nested, as torch writes it down; of each leaf, ["output", number],
@@ -55,6 +59,9 @@ class Program:
     units: what each unit is called in the graph.
     detached: inputs that get no gradient.
     facts: what Python values of the model the code was made for, by expression.
+    guards: what has to hold for sizes of the arguments that are not known (`sizes.py`).
+    groups: process groups that it communicates over, beside those of the sharded parameters.
+    ranks: those that it is for.
     """
 
     mode: str
@@ -69,6 +76,9 @@ class Program:
     forward: Half
     backward: Half | None
     facts: dict[str, str]
+    guards: list[str]
+    groups: list[str]
+    ranks: list[int]
 
     def to_json(self) -> dict[str, Any]:
         """As dicts and lists."""

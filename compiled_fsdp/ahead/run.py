@@ -64,7 +64,9 @@ def _with_backward(calling: Calling, forward: Half, backward: Half) -> Callable[
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
             values = forward(list(inputs))
-            saved = [t.detach() if t._is_view() else t for t in values[num_returned:]]
+            end = len(values) - of.num_sizes
+            saved = [t.detach() if t._is_view() else t for t in values[num_returned:end]]
+            ctx.sizes = values[end:]
             checked = len(saved) - of.num_unchecked
             ctx.save_for_backward(*saved[:checked])
             ctx.unchecked = saved[checked:]
@@ -87,7 +89,7 @@ def _with_backward(calling: Calling, forward: Half, backward: Half) -> Callable[
                 _laid_out(grads[i], how) for i, how in zip(of.tangents, of.layouts, strict=True)
             ]
             del grads
-            inputs = [*ctx.saved_tensors, *ctx.unchecked, *tangents]
+            inputs = [*ctx.sizes, *ctx.saved_tensors, *ctx.unchecked, *tangents]
             ctx.unchecked = []
             ctx.maybe_clear_saved_tensors()
             del tangents

@@ -16,7 +16,8 @@ from compiled_fsdp.compiler.inductor import source_hash
 from compiled_fsdp.ir.spec import SPECS
 from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.groups import backend_of
+from compiled_fsdp.torch_private.groups import backend_of, is_common
+from compiled_fsdp.torch_private.ranks import mesh_in_words
 from compiled_fsdp.units.handles import APART
 from compiled_fsdp.version import __version__
 
@@ -175,9 +176,9 @@ def _of_param(handle: Handle, flat: Any, param: Any, place: tuple[int, int]) -> 
     found[f"{name}: place"] = f"buffer {place[1]} of unit {place[0]}, {flat.data.numel()} elements"
     requires_grad = param.sharded.requires_grad
     found[f"{name}: requires_grad"] = str(requires_grad)
-    found[f"{name}: read as"] = str(
-        (handle.is_frozen, handle.view, param.full and str(param.full.spec))
-    )
+    full = param.full
+    dtensor = full and f"{full.spec.placements} over {mesh_in_words(full.spec.mesh)}"
+    found[f"{name}: read as"] = str((handle.is_frozen, handle.view, dtensor))
     return found
 
 
@@ -196,6 +197,13 @@ def _fields(spec: ParamSpec) -> dict[str, str]:
             f"precompile: parameter {spec.fqn} is checked (Plan(check='checksums')), and checksums "
             "find their unit by a number of this process. Compile with check=None"
         )
+    for group in (spec.group, spec.reduce_group, spec.post_group, spec.replicate_group):
+        if group and not is_common(group):
+            raise NotImplementedError(
+                f"precompile: parameter {spec.fqn} is communicated over the process group "
+                f"{group!r}, and each rank numbers its groups for itself. Shard over a mesh of "
+                "all ranks, or a part of one"
+            )
     values = asdict(spec)
     for name in ("unit", "forward_after", "backward_after"):
         values[name] = re.sub(r"#\d+", "", str(values[name]))

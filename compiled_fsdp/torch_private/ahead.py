@@ -5,6 +5,7 @@ Tried on torch 2.13.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from contextlib import contextmanager
@@ -14,15 +15,18 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._sympy.printers import PythonPrinter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import CodeType, ModuleType
 
     from torch import Tensor
@@ -42,8 +46,12 @@ COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Both halves of a graph are compiled at once, and nothing is taken from a cache."""
+    """Both halves of a graph are compiled at once, and nothing is taken from a cache; as often as is
+    asked for.
+    """
+    often = 1 << 20
     with (
+        dynamo_config.patch(recompile_limit=often, accumulated_recompile_limit=often),
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):
@@ -103,7 +111,9 @@ class Calling:
     unsafe_views: returned values that are views of something that nobody else has.
     constant: returned values that have no gradient.
     tangents: returned values whose gradients backward takes, and the layout of each.
-    num_unchecked: of what is saved, how much, at the end, may be written to before backward.
+    num_unchecked: of the tensors that are saved, how many, at the end, may be written to before
+        backward.
+    num_sizes: how many sizes are saved, behind the tensors; backward takes them first.
     is_donated: backward overwrites what forward has saved.
     """
 
@@ -115,6 +125,7 @@ class Calling:
     tangents: list[int]
     layouts: list[list[list[int]]]
     num_unchecked: int
+    num_sizes: int
     is_donated: bool
 
 
@@ -145,6 +156,7 @@ def calling(num_inputs: int) -> tuple[Calling | None, str]:
         tangents=tangents,
         layouts=[_layout(meta.subclass_tangent_meta[i]) for i in range(len(tangents))],
         num_unchecked=getattr(meta, "num_tensors_saved_with_no_vc_check", 0) or 0,
+        num_sizes=getattr(meta, "num_symints_saved_for_bw", 0) or 0,
         is_donated=bool(meta.bw_donated_idxs) and functorch_config.donated_buffer,
     )
     return made, ""
@@ -156,6 +168,11 @@ def _layout(meta: Any) -> list[list[int]]:
     if form is None or form.memory_format is not None:
         return []
     return [list(map(int, form.size)), list(map(int, form.stride))]
+
+
+def _sizes(form: Any) -> Sequence[int | torch.SymInt]:
+    is_laid_out = form is not None and form.memory_format is None
+    return (*form.size, *form.stride) if is_laid_out else ()
 
 
 def _why_not(meta: Any, num_inputs: int) -> str:
@@ -178,7 +195,11 @@ def _why_not(meta: Any, num_inputs: int) -> str:
         "effect tokens": bool(meta.tokens) or bool(meta.num_backward_tokens),
         "random numbers as inputs": meta.is_rng_op_functionalized
         or bool(getattr(meta, "num_graphsafe_rng_states", 0)),
-        "sizes that are not known": bool(meta.num_symints_saved_for_bw),
+        "gradients in a layout of sizes that are not known": any(
+            isinstance(size, torch.SymInt)
+            for m in meta.subclass_tangent_meta
+            for size in _sizes(m.memory_format)
+        ),
         "opaque objects": bool(getattr(meta, "num_opaque_objects_saved_for_bw", 0)),
         "switching autograd on or off for what comes after": meta.grad_enabled_mutation is not None,
         "writes to trained inputs in backward": bool(
@@ -193,6 +214,87 @@ def is_keeping_graph() -> bool:
     """Whether the backward that autograd runs was asked to keep its graph for another one."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
+
+
+# -- sizes that are not known (`torch._dynamo.mark_dynamic`)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a graph's inputs that are not known, each a symbol, and what is assumed of them.
+
+    names: of each input that is a tensor, its shape, with symbols by name; of one that is a size,
+        its symbol.
+    ranges: by symbol, the smallest and the largest; None: no largest.
+    guards: what else holds, as Python.
+    """
+
+    names: list[list[int | str] | str]
+    ranges: dict[str, tuple[int, int | None]]
+    guards: list[str]
+
+
+def sizes_of(inputs: Sequence[Any]) -> Callable[[], Sizes | None]:
+    """A function that says, once all is compiled, what became of the sizes of a graph's inputs;
+    None: they are all known.
+
+    Raises:
+        NotImplementedError: it is said of something that is no size of an input.
+    """
+    context = TracingContext.try_get()
+    env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+
+    def found() -> Sizes | None:
+        names = [str(v) if isinstance(v, torch.SymInt) else _shape(v) for v in inputs]
+        symbols = {s for name in names for s in ([name] if isinstance(name, str) else name)}
+        known = {str(symbol): symbol for symbol in env.var_to_range} if env is not None else {}
+        used = sorted(s for s in symbols if isinstance(s, str))
+        unknown = [s for s in used if s not in known or not s.startswith("s")]
+        if unknown:
+            raise NotImplementedError(
+                f"precompile: an input has the size {unknown[0]}; should be a number, or the size of "
+                "a dim that torch._dynamo.mark_dynamic was called for"
+            )
+        if not used:
+            return None
+        ranges = {s: env.var_to_range[known[s]] for s in used}
+        assumed = [env.replace(guard.expr) for guard in env.guards]
+        guards = [PythonPrinter().doprint(expr) for expr in assumed]
+        others = {str(s) for expr in assumed for s in expr.free_symbols} - {*used}
+        if others:
+            raise NotImplementedError(
+                f"precompile: the sizes {', '.join(sorted(others))}, which depend on data, are "
+                f"compared with those of arguments ({'; '.join(guards)}), which nobody can check "
+                "before the call. Leave torch._dynamo.mark_dynamic out, or compile it with "
+                "torch.compile"
+            )
+        return Sizes(
+            names,
+            {
+                s: (int(r.lower), None if is_endless(r.upper) else int(r.upper))
+                for s, r in ranges.items()
+            },
+            list(dict.fromkeys(guard for guard in guards if guard != "True")),
+        )
+
+    return found
+
+
+def is_endless(bound: Any) -> bool:
+    """Whether a range has no end there."""
+    return (
+        not getattr(bound, "is_Integer", False) or int(bound) >= torch.iinfo(torch.int64).max // 2
+    )
+
+
+def _shape(value: Any) -> list[int | str]:
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [str(size) if isinstance(size, torch.SymInt) else int(size) for size in shape]
+
+
+def shape_of_example(value: Tensor) -> list[int]:
+    """The shape that a traced value has for the example."""
+    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
 
 
 # -- code
@@ -226,9 +328,34 @@ def graph_source(gm: GraphModule) -> tuple[str, set[str]]:
     return code.src, set(code.globals)
 
 
+def graph_text(gm: GraphModule) -> str:
+    """All that a graph computes, to be compared: its code, and the values of its constants."""
+    lines = [graph_source(gm)[0]]
+    for name in attributes(gm.graph):
+        value: Any = gm
+        for part in name.split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            with unset_fake_temporarily():
+                value = value.dtype, value.tolist()
+        lines.append(f"{name} = {value}")
+    return "\n".join(lines)
+
+
 def attributes(graph: Graph) -> list[str]:
     """The attributes of its module that a graph reads."""
     return [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+
+
+def kept(tensor: Tensor) -> tuple[bytes, list[int]]:
+    """The elements of a constant in order, and the stride of a copy without gaps; also while tensors
+    are made fake.
+    """
+    with unset_fake_temporarily():
+        dense = tensor.detach().clone()
+        plain = dense.contiguous()
+        content = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
+    return content, list(dense.stride())
 
 
 def compiled_kernel(*args: Any, **options: Any) -> Callable[..., Any]:

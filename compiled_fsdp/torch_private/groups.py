@@ -44,6 +44,19 @@ def common_name(name: str) -> str:
     return common if is_known else name
 
 
+def is_known(name: str) -> bool:
+    """Whether a graph that names this group can run here."""
+    return _registered(name) is not None
+
+
+def is_common(name: str) -> bool:
+    """Whether a name in a graph is the same group's on every rank, or on every rank that has it: that
+    of all ranks, one of `name_axes`, or of a rank alone.
+    """
+    group = group_named(name)
+    return group is dist.group.WORLD or group.group_name != name or group.size() == 1
+
+
 def name_axes(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh, and of the one that it was cut from, names that are the same on
     all ranks.

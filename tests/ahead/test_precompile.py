@@ -21,6 +21,9 @@ import torch.distributed as dist
 from kit.ahead import BATCH, CASES, WIDTH, Block, precompile
 from kit.harness import SLOW
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
     from kit.pool import Pool
 
-TWO = ("plain", "bfloat16", "tied", "fsdp1")
+TWO = ("plain", "bfloat16", "tied", "fsdp1", "lengths")
 # Files whose code is a compiler's, by the end of their path.
 COMPILERS = {
     "_dynamo/convert_frame.py": "Dynamo",
@@ -82,13 +85,13 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
 
 
-def train(model: Any, case: Any, *, steps: int = 2) -> list[torch.Tensor]:
+def train(model: Any, case: Any, *, backwards: int = 2, steps: int = 2) -> list[torch.Tensor]:
     """Steps of an optimizer, two backwards each, with an evaluation between; all that comes out."""
-    torch.manual_seed(7 + dist.get_rank())
+    torch.manual_seed(7 + dist.get_rank() // case.same_data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found = []
     for _ in range(steps):
-        for _ in range(2):
+        for _ in range(backwards):
             output = model(*case.example())
             loss_of(output).backward()
             found += tensors(output)
@@ -99,6 +102,8 @@ def train(model: Any, case: Any, *, steps: int = 2) -> list[torch.Tensor]:
         with torch.no_grad():
             found += tensors(model(*case.example()))
         model.train()
+    if isinstance(model, StockFSDPModule):
+        model.reshard()  # what the evaluation has left
     return found + [_local(p.detach()) for p in model.parameters()] + list(model.buffers())
 
 
@@ -106,18 +111,29 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def same_as_compiled(name: str, folder: str, sha256: str) -> None:
+def same_as_compiled(
+    name: str, folder: str, sha256: str, readers: tuple[int, ...] | None = None
+) -> None:
+    """readers: the ranks that can see the folder."""
     case = CASES[name]
     loaded = case.model()
+    seen = readers is None or dist.get_rank() in readers
     with counted() as calls:
-        load_precompiled(f"{folder}/{name}", loaded, sha256=sha256)
+        path = f"{folder if seen else '/nowhere'}/{name}"
+        load_precompiled(path, loaded, sha256=sha256, readers=readers)
         ours = train(loaded, case)
     assert not calls
     compiled = case.model()
-    compiled.compile(backend=case.backend, dynamic=False)
+    compiled.compile(backend=case.backend, dynamic=False, fullgraph=True)
     theirs = train(compiled, case)
     assert len(ours) == len(theirs)
     assert all(map(torch.equal, ours, theirs))
+    if (stock := case.stock()) is not None:
+        again = load_precompiled(f"{folder}/{name}", case.model())
+        once = train(again, case, backwards=1)
+        theirs = train(stock, case, backwards=1)  # of several, stock adds what is Partial
+        assert len(once) == len(theirs)
+        assert all(map(torch.equal, once, theirs))
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +163,68 @@ def test_what_is_counted() -> None:
 
 def test_with_replicas(four: Pool, tmp_path: Path) -> None:
     four.run(same_as_compiled, "hsdp", str(tmp_path), precompile(4, tmp_path, "hsdp")["hsdp"])
+
+
+def test_some_ranks_read(two: Pool, made: tuple[str, dict[str, str]]) -> None:
+    """What is wrong on one of them is said on all, in the same words, and nobody waits for it."""
+    folder, digests = made
+    assert (
+        two.run(what_readers_say, folder, digests["plain"])
+        == [
+            [
+                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
+                "  rank 1: load_precompiled: /nowhere has no manifest.json. Name the folder that "
+                "precompile wrote",
+                "load_precompiled: readers found different folders: "
+                f"ranks [0] the manifest {digests['plain']}; "
+                f"ranks [1] the manifest {digests['other_plan']}. Copy the same folder to all of them",
+                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
+                f"  rank 0: load_precompiled: the SHA-256 of {folder}/plain/manifest.json is "
+                f"{digests['plain']}, and should be 00. Nothing in the folder was executed. Take the "
+                "folder that precompile returned this for",
+                "load_precompiled: readers=[2]; should be some of the ranks 0 to 1",
+            ]
+        ]
+        * 2
+    )
+
+
+def what_readers_say(folder: str, sha256: str) -> list[str]:
+    own, rank = f"{folder}/plain", dist.get_rank()
+    found = []
+    for path, expected, readers in (
+        ("/nowhere" if rank else own, sha256, (0, 1)),
+        (f"{folder}/other_plan" if rank else own, None, (0, 1)),
+        (own, "00", (0,)),
+        (own, sha256, (2,)),
+    ):
+        with pytest.raises((PrecompiledError, ValueError)) as caught:
+            load_precompiled(path, CASES["plain"].model(), sha256=expected, readers=readers)
+        found.append(str(caught.value))
+    model = load_precompiled("/nowhere" if rank else own, CASES["plain"].model(), readers=[0])
+    assert model(*CASES["plain"].example())["power"] == 1, "and the ranks can go on"
+    return found
+
+
+def test_with_tensor_parallelism(four: Pool, tmp_path: Path) -> None:
+    """Ranks that differ along "tp" have programs of their own, since parts of the vocabulary and of
+    the sequence begin elsewhere; those that differ along "dp" share one. One rank alone sees the
+    folder: it sends it to two others, of which one sends it to the last.
+    """
+    digests = precompile(4, tmp_path, "tensor_parallel")
+    manifest = json.loads((tmp_path / "tensor_parallel" / "manifest.json").read_text())
+    ranks = {(p["mode"], *p["ranks"]) for p in manifest["programs"]}
+    assert ranks == {(mode, *of) for mode in ("training", "inference") for of in ((0, 2), (1, 3))}
+    sha256 = digests["tensor_parallel"]
+    four.run(same_as_compiled, "tensor_parallel", str(tmp_path), sha256, (1,))
+
+
+def test_with_experts(four: Pool, tmp_path: Path) -> None:
+    """One program for all ranks, which exchange as many tokens as they have for each other."""
+    sha256 = precompile(4, tmp_path, "experts")["experts"]
+    manifest = json.loads((tmp_path / "experts" / "manifest.json").read_text())
+    assert [sorted(p["ranks"]) for p in manifest["programs"]] == [[0, 1, 2, 3]] * 2
+    four.run(same_as_compiled, "experts", str(tmp_path), sha256)
 
 
 @pytest.mark.timeout(SLOW)
@@ -361,6 +439,66 @@ def test_another_call(ahead: Path, name: str) -> None:
     assert expected in str(caught.value)
 
 
+class Sum(nn.Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) + y).square().mean()
+
+
+def test_sizes_that_are_not_known(fake_world: None, tmp_path: Path) -> None:
+    """They may be what they were said to be, and where two were found to be one, that."""
+
+    def some(rows: int) -> torch.Tensor:
+        return torch.ones(rows, 4)
+
+    x, y = some(4), some(4)
+    for tensor in (x, y):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
+    compiled_fsdp.precompile(fully_shard(Sum(4, 4)), (x, y), tmp_path / "a", target=HERE)
+    model = load_precompiled(tmp_path / "a", fully_shard(Sum(4, 4)))
+    with counted() as calls:
+        for rows in (2, 4, 64):
+            model(some(rows), some(rows)).backward()
+    assert not calls
+    expected = {
+        (1, 1): ["argument 0: shape", "argument 1: shape"],
+        (65, 65): ["argument 0: shape", "argument 1: shape"],
+        (3, 5): ["argument 1: shape"],
+    }
+    for rows, names in expected.items():
+        with pytest.raises(PrecompiledError, match=r"\(2 to 64\)', 4\], here") as caught:
+            model(*map(some, rows))
+        assert [*caught.value.differences] == names
+    with pytest.raises(PrecompiledError, match="argument 0: stride: contiguous, here"):
+        model(torch.ones(4, 3).t(), some(3))
+    again = fully_shard(Sum(4, 4))
+    model = load_precompiled(tmp_path / "a", again, otherwise="compile")
+    with pytest.warns(UserWarning, match="argument 0: shape"):
+        model(some(65), some(65)).backward()
+
+
+class Halved(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(2, -1, 4)
+
+
+class Counts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return super().forward(x), x.shape[0]
+
+
+def test_sizes_that_cannot_be_unknown(fake_world: None, tmp_path: Path) -> None:
+    x, strided = torch.ones(4, 4), torch.ones(4, 4).t()
+    for tensor in (x, strided):
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
+    for kind, example, error, words in (
+        (Halved, x, ConstraintViolationError, "Not all values"),
+        (Counts, x, NotImplementedError, "returns what is no tensor: SymInt"),
+        (nn.Linear, strided, NotImplementedError, "should be contiguous"),
+    ):
+        with pytest.raises(error, match=words):
+            compiled_fsdp.precompile(fully_shard(kind(4, 4)), example, tmp_path / "a", target=HERE)
+
+
 def test_a_mode_that_is_not_there(fake_world: None, tmp_path: Path) -> None:
     case = CASES["plain"]
     only = Target(group_backend="fake", backend="compiled_fsdp_eager", modes=("inference",))
@@ -396,7 +534,7 @@ def test_files_that_are_not_what_was_written(ahead: Path) -> None:
     for change, words in (
         (lambda: code.write_text("raise SystemExit\n" + written), "training.0.py has the SHA-256"),
         (lambda: (ahead / "more.py").write_text("raise SystemExit"), "more.py is not in the"),
-        (lambda: (ahead / "more").mkdir(), "more is not in the manifest"),
+        (lambda: (ahead / "more").mkdir(), "more is no file"),
         (code.unlink, "training.0.py is missing"),
         (manifest.unlink, "has no manifest.json"),
     ):
@@ -445,7 +583,19 @@ def test_what_cannot_be_compiled_ahead(fake_world: None, tmp_path: Path) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + self.extra
 
+    class Ranked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (dist.get_rank() + 2)
+
+    class Grouped(nn.Linear):
+        group = dist.new_group([0, 1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce(super().forward(x), "sum", self.group)
+
     expected = {
+        Ranked: "the graph of rank 1 is not that of rank 0: forward asks which data-parallel rank",
+        Grouped: "forward communicates over the process group '1'",
         Remembers: "forward assigns to objects that outlive it",
         Views: "output 1 shares memory",
         Writes: "forward writes to its input 0",

@@ -39,7 +39,9 @@ if os.path.exists(artifacts):
 dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=4)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))  # few kernels
-for module in (*model, model):
+experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+compiled_fsdp.fully_shard(model[0], mesh=experts["efsdp"])
+for module in (model[1], model):
     compiled_fsdp.fully_shard(module, mesh=mesh)
 ours = ("fsdp::", "_c10d_functional::")
 found = []
@@ -79,8 +81,8 @@ def run(
 
 
 def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> None:
-    """And that another rank has filled, with replicas, where each has groups of its own: by
-    `torch.compiler.save_cache_artifacts`. Another plan does not meet it, nor another pipeline.
+    """And that another rank has filled, with replicas and a mesh of experts, where each has groups of
+    its own: by `torch.compiler.save_cache_artifacts`. Another plan does not meet it, nor another pipeline.
     """
     ((_, cold),) = run(tmp_path, 2)
     plans = 2, 0, "2-bucket_all_gather"

@@ -88,6 +88,7 @@ def wrapper(model: Any) -> None:
 
 
 CASES: dict[str, Callable[[Any], None]] = {
+    "one axis, uneven": one_axis,
     "HSDP, reductions apart": hsdp,
     "int reshard, uneven": int_reshard,
     "tensor parallel": tensor_parallel,

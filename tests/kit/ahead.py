@@ -18,7 +18,20 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from kit.pool import use_scalar_kernels
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import compiled_fsdp
 from compiled_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -87,6 +100,47 @@ class Tied(nn.Module):
         return self.head(hidden).float().square().mean(), self.other(hidden)
 
 
+class Layer(nn.Module):
+    """Hidden columns are cut over the mesh, the sequence between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+class Cut(nn.Module):
+    """A vocabulary, of which each rank has a part, as it has of the sequence; two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(12, WIDTH), Layer()
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(x)
+        hidden = hidden + self.layer(hidden)
+        found = self.head(hidden)
+        return found.square().mean(), found.argmax(-1)
+
+
+def _cut(mesh: Any) -> Cut:
+    return parallelize_module(
+        Cut(),
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "layer.norm": SequenceParallel(),
+            "layer.up": ColwiseParallel(input_layouts=Shard(1)),
+            "layer.down": RowwiseParallel(output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+
+
 def _sharded(model: Any, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, **options)
@@ -127,23 +181,97 @@ def hsdp() -> Any:
     return _sharded(Model(), mesh=mesh)
 
 
+def tensor_parallel(shard: Callable[..., Any] = fully_shard) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _cut(mesh["tp"])
+    for unit in (model.layer, model):
+        shard(unit, mesh=mesh["dp"])
+    return model
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up.to_local()[0]  # type: ignore[attr-defined]  # one of the two is here
+
+
+class Mixture(nn.Module):
+    """The positive tokens, as many as there are, go to the first expert, the others to the second."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.expert = nn.LayerNorm(WIDTH), Expert()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        is_second = (x[:, 0] < 0).long()
+        counts = torch.stack([1 - is_second, is_second], 1).sum(0)
+        with torch.no_grad():
+            theirs = wait_tensor(all_to_all_single(counts, None, None, self.group)).tolist()
+        sent, order = counts.tolist(), is_second.argsort(stable=True)
+        got = all_to_all_single_autograd(self.norm(x)[order], theirs, sent, self.group)
+        back = all_to_all_single_autograd(self.expert(got), sent, theirs, self.group)
+        hidden = x + back[order.argsort()]
+        return hidden.square().mean(), hidden
+
+
+def experts() -> Any:
+    """Over a mesh of their own, as expert parallelism has them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = Mixture()
+    model.group = mesh.get_group("ep")
+    local = distribute_tensor(model.expert.up.data, mesh["ep"], [Shard(0)])
+    model.expert.up = nn.Parameter(local)
+    fully_shard(model.expert, mesh=mesh["efsdp"])
+    return fully_shard(model, mesh=mesh._flatten("dp"))
+
+
+def tensor_parallel_of_stock() -> Any:
+    return tensor_parallel(stock_fully_shard)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A sharded model, and the arguments of a call."""
+    """A sharded model, and the arguments of a call; the same model by torch's FSDP, for some.
+
+    same_data: how many ranks, one after the other, get the same.
+    """
 
     build: Callable[[], Any]
     example: Callable[[], tuple[Any, ...]]
     backend: str = "compiled_fsdp_eager"
     bucket_bytes: int = 0  # as the pool's workers have it
+    build_stock: Callable[[], Any] | None = None
+    same_data: int = 1
 
     def model(self) -> Any:
         """The same on every rank."""
         torch.manual_seed(0)
         return self.build()
 
+    def stock(self) -> Any:
+        """By torch's FSDP, if it is to be compared; else None."""
+        torch.manual_seed(0)
+        return self.build_stock and self.build_stock()
+
 
 def _numbers() -> tuple[Tensor, ...]:
     return (torch.randn(BATCH, WIDTH),)
+
+
+def _of_any_length() -> tuple[Tensor, ...]:
+    """Another number of rows in each call, and on each rank."""
+    x = torch.randn(int(torch.randint(2, 9, ())), WIDTH)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    return (x,)
+
+
+def _sequence() -> tuple[Tensor, ...]:
+    return (torch.randint(12, (2, BATCH)),)
 
 
 def _tokens() -> tuple[Tensor, ...]:
@@ -153,10 +281,15 @@ def _tokens() -> tuple[Tensor, ...]:
 CASES = {
     "plain": Case(plain, _numbers),
     "inductor": Case(of_one_block, _numbers, "compiled_fsdp"),
+    "lengths": Case(plain, _of_any_length),
     "bfloat16": Case(bfloat16, _numbers),
     "tied": Case(tied, _tokens),
     "fsdp1": Case(fsdp1, _numbers),
     "hsdp": Case(hsdp, _numbers),
+    "tensor_parallel": Case(
+        tensor_parallel, _sequence, build_stock=tensor_parallel_of_stock, same_data=2
+    ),
+    "experts": Case(experts, _numbers),
     "other_plan": Case(plain, _numbers, bucket_bytes=1 << 20),
 }
 
