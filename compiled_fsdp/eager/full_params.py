@@ -72,6 +72,7 @@ class FullParams:
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
     is_agreed: the other ranks ran this unit eagerly too.
+    asks_anew: Dynamo has just broken a graph here, perhaps here alone: the others are asked.
     freed: full parameters without memory, and their versions of before.
     """
 
@@ -94,7 +95,7 @@ class FullParams:
             tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]
         ] = []
         self.resident_versions: list[int] = []
-        self.is_agreed = False
+        self.is_agreed = self.asks_anew = False
         self.freed: list[tuple[Tensor, int]] = []
 
     def start_unshard(self) -> None:
@@ -388,9 +389,10 @@ class FullParams:
         if not infos and self.unit.is_outermost:
             infos = [self.unit.mesh_info]
         groups = dict.fromkeys(info.shard_group.group_name for info in infos)
-        if agreement.before_run(outside(self.unit.name, names), list(groups), asks=asks):
+        how = "anew" if self.asks_anew else "if new" if asks else "never"
+        if agreement.before_run(outside(self.unit.name, names), list(groups), asks=how):
             self.unit.on_left_graph()
-        self.is_agreed = True
+        self.is_agreed, self.asks_anew = True, False
 
 
 def check_not_meta(unit: Unit) -> None:

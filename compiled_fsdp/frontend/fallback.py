@@ -50,18 +50,23 @@ def set_fallback(policy: Literal["warn", "error"]) -> None:
     _policy = policy
 
 
+def may_not_fall_back() -> bool:
+    """Whether `set_fallback("error")` was called."""
+    return _policy == "error"
+
+
 # Of breaks that two settings of Dynamo avoid.
 ON_DATA = ("Data dependent operator", "Dynamic shape operator", "Tensor.item()")
 
 
-def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
+def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> bool:
     """A unit's hook runs outside a graph: if Dynamo broke a graph since the last call, that is
-    why.
+    why. Returns whether it did.
     """
     global _last_seen
     reasons = dynamo.graph_break_reasons
     if not reasons or reasons[-1] is _last_seen:
-        return
+        return False
     known = [i for i, entry in enumerate(reasons) if entry is _last_seen]
     fresh = reasons[known[0] + 1 :] if known else list(reasons)
     _last_seen = reasons[-1]
@@ -93,6 +98,7 @@ def note_eager_unit(unit: Unit, neighbours: Iterable[Unit]) -> None:
             raise FallbackError(f'{text}; set_fallback("error") makes this an error')
         # Dynamo may say the same of one place in several ways.
         warn_once(text, about=f"break of {names} at {where}" if frames else "")
+    return True
 
 
 def _remedy(reason: str) -> str:

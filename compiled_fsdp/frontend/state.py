@@ -120,7 +120,8 @@ class State:
     @untraced
     def note_eager(self) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
-        note_eager_unit(self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()])
+        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
+        self.runtime.asks_anew |= note_eager_unit(self.unit, units)
         if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
 

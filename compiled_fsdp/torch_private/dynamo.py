@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_fr
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, Unsupported
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -149,6 +150,11 @@ def compiled_again(compiled: Any, fn: Callable[..., Any]) -> Any:
     """
     held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
     return held["self"].cell_contents(fn)
+
+
+def is_resumed(code: CodeType) -> bool:
+    """Whether a frame is what is left of another behind a graph break. Tried on 2.13 and 2.15."""
+    return code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 def num_compiled(code: Any) -> int:

@@ -40,7 +40,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
+
+Asks = Literal["if new", "anew", "never"]
 
 POLL_S = 1.0  # between two looks of a watcher
 STUCK_S = 3.0  # at the same run, after which a watcher asks whether others are at the same
@@ -161,12 +163,13 @@ _groups: dict[str, _Group] = {}
 _texts: Keys[str] = Keys(lambda text, _: hashlib.sha256(text.encode()).hexdigest())
 
 
-def before_run(text: str, groups: Sequence[str], *, asks: bool = True) -> bool:
+def before_run(text: str, groups: Sequence[str], *, asks: Asks = "if new") -> bool:
     """Called by every graph as it starts, and before each gather outside: count it, and the first
     time compare it with the other ranks. Returns whether other ranks have left graphs to do the
     same.
 
-    asks: False for what has been compared before, after another run: others may still ask.
+    asks: whether the others are asked: "if new", about a text that was not compared at this place;
+        "anew", also about one that was; "never" (they may ask).
 
     Raises:
         DivergenceError: some rank runs other collectives; the text holds the difference.
@@ -179,12 +182,12 @@ def before_run(text: str, groups: Sequence[str], *, asks: bool = True) -> bool:
     return have_left
 
 
-def _run(group: _Group, text: str, *, asks: bool, may_leave: bool) -> bool:
+def _run(group: _Group, text: str, *, asks: Asks, may_leave: bool) -> bool:
     group.number += 1
     group.runs.append(_texts.key(text))
     step = group.step_to(group.number)
     begun, group.attempt = group.attempt, 0
-    if not begun and (not asks or step in group.agreed):
+    if not begun and asks != "anew" and (asks == "never" or step in group.agreed):
         group.agreed.add(step)
         return False
     texts, leavers, attempt = _settle(group, group.number, text, begun)

@@ -241,12 +241,15 @@ def _measure_little() -> None:
 
 def begin() -> None:
     """Count messages, runs and units from a new number: a test in which only some ranks fail, or
-    shard something, leaves them at different ones.
+    shard something, leaves them at different ones. Groups that tests share are called what the next
+    mesh calls its axes.
     """
     from compiled_fsdp import errors
+    from compiled_fsdp.torch_private import groups
     from compiled_fsdp.units import unit
     from compiled_fsdp.wire import agreement, gloo
 
+    groups._common.clear()
     number = next(_numbers) << 16
     gloo._tags.update((group, itertools.count(number)) for group in list(gloo._tags))
     for group in agreement._groups.values():

@@ -85,15 +85,16 @@ class Case:
 
 
 MIXED = Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ALL = Case(
+    depth=6,
+    checkpoints=True,
+    older=True,
+    reshard=False,
+    plan=(("copy_out", "strided"),),
+)
 CASES = {
-    "all in one": Case(
-        depth=6,
-        dropout=0.2,
-        checkpoints=True,
-        older=True,
-        reshard=False,
-        plan=(("copy_out", "strided"),),
-    ),
+    "all in one": ALL,
+    "all in one, and dropout": replace(ALL, dropout=0.2),
     "bf16": Case(depth=7, older=True, policy=MIXED),
 }
 
@@ -137,20 +138,22 @@ def test_the_same_numbers(two: Pool, name: str, tmp_path: Path) -> None:
 
 
 def compare(case: Case, path: Path) -> None:
-    """In fp32 as without regions; bf16 keeps 8 bits, and what is fused keeps more: no further from
-    fp32 than the eager runtime is.
+    """In fp32 as the eager runtime, or, where Inductor draws random numbers, as without regions; bf16
+    keeps 8 bits, and what is fused keeps more: no further from fp32 than the eager runtime is.
     """
     with captured(inductor) as graphs, dumped_to(path):
         ((found, explanation), few), codes = run_and_get_code(lambda: lowered(case, "auto"))
     check_order(codes, graphs)
-    if case.policy == Policy():
+    if case.dropout:
         (expected, without), many = lowered(case, "off")
-        for value, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, other, rtol=ROUNDING[0], atol=ROUNDING[1])
         assert not any(graph.regions for graph in without.graphs)
         assert few < 0.7 * many, "what repeats is lowered once"
     else:
         expected, _ = train(case, "off", compiles=False)
+    if case.policy == Policy():
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=ROUNDING[0], atol=ROUNDING[1])
+    else:
         exact, _ = train(replace(case, policy=Policy()), "off", compiles=False)
         assert distance(found, exact) <= 1.5 * distance(expected, exact)
     for graph in explanation.graphs:

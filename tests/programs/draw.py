@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from programs.legal import is_legal
 from programs.program import LAYERS, Program
 from programs.source import WAYS
-from programs.statements import FORWARD, LOOP, OPTIMIZERS, ROUTED, SETUP
+from programs.statements import ALONE, FORWARD, LOOP, OPTIMIZERS, ROUTED, SETUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ WITH = {
     "caught_backward": "hook_raises",
     "tie_head": "embed",
 }  # what a statement is about
-DRAWN = [name for name in FORWARD if name != ROUTED]
+DRAWN = [name for name in FORWARD if name not in (ROUTED, ALONE)]
 # Every 8th program and so on; Inductor compiles C++ for seconds.
 FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused
@@ -132,6 +132,36 @@ def make_routed(seed: int) -> Program:
         if is_legal(routed):
             return routed
         program = make(r.randrange(1 << 16))  # its statements do not go with another that has init
+
+
+# A larger function around the model cannot be left, and says so.
+CALLS = [way for way in WAYS if way.startswith(("model", "in_place", "layers", "both"))]
+
+
+def make_alone(seed: int) -> Program:
+    """A program whose graph Dynamo breaks on rank 0 alone, in the model or in a block."""
+    r = random.Random(seed)
+    while True:
+        program = make(r.randrange(1 << 16))
+        said = {*program.forward, *program.block}
+        if any(s.breaks for s in program.statements()) or any(map(_is_write, said)):
+            continue  # what is left of a forward behind another break cannot be called again
+        places = {"forward": list(program.forward), "block": list(program.block)}
+        into = r.choice([place for place, said in places.items() if said])
+        layer = "up" if into == "block" else r.choice(LAYERS[: len(program.layers)])
+        places[into].insert(r.randint(0, len(places[into])), f"{ALONE}@{layer}")
+        alone = replace(
+            program,
+            seed=seed,
+            forward=tuple(places["forward"]),
+            block=tuple(places["block"]),
+            way=_turn(seed, CALLS),
+            fullgraph=False,
+            budget=None,  # ranks decide on one before there is a graph
+            kinds=("eager", "compiled"),
+        )
+        if is_legal(alone):
+            return alone
 
 
 STEPS = (

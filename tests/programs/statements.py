@@ -12,8 +12,9 @@ d] into another `x`; `ids` [rows] are tokens.
     needs=WHAT  see `legal.py`
     init: LINE  for `__init__`
 
-`routed` sends each row to one of two ranks, where `{m}` is computed, and back. It is drawn apart
-(`draw.make_routed`), so that the programs of other seeds stay what they are.
+`routed` sends each row to one of two ranks, where `{m}` is computed, and back; `alone` breaks the
+graph on one rank. They are drawn apart (`draw.make_routed`, `draw.make_alone`), so that the
+programs of other seeds stay what they are.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def parse(text: str) -> dict[str, Statement]:
     return found
 
 
-ROUTED = "routed"
+ROUTED, ALONE = "routed", "alone"
 FORWARD = parse(
     """
 -- call for_block
@@ -220,6 +221,9 @@ y = funcol.wait_tensor(funcol.all_to_all_single_autograd(y, sent, received, dist
 x = x + torch.zeros_like(x).index_copy(0, order, y)
 -- break breaks
 torch._dynamo.graph_break()
+-- alone breaks
+if rank == 0:
+    torch._dynamo.graph_break()
 -- item breaks
 x = x * (1.0 if x.sum().item() > 1e9 else 0.5)
 -- disabled breaks

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from kit.variants import VARIANTS
-from programs.draw import AOT_EAGER, INDUCTOR, STEPS, make, make_routed, make_step
+from programs.draw import (
+    AOT_EAGER,
+    INDUCTOR,
+    STEPS,
+    make,
+    make_alone,
+    make_routed,
+    make_step,
+)
 from programs.hunt import Hunter
 from programs.kinds import Outcome
 from programs.legal import is_legal
@@ -63,6 +71,7 @@ ORDER = in_order(100)
 NUM_ALWAYS = 40
 SEEDS = [*ORDER, *range(100, NUM_PROGRAMS)][:NUM_PROGRAMS]
 SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
+SEEDS_ALONE = (1, 4)  # more: python tests/programs --alone
 SEEDS_STEP = (0, 1)  # more: python tests/programs --step
 # Statements of faults that are known and open: programs that say them are left out.
 OPEN: set[str] = set()
@@ -110,6 +119,11 @@ def test_random_routed_programs(pools: dict[int, Pool], seed: int) -> None:
     assert not Hunter(pools).check(this).faults
 
 
+@pytest.mark.parametrize("seed", SEEDS_ALONE)
+def test_random_programs_of_which_one_rank_has_no_graph(pools: dict[int, Pool], seed: int) -> None:
+    assert not Hunter(pools).check(script(make_alone(seed))).faults
+
+
 @pytest.mark.parametrize("seed", SEEDS_STEP)
 def test_random_steps(pools: dict[int, Pool], seed: int) -> None:
     assert not Hunter(pools).check(script(make_step(seed))).faults
@@ -135,7 +149,11 @@ def test_the_programs_cover_everything() -> None:
     ranks and precision.
     """
     always = ORDER[:NUM_ALWAYS]
-    programs = [*(as_always(make(seed)) for seed in always), *map(make_routed, SEEDS_ROUTED)]
+    programs = [
+        *(as_always(make(seed)) for seed in always),
+        *map(make_routed, SEEDS_ROUTED),
+        *map(make_alone, SEEDS_ALONE),
+    ]
     said = set().union(*map(words, programs))
     kinds = {"eager", "compiled", "aot_eager", "inductor"}
     flags = {(name, on) for name in ("low", "heads", "fullgraph") for on in (True, False)}
