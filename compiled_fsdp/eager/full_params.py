@@ -389,7 +389,7 @@ class FullParams:
         if not infos and self.unit.is_outermost:
             infos = [self.unit.mesh_info]
         groups = dict.fromkeys(info.shard_group.group_name for info in infos)
-        how = "anew" if self.asks_anew else "if new" if asks else "never"
+        how: agreement.Asks = "anew" if self.asks_anew else "if new" if asks else "never"
         if agreement.before_run(outside(self.unit.name, names), list(groups), asks=how):
             self.unit.on_left_graph()
         self.is_agreed, self.asks_anew = True, False
