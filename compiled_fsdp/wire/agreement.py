@@ -379,7 +379,7 @@ def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
             *lines,
             "Ranks that share a group must run the same collectives in the same order. Look for "
             "different models, a branch that depends on data or on the rank, or a rank that does "
-            "not compile; nothing was communicated",
+            "not compile; none of this was communicated",
         ]
     )
 

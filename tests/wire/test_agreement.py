@@ -222,6 +222,37 @@ def test_some_ranks_have_no_graph(two: Pool, way: str) -> None:
     two.run(some_ranks_have_no_graph, way)
 
 
+def flat_parameters(wrapper: Any, *, compiles: bool) -> list[float]:
+    """The same of the other front end; the first call is made under no_grad."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    model = wrapper(Telling("printing"), device_id=device, use_orig_params=True)
+    call = torch.compile(model, backend="compiled_fsdp_eager") if compiles else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        x = torch.full((2, 4), 1.0 + dist.get_rank() + step)
+        with torch.no_grad():
+            call(x, "rl")
+        loss = call(x, "rl").square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def flat_parameters_as_stocks() -> None:
+    expected = flat_parameters(torch.distributed.fsdp.FullyShardedDataParallel, compiles=False)
+    with pytest.warns(UserWarning, match="runs eagerly from now on, on all ranks: "):
+        found = flat_parameters(compiled_fsdp.FullyShardedDataParallel, compiles=True)
+    assert found == expected
+
+
+def test_some_ranks_have_no_graph_of_flat_parameters(two: Pool) -> None:
+    two.run(flat_parameters_as_stocks)
+
+
 def leaves_at_the_first_call(names: list[str]) -> None:
     """Three of four ranks leave; where replicas have it too, nobody can, and all raise."""
     mesh = init_device_mesh(
