@@ -70,6 +70,8 @@ class Tree:
     entered: units in the order in which their last forwards began.
     clock: of its optimizer's steps.
     finalization: what the end of a backward does.
+    post_optim_event: what the next forward's gathers are to wait for, beside what the current
+        stream does.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class Tree:
         self.used: dict[Runtime, None] = {}
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
+        self.post_optim_event: torch.Event | None = None
         self.is_last_backward = True
         self.has_callback = self.delivers = self.is_recorded = self.creates_graph = (
             self.has_double
@@ -101,7 +104,16 @@ class Tree:
             runtime.tree = self
             self.members.add(runtime)
         self.finalization.manual.update(other.finalization.manual)
+        self.post_optim_event = self.post_optim_event or other.post_optim_event
         other.members.clear()
+
+    def wait_for_optimizer(self) -> None:
+        """Let the current stream, which gathers are behind, wait once for the event of
+        `set_post_optim_event`.
+        """
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
 
     def enter_backward(self, runtime: Runtime) -> None:
         """Note that the running backward reaches a unit, and have its end noticed."""

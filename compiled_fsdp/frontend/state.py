@@ -130,6 +130,13 @@ class State:
         """That of the outermost sharded module around this one's, or itself."""
         return get_state(self.runtime.root.unit.modules[0]) or self
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Where a larger function is compiled nothing is called before its graph: wait at once."""
+        tree = self.runtime.tree
+        tree.post_optim_event = event
+        if (together := self.root.together) is not None and together.is_inlined:
+            tree.wait_for_optimizer()
+
     def below(self) -> list[State]:
         """The states of this unit's modules and of all inside them, in the same order on every
         rank.
@@ -166,6 +173,7 @@ class State:
         self.is_call_compiled = is_compiled
         tree = self.runtime.tree
         tree.recover()
+        tree.wait_for_optimizer()
         optimizer_steps.catch_up()
         if self.unit.is_outermost and not self.is_checked:
             self._check(is_in_graph=is_compiled or is_traced)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import deprecated
 
+from compiled_fsdp.errors import named
 from compiled_fsdp.frontend.arguments import check_bool, check_callable, check_factor
 from compiled_fsdp.frontend.state import State, get_state, states_below
 from compiled_fsdp.ir.collectives import CUSTOM
@@ -306,10 +307,22 @@ class Setters:
         self._fsdp_set(recurse=False, reduce_scatter=CUSTOM + REGISTRY.key(comm))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Accepted, and nothing more: gathers wait for the current stream, which is never too
-        early.
+        """Let the next forward of the outermost module wait for `event`, which is recorded behind
+        an optimizer's step on a stream of its own, before anything is gathered; once.
+
+        The current stream waits, which gathers are behind. Stock's gathers then wait for the event
+        alone, and run before what else the current stream still has to do. Where a larger function
+        is compiled, the current stream waits right here.
+
+        Raises:
+            TypeError: `event` has no `wait()`.
         """
-        self._fsdp_own().unit.options.ask("set_post_optim_event", event)
+        if not callable(getattr(event, "wait", None)):
+            raise TypeError(
+                f"set_post_optim_event: event is {named(event)}, which has no wait(); should be a "
+                "torch.Event, recorded behind the optimizer's step"
+            )
+        self._fsdp_own().set_post_optim_event(event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Buffers from the process group's allocator, where it has one: gloo has none.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -670,7 +671,59 @@ def forward_method(api: Api) -> Any:
     return names, encoded, grads(model)
 
 
-@rows("12b.5")
+class Event:
+    """Behind an optimizer's step on a stream of its own: parameters are new once it is awaited."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step, self.num_waits = step, 0
+
+    def wait(self, stream: Any = None) -> None:
+        self.num_waits += 1
+        self.step()
+
+
+@rows("12.13", status="improved")
+def test_post_optim_event(two: Pool) -> None:
+    """The current stream waits, which gathers are behind; in stock gathers alone. Not run on a GPU."""
+    two.run(post_optim_event)
+
+
+def post_optim_event() -> None:
+    """On CPU stock waits for nothing: compared with the loop without an event."""
+    expected = with_event(lambda model: model, is_late=False)
+    assert with_event(lambda model: model) == expected
+    backend = "compiled_fsdp_eager"
+    assert with_event(lambda model: torch.compile(model, backend=backend)) == expected
+    larger = with_event(lambda model: torch.compile(lambda x: model(x) * 1.0, backend=backend))
+    assert larger == expected
+    model = compiled_fsdp.fully_shard(net())
+    assert "has no wait()" in message(lambda: model.set_post_optim_event(3))
+
+
+def with_event(compiled: Callable[[Any], Any], is_late: bool = True) -> list[float]:
+    torch._dynamo.reset()
+    model: Any = net()
+    for part in (model[0], model):
+        compiled_fsdp.fully_shard(part)
+    call, optimizer = compiled(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, events = [], []
+    for step in range(4):
+        loss = call(batch(step=step)).square().mean()
+        loss.backward()
+        if is_late:
+            events.append(Event(optimizer.step))
+            model.set_post_optim_event(events[-1])
+        else:
+            optimizer.step()
+        losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(call(batch(step=9)).sum().item())
+        optimizer.zero_grad()
+    assert [event.num_waits for event in events] == [1] * len(events)
+    return losses
+
+
+@rows("12b.5", "12b.7")
 def test_share_comm_ctx_arguments(two: Pool) -> None:
     two.run(same, share_comm_ctx_arguments)
 
