@@ -67,3 +67,16 @@ def _level_of_the_user() -> int:
             return level
         frame, level = frame.f_back, level + 1
     return 3
+
+
+def check_dense(grad: torch.Tensor, fqn: str) -> None:
+    """A gradient that is to be reduced.
+
+    Raises:
+        NotImplementedError: it is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise NotImplementedError(
+            f"compiled_fsdp: the gradient of {fqn} is sparse ({grad.layout}); gradients are reduced "
+            "as dense tensors, as by torch's FSDP2. Build its module with sparse=False"
+        )

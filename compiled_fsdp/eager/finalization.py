@@ -115,6 +115,7 @@ class Finalization:
         self.delivered |= tree.delivers
         tree.backward.clear()
         tree.used.clear()
+        tree.transformed.clear()
         tree.last_forward = None
         for runtime in self._with_lenders(list(self.reached)):
             if runtime.root in self.manual and runtime.unit.settings.sync == "retain":

@@ -206,7 +206,7 @@ class FullParams:
                 fill_all(gathered.tensor, inputs)
         for param in self.unit.params:
             assert param.unsharded is not None
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            _set_requires_grad(param.unsharded, param.sharded.requires_grad)
             param.register(param.unsharded)
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
@@ -252,8 +252,8 @@ class FullParams:
             is_trained = (
                 full.requires_grad if full.requires_grad != was_trained else sharded.requires_grad
             )
-            full.requires_grad_(is_trained)
-            sharded.requires_grad_(is_trained)
+            _set_requires_grad(full, is_trained)
+            _set_requires_grad(sharded, is_trained)
         self.were_trained = [(param, param.sharded.requires_grad) for param, _ in self.were_trained]
 
     def free(self) -> None:
@@ -421,6 +421,12 @@ def _version(param: ShardedParam) -> tuple[int, int]:
     """
     assert param.unsharded is not None
     return param.unsharded._version, param.gathered.untyped_storage()._cdata
+
+
+def _set_requires_grad(tensor: Tensor, value: bool) -> None:
+    """Inside of `torch.func`'s transformations torch refuses even to set it to what it is."""
+    if tensor.requires_grad is not value:
+        tensor.requires_grad_(value)
 
 
 def _fill(param: ShardedParam, gathered: Tensor, bucket: comm.GatheredBucket, place: int) -> None:

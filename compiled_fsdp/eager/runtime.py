@@ -21,12 +21,13 @@ from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.ir.schema import KEEP_SLICE
-from compiled_fsdp.torch_private.autograd import accumulates
+from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import TRACED
 
+from . import transformed
 from .full_params import WHO, FullParams, span
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
@@ -105,6 +106,9 @@ class Runtime(FullParams):
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        if is_transformed():
+            transformed.enter(self)
+            return inputs
         self.unit.num_eager_forwards += 1
         self.unit.num_eager_recorded += torch.is_grad_enabled()
         with span("pre_forward", self.unit.name):
@@ -117,7 +121,7 @@ class Runtime(FullParams):
                 self.drop_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
-                runtime._open()
+                runtime.open()
             self.is_in_forward = True
             if in_backward():
                 return self._pre_recompute(inputs)
@@ -173,8 +177,11 @@ class Runtime(FullParams):
         """
         self._log("post_forward")
         self.is_in_forward = False
+        if is_transformed():
+            transformed.leave(self)
+            return output
         for runtime in (*self.lenders, self):
-            runtime._close()
+            runtime.close()
         if in_backward():  # recomputation by activation checkpointing: backward frees
             return output
         with span("post_forward", self.unit.name):
@@ -187,6 +194,7 @@ class Runtime(FullParams):
                 ) in self.tree.in_order():  # list units of which this forward left out a member
                     if runtime.has_run:
                         runtime._end_of_forward()
+                transformed.end_of_forward(self.tree)
             if torch.is_grad_enabled():
                 self.tree.used.setdefault(self)
                 map_tensors(self._watch_output, output)
@@ -200,7 +208,7 @@ class Runtime(FullParams):
             return
         self.is_in_forward = False
         for runtime in (*self.lenders, self):
-            runtime._close()
+            runtime.close()
 
     def _watch_output(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -215,7 +223,7 @@ class Runtime(FullParams):
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()
-        self._close()
+        self.close()
         self._reshard_after_forward()
         if torch.is_grad_enabled():
             self.indices.append(len(self.tree.order))
@@ -244,6 +252,7 @@ class Runtime(FullParams):
                 lender._reshard_after_forward()
         self.unit.options.consume(WHO, "reshard_after_forward")
         stays = self.unit.reshard is False and torch.is_grad_enabled() and not self._is_for_graphs()
+        stays = stays or self in self.tree.transformed
         if stays or not self.is_unsharded:
             self.keep()
             self.is_left_over = self.is_unsharded
@@ -309,7 +318,7 @@ class Runtime(FullParams):
             return
         self._log("post_backward")
         self.slices.clear()
-        self._close()
+        self.close()
         self.unit.options.consume(WHO, "set_reshard_after_backward")
         if self.unit.settings.reshard_after_backward:
             self.reshard(keeps_storage=self.tree.has_double)
@@ -473,7 +482,7 @@ class Runtime(FullParams):
         self.is_in_forward = False
         self.unit.ledger.take()
         self.drop_pending()
-        self._close()
+        self.close()
         self.has_run.clear()
         self.slices.clear()
         self.indices.clear()
@@ -483,7 +492,7 @@ class Runtime(FullParams):
         """A line as stock writes it."""
         log.debug("FSDP::%s%s", what, "" if self.unit.is_outermost else f" ({self.unit.name})")
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Let compiled parts of this forward read the full parameters, instead of gathering for
         themselves.
         """
@@ -491,7 +500,8 @@ class Runtime(FullParams):
             param.show_handle(OPEN)
             param.begin_forward()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Show traces the parameters as they are at rest."""
         for param in self.unit.params:
             param.show_handle(param.handle)
             param.end_forward()

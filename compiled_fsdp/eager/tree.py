@@ -60,6 +60,8 @@ class Tree:
     arriving: what is left of reductions whose gradients are being copied to the host.
     backward: units that the running backward has reached, in order.
     used: units that ran a forward which backward may come back to.
+    transformed: units that ran a forward inside of `torch.func`'s transformations, see
+        `transformed.py`.
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for
         others only.
     creates_graph: the running backward records itself (`create_graph=True`).
@@ -86,6 +88,7 @@ class Tree:
         self.arriving: list[Deferred] = []
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
+        self.transformed: dict[Runtime, None] = {}
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
         self.post_optim_event: torch.Event | None = None
@@ -118,11 +121,12 @@ class Tree:
     def enter_backward(self, runtime: Runtime) -> None:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
-        if runtime not in self.backward:
-            runtime.gave_zeros = False
-        self.backward.setdefault(runtime)
-        runtime.was_reached = True
-        self.delivers = self.delivers or runtime.is_reached()
+        for reached in (runtime, *self.transformed):
+            if reached not in self.backward:
+                reached.gave_zeros = False
+            self.backward.setdefault(reached)
+            reached.was_reached = True
+            self.delivers = self.delivers or reached.is_reached()
 
     def note_double(self, runtime: Runtime) -> None:
         """In a node or hook of the running backward, which reaches a unit: if it records itself,

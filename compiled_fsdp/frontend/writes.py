@@ -40,6 +40,7 @@ from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.meta import real_input, traced_as, traced_value
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
+from compiled_fsdp.torch_private.autograd import unwrapped
 from compiled_fsdp.torch_private.dtensors import local_tensor, spec_of, with_spec
 from compiled_fsdp.torch_private.dynamo import (
     ENTER_INFERENCE,
@@ -52,6 +53,8 @@ from compiled_fsdp.torch_private.dynamo import (
 from compiled_fsdp.units.reads import spell_out
 from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
+
+from .control_flow import hoist_reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -98,6 +101,7 @@ def settle_writes(gm: GraphModule) -> None:
     break: an error with `fullgraph=True`, else the frame runs eagerly.
     """
     spell_out(gm)
+    hoist_reads(gm)
     _check_inputs(gm.graph)
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     written = _written_storages(graphs)
@@ -172,8 +176,8 @@ def _announce_before_backward(graph: Graph, written: set[int]) -> None:
 
 def _storages(value: object) -> Iterator[int]:
     for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield local_tensor(leaf).untyped_storage()._cdata
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            yield unwrapped(local_tensor(leaf)).untyped_storage()._cdata
 
 
 def _written_storages(graphs: Iterable[Graph]) -> set[int]:

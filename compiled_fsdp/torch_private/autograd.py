@@ -1,4 +1,4 @@
-"""Private torch: autograd's engine, versions of tensors, storages. Tried on torch 2.11, 2.13 and
+"""Private torch: autograd's engine, versions of tensors, storages, functorch's transformations. Tried on torch 2.11, 2.13 and
 2.15.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
@@ -39,6 +40,23 @@ def accumulates(leaf: Tensor) -> bool:
         RuntimeError
     ):  # what torch raises for a leaf that `autograd.grad` was asked for: it is returned, not added
         return False
+
+
+def is_transformed() -> bool:
+    """Whether code runs inside of `torch.func.grad`, `vmap`, `jvp` or their like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Handle tensors as if these were not there."""
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.func.grad`, `vmap`, `jvp` and their like have wrapped, or itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def run_of(node: Any) -> int:

@@ -1,4 +1,4 @@
-"""Private torch: subgraphs that Inductor lowers once and calls.
+"""Private torch: subgraphs that Inductor lowers once and calls, and those of operators like `cond`.
 
 Tried on torch 2.11, 2.13 and 2.15.
 """
@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from torch._inductor import config
+from torch._ops import HigherOrderOperator
 
 
 def why_inline() -> str:
@@ -55,3 +56,8 @@ def keep_memory_apart() -> None:
     changed.__init__ = init
     invoke: Any = ir.InvokeSubgraph
     invoke.create = then_keep
+
+
+def operator_name(target: object) -> str:
+    """The name of an operator that is given functions, `cond` say; "" for anything else."""
+    return target.name() if isinstance(target, HigherOrderOperator) else ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.errors import check_dense
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.dtensors import local_tensor
 
@@ -130,7 +131,12 @@ class ShardedParam:
         self.unsharded = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """Returns what of a full gradient is to be reduced."""
+        """Returns what of a full gradient is to be reduced.
+
+        Raises:
+            NotImplementedError: it is sparse.
+        """
+        check_dense(grad, self.fqn)
         return self.full.local_grad(grad) if self.full else grad
 
     def begin_forward(self) -> None:

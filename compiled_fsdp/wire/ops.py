@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp import progress
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import check_dense, warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.quantized import WIRE
 from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
@@ -231,6 +231,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (flat,) = ctx.saved_tensors
+    if grad.layout is not torch.strided:
+        check_dense(grad, ParamSpec.of(ctx.spec).fqn)
     if is_dynamo_faking(grad):
         spec = ParamSpec.of(ctx.spec)
         raise NotImplementedError(

@@ -1,0 +1,94 @@
+"""Parameters that are read inside `torch.cond`, `while_loop`, `scan`, `map`, or a function that
+FlexAttention is given, in a traced forward: they are gathered before it, once, by every rank.
+
+[Note: reads inside control flow]
+Dynamo gives the functions of these operators graphs of their own. Our passes do not go there, and
+which of them run, and how often, is up to a rank's data, whereas a collective is everybody's. So
+before the graph goes to its backend a read is moved out, and its value handed over like any other:
+
+    %cond = cond(%p, %f, %g, (%x, %flat))         %w = unshard(%flat, "w")
+      f: %w = unshard(%flat, "w")         becomes %cond = cond(%p, %f, %g, (%x, %w))
+         linear(%x, %w)                             f: linear(%x, %w)
+      g: %x                                         g: %x
+
+A branch that is not taken gives its parameters zeros, as unused parameters get where others of the
+graph's are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from compiled_fsdp.ir.meta import traced_as
+from compiled_fsdp.ir.schema import UNSHARD
+from compiled_fsdp.torch_private.subgraphs import operator_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import Node
+
+# Which arguments of an operator are functions, and which is the list of what Dynamo hands over to
+# all of them: the last of their arguments, in its order.
+OPERANDS: dict[str, list[tuple[tuple[int, ...], int]]] = {
+    "cond": [((1, 2), 3)],
+    "while_loop": [((0, 1), 3)],
+    "scan": [((0,), 3)],
+    "map_impl": [((0,), 2)],
+    "flex_attention": [((3,), 7)],
+}
+
+
+def hoist_reads(gm: GraphModule) -> None:
+    """See the note above."""
+    modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    for module in reversed(modules):  # what is inside of another comes after it
+        for node in list(module.graph.nodes):
+            for functions, where in OPERANDS.get(operator_name(node.target), ()):
+                bodies = [module.get_submodule(node.args[i].target) for i in functions]
+                _hoist(node, bodies, where)  # type: ignore[arg-type]
+
+
+def _hoist(call: Node, bodies: Sequence[GraphModule], where: int) -> None:
+    """Move reads out of the functions of one operator, whose argument `where` they are given."""
+    given: list[Any] = list(call.args[where])  # type: ignore[arg-type]
+    inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
+    inputs = [found[len(found) - len(given) :] for found in inputs]
+    moved = _reads(inputs)
+    for (i, *spec), reads in moved.items():
+        with call.graph.inserting_before(call):
+            outside = call.graph.call_function(UNSHARD, (given[i], *spec))
+        traced_as(outside, reads[0][1])
+        given.append(outside)
+        for body, nodes in zip(bodies, inputs, strict=True):
+            with body.graph.inserting_after(nodes[-1]):
+                nodes.append(body.graph.placeholder(f"gathered_{len(nodes)}"))
+            traced_as(nodes[-1], reads[0][1])
+        for number, read in reads:
+            read.replace_all_uses_with(inputs[number][-1])
+            read.graph.erase_node(read)
+    for i in sorted({i for i, *_ in moved}, reverse=True):
+        if not any(nodes[i].users for nodes in inputs):  # of the flat buffer nothing else is read
+            del given[i]
+            for nodes in inputs:
+                unread = nodes.pop(i)
+                unread.graph.erase_node(unread)
+    if moved:
+        call.update_arg(where, type(call.args[where])(given))
+        for body in bodies:
+            body.recompile()
+
+
+def _reads(inputs: Sequence[Sequence[Node]]) -> dict[tuple[Any, ...], list[tuple[int, Node]]]:
+    """What functions gather of their inputs: by the input's number and the parameter, in which
+    function and by which nodes.
+    """
+    found: dict[tuple[Any, ...], list[tuple[int, Node]]] = {}
+    for number, nodes in enumerate(inputs):
+        for i, node in enumerate(nodes):
+            for read in node.users:
+                if read.target is UNSHARD:
+                    found.setdefault((i, *read.args[1:]), []).append((number, read))
+    return found

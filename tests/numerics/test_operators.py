@@ -1,0 +1,260 @@
+"""Operators with functions of their own inside a forward: `torch.func`'s transformations, `cond`,
+`scan`, `while_loop`, `map`, FlexAttention. They read sharded parameters like any other code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.compare import whole
+from kit.harness import SLOW
+from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as map_rows
+from torch.fx import GraphModule
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.ir.schema import UNSHARD, param_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kit.pool import Pool
+
+WIDTH, ROWS = 6, 4
+
+
+def grad_of(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) + 0.1 * torch.func.grad(lambda y: layer(y).square().sum())(x)
+
+
+def jvp_of(layer: nn.Module, x: Tensor) -> Tensor:
+    return sum(torch.func.jvp(lambda y: layer(y).tanh(), (x,), (torch.ones_like(x),)))
+
+
+def adapted(layer: nn.Module, x: Tensor) -> Tensor:
+    """Computes with parameters after a step of its own, through which gradients go."""
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, given, (x,)).square().mean()
+
+    own = dict(layer.named_parameters())
+    grads = torch.func.grad(loss)(own)
+    return torch.func.functional_call(layer, {k: own[k] - 0.1 * grads[k] for k in own}, (x,))
+
+
+def laplacian(layer: nn.Module, x: Tensor) -> Tensor:
+    def of_row(row: Tensor) -> Tensor:
+        return torch.func.hessian(lambda z: layer(z).tanh().sum())(row).diagonal().sum()
+
+    return layer(x) + torch.vmap(of_row)(x)[:, None]
+
+
+TRANSFORMATIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "grad": grad_of,
+    "jvp": jvp_of,
+    "vmap": lambda layer, x: torch.vmap(layer)(x),
+    "checkpointed": lambda layer, x: checkpoint(torch.vmap(layer), x, use_reentrant=False),
+    "adapted": adapted,
+    "laplacian": laplacian,
+}
+
+
+class Net(nn.Module):
+    """`apply(layer, x)`, or `apply(layer, other, x)`, between layers."""
+
+    def __init__(self, apply: Callable[..., Tensor], num_layers: int = 1) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+        self.apply_ = apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.apply_(*self.layers, self.first(x)))
+
+
+def train(make: Callable[[], Any], kind: str, same: bool, apart: bool) -> list[Tensor]:
+    """Losses, and parameters in the end.
+
+    same: the ranks' batches are the same; otherwise each has its own.
+    apart: layers are units of their own.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = make()
+    if kind != "unsharded":
+        for layer in (*(model.layers if apart else ()), model):
+            fully_shard(layer)
+    call = model
+    if kind == "compiled":
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        torch.manual_seed(step + (0 if same else 10 * dist.get_rank()))
+        loss = call(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        for parameter in model.parameters() if kind == "unsharded" else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found + [whole(p.detach()) for p in model.parameters()]
+
+
+def compare(make: Callable[[], Any], same: bool = True, apart: bool = True) -> None:
+    kinds = ("unsharded", "eager", "compiled")
+    expected, *others = (train(make, kind, same, apart) for kind in kinds)
+    for found in others:
+        assert all(map(torch.equal, found, expected))
+
+
+def test_transformations(two: Pool) -> None:
+    two.run(transformations, timeout=SLOW)
+
+
+def transformations() -> None:
+    for name in TRANSFORMATIONS:
+        is_read_outside = name == "adapted"  # of the layer's own forward
+        compare(lambda name=name: Net(TRANSFORMATIONS[name]), apart=not is_read_outside)
+
+
+def test_a_whole_forward_inside_vmap(two: Pool) -> None:
+    """Units are gathered while it is under way."""
+    two.run(whole_forward)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.layers[1](self.layers[0](row)))(x)
+
+
+def whole_forward() -> None:
+    compare(Rows)
+
+
+# -- control flow: parameters are gathered before it
+
+
+def branch(layer: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda y: layer(y).tanh(), lambda y: other(y), (x,))
+    return result
+
+
+def recurrent(layer: nn.Module, x: Tensor) -> Tensor:
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(layer(state)), state + row
+
+    return scan(step, torch.zeros(WIDTH), x)[1]
+
+
+def test_control_flow(two: Pool) -> None:
+    two.run(control_flow, timeout=SLOW)
+
+
+def control_flow() -> None:
+    """In a branch each rank takes its own: whoever takes the other gives zeros."""
+    compare(lambda: Net(branch, num_layers=2), same=False)
+    compare(lambda: Net(recurrent))
+    compare(lambda: Net(map_rows))
+
+
+def looped(layer: nn.Module, x: Tensor) -> Tensor:
+    def body(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.tanh(layer(y))
+
+    return while_loop(lambda i, y: i < 3, body, (torch.tensor(0), x))[1]
+
+
+class Attention(nn.Module):
+    """Scores get a bias that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 12)])
+        self.bias = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layers[0](x).view(1, ROWS, 3, 2, 2).unbind(2)
+        heads = [t.transpose(1, 2) for t in (q, k, v)]
+        found = flex_attention(*heads, score_mod=lambda score, b, h, i, j: score + self.bias[h])
+        return found.flatten()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_reads_are_moved_out() -> None:
+    """Of each operator; what checkpointing computes again gathers again, and stays."""
+    layers = {
+        "cond": ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"),
+        "while_loop": ("layers.0.weight", "layers.0.bias"),
+        "scan": ("layers.0.weight", "layers.0.bias"),
+        "map_impl": ("layers.0.weight", "layers.0.bias"),
+    }
+    nets = {"cond": (branch, 2), "while_loop": (looped, 1), "scan": (recurrent, 1)}
+    nets["map_impl"] = (map_rows, 1)
+    for name, (apply, count) in nets.items():
+        module = Net(apply, count)
+        assert read_by(module, torch.randn(ROWS, WIDTH), name) == ([*layers[name]], 0), name
+    assert read_by(Attention(), torch.randn(ROWS, 4), "flex_attention") == (["bias"], 0)
+    kept = Net(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    _, inside = read_by(kept, torch.randn(ROWS, WIDTH), "tag_activation_checkpoint")
+    assert inside == 2
+
+
+def read_by(module: Any, x: Tensor, operator: str) -> tuple[list[str], int]:
+    """Which parameters an operator in Dynamo's graph is handed over, and how many reads there are
+    inside of functions.
+    """
+    torch._dynamo.reset()
+    graphs: list[GraphModule] = []
+
+    def backend(gm: GraphModule, _: object) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    for layer in (*module.layers, module):
+        fully_shard(layer)
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True)(x)
+    (gm,) = graphs
+    (call,) = (n for n in gm.graph.nodes if getattr(n.target, "_name", "") == operator)
+    reads = [n for n in call.all_input_nodes if n.target is UNSHARD]
+    names = [param_spec(node).fqn for node in reads]
+    inside = [
+        node
+        for name, part in gm.named_modules()
+        if name and isinstance(part, GraphModule)
+        for node in part.graph.find_nodes(op="call_function", target=UNSHARD)
+    ]
+    return names, len(inside)
+
+
+# -- what cannot be reduced
+
+
+def test_sparse_gradients_are_refused(two: Pool) -> None:
+    """As in stock, but by name."""
+    two.run(sparse)
+
+
+def sparse() -> None:
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        model: Any = fully_shard(nn.Embedding(5, 4, sparse=True))
+        call = torch.compile(model, backend="compiled_fsdp_eager") if compiles else model
+        with pytest.raises(
+            Exception, match=r"gradient of weight is sparse .* Build its module with sparse=False"
+        ):
+            call(torch.tensor([1, 2])).sum().backward()
