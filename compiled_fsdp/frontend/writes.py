@@ -53,6 +53,8 @@ from compiled_fsdp.units.reads import spell_out
 from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
 
+from .traced_grads import refuse_no_gradients
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -406,3 +408,4 @@ def _refuse(text: str) -> NoReturn:
 # Frames that a graph break begins may read parameters without any forward of a unit in their trace,
 # and so without `watch_writes`.
 before_traced_reads(settle_writes)
+before_traced_reads(refuse_no_gradients)
