@@ -44,7 +44,7 @@ alive at once, and no update fills the time of a reduction, as with clipping.
 
 Requires: the final places of updates; sums on both sides of what travels.
 Ensures: one `verdict_` behind all `compare_`, all marks, and what the updates read; all updates and
-    `momentum_`, and what scales their gradients, behind it, in their order.
+    `momentum_`, what scales their gradients, and the ways of matrices, behind it, in their order.
 Leaves alone: graphs without updates, or without sums.
 """
 
@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from compiled_fsdp.ir.graph import Builder, find, is_step, order
+from compiled_fsdp.ir.graph import Builder, downstream, find, is_step, order
 from compiled_fsdp.ir.schema import COMPARE, MARK_GRADS, MOMENTUM, UPDATE, VERDICT
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def await_verdict(gm: GraphModule, plan: Plan) -> GraphModule:
         moved.append(update)
         grads[grad] = None
     position = order(gm.graph)
+    ways = {node for momentum in find(gm.graph, MOMENTUM) for node in downstream(momentum)}
+    moved += sorted(ways, key=lambda node: position[node])  # where its matrices go
     read = [n for node in moved for n in node.all_input_nodes if n not in moved]
     behind = max((*compared, *find(gm.graph, MARK_GRADS), *read), key=lambda node: position[node])
     sums = list(dict.fromkeys(cast("Node", node.args[0]) for node in compared))

@@ -195,33 +195,33 @@ class Schedules:
 
 
 def between(i: int, adamw: Any, muon: Any, first: nn.Parameter) -> None:
-    if i == 2:
+    if i == 1:
         muon.param_groups[0]["lr"] = 0.2
-    if i == 3:
         for optimizer in (adamw, muon):
             optimizer.load_state_dict(optimizer.state_dict())
-    if i == 4:  # a matrix of Muon's goes to AdamW
+    if i == 2:  # a matrix of Muon's goes to AdamW
         moved = muon.param_groups[1]["params"].pop()
         muon.param_groups[1]["param_names"].pop()
         adamw.add_param_group({"params": [moved], "lr": 0.01})
-    if i in (5, 6):
-        first.requires_grad_(i == 6)
+    if i == 3:
+        first.requires_grad_(False)
 
 
 def scripted(is_whole: bool) -> dict[str, Any]:
-    """Groups with settings of their own, schedules, frozen parameters, micro-batches of other
-    shapes, rates written by hand, states loaded, matrices that change their optimizer and are frozen.
+    """Groups with settings of their own, schedules, frozen parameters, micro-batches, rates written
+    by hand, states loaded, matrices that change their optimizer and are frozen.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Adapted() for _ in range(2)))
-    for layer in model:
-        fully_shard(layer)
+    model = nn.Sequential(Adapted(), nn.Linear(6, 6))
+    fully_shard(model[0])
     fully_shard(model)
     mats = [(n, p) for n, p in model.named_parameters() if p.ndim == 2 and p.requires_grad]
     others = [p for p in model.parameters() if p.ndim == 1 and p.requires_grad]
     muon = Muon(
-        [{"params": mats[:1], "lr": 0.03}, {"params": mats[1:], "weight_decay": 0.0}], lr=0.05
+        [{"params": mats[:1], "lr": 0.03}, {"params": mats[1:], "weight_decay": 0.0}],
+        lr=0.05,
+        ns_dtype=torch.float32,
     )
     adamw = torch.optim.AdamW([{"params": others[:1], "lr": 0.1}, {"params": others[1:]}], lr=0.02)
     optimizers: list[Any] = [adamw, muon]
@@ -233,11 +233,10 @@ def scripted(is_whole: bool) -> dict[str, Any]:
     }
     step = compile_step(model, optimizers, square_of, **more) if is_whole else None
     losses = []
-    for i in range(7):
+    for i in range(4):
         between(i, adamw, muon, mats[0][1])
-        rows = 5 if i == 1 else 3
         generator = torch.Generator().manual_seed(i)
-        batches = [torch.randn(rows, 6, generator=generator) for _ in range(2)]
+        batches = [torch.randn(3, 6, generator=generator) for _ in range(2)]
         if step is not None:
             losses.append(step(batches).item())
             continue
@@ -315,34 +314,24 @@ def test_checkpoint(two: Pool, tmp_path: Path) -> None:
 
 
 def seen() -> str:
-    """The graph of a step with clipping, checksums and an exchange for each unit: `verify` has seen
-    it. Returns what it does, in order.
+    """The graph of a step with checksums and an exchange for each unit: `verify` has seen it, and
+    its numbers are the loop's. Returns what it does, in order.
     """
     graphs: list[str] = []
 
     def note(gm: Any, plan: Any) -> None:
-        graphs.append(
-            " ".join(str(n.target).split(".")[1] for n in gm.graph.nodes if "fsdp" in str(n.target))
-        )
+        graphs.append(" ".join(getattr(n.target, "_opname", "") for n in gm.graph.nodes))
 
-    plan = planned(bucket_bytes=0, check="checksums")
-    with plan, pipeline(note, before="verify"):
-        model, optimizers = made(Options("equal_units", max_norm=0.05), adamw_and_muon)
-        step = step_of(model, optimizers, clip=0.05)
-        losses = [step(*batch_of("equal_units", i)).item() for i in range(2)]
-    loop, others = made(Options("equal_units", max_norm=0.05), adamw_and_muon)
-    wanted = looped(Options("equal_units", max_norm=0.05), loop, others, range(2))
-    check_equal(losses, wanted, "checked")
-    check_equal(state_of(model, optimizers), state_of(loop, others), "checked")
+    with planned(bucket_bytes=0, check="checksums"), pipeline(note, before="verify"):
+        compare(Options("odd"))
     return graphs[-1]
 
 
 def test_seen(two: Pool) -> None:
-    text = two.run(seen, timeout=SLOW)[0]
-    assert text.count("to_owners") == text.count("from_owners") == text.count("momentum_") == 4
-    assert text.index("verdict_") < text.index("momentum_")
-    first = text[text.index("momentum_") :].split()
-    kinds = [word for word in first if word in ("to_owners", "orthogonalize", "from_owners")]
+    words = two.run(seen, timeout=SLOW)[0].split()
+    assert words.count("to_owners") == words.count("from_owners") == words.count("momentum_") == 3
+    assert words.index("verdict_") < words.index("momentum_")
+    kinds = [word for word in words if word in ("to_owners", "orthogonalize", "from_owners")]
     assert kinds[:3] == ["to_owners", "to_owners", "orthogonalize"]
 
 
@@ -362,7 +351,7 @@ def refused() -> None:
         step_of(model, [adamw, adamw])
     with pytest.raises(ValueError, match="each once"):
         step_of(model, [])
-    with pytest.raises(TypeError, match=r"optimizer=.'int'.; should be an optimizer"):
+    with pytest.raises(TypeError, match="optimizer=int; should be an optimizer"):
         step_of(model, [adamw, 3])
     with pytest.raises(TypeError, match=r"Give the matrices to a compiled_fsdp.Muon"):
         step_of(model, [adamw, torch.optim.Muon(matrices(model))])
