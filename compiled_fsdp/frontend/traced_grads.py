@@ -5,7 +5,7 @@ buffers, so no path leads to the parameters themselves: torch raises, or, with `
 says None, and a step that goes on with that trains nothing. (`loss.backward()` leads to the flat
 buffers, and is refused where `unshard` is differentiated, in `wire/ops.py`.)
 
-Private torch used here (tried on 2.13 and 2.15): `example_value` on nodes of Dynamo's graphs.
+What nodes of Dynamo's graphs stand for was read on 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.ir.meta import traced_value
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -29,9 +31,9 @@ def refuse_no_gradients(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
         inputs: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("inputs")
         asked = [inputs] if isinstance(inputs, torch.fx.Node) else list(inputs or ())
-        found = node.meta.get("example_value") or ()
+        found = traced_value(node) or ()
         for each, grad in zip(asked, found, strict=False):
-            if grad is None and isinstance(each.meta.get("example_value"), DTensor):
+            if grad is None and isinstance(traced_value(each), DTensor):
                 raise NotImplementedError(
                     "compiled_fsdp: a compiled function computes gradients of sharded parameters by "
                     f"torch.autograd.grad ({each.name}; torch._dynamo.config.trace_autograd_ops is "
