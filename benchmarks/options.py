@@ -359,10 +359,10 @@ def _excluding_muon(options: Options) -> list[str]:
     if options.optimizer != "muon":
         return []
     wrong = []
-    if options.whole_step or options.front_end == "fsdp1":
+    if options.front_end == "fsdp1":
         wrong.append(
-            "--optimizer muon needs whole matrices of fully_shard's parameters, in a step of its own; "
-            "leave out --whole-step and --front-end fsdp1"
+            "--optimizer muon needs whole matrices of fully_shard's parameters; leave out "
+            "--front-end fsdp1"
         )
     if options.compare:
         wrong.append(

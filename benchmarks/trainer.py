@@ -105,7 +105,7 @@ class Trainer:
 
             backend = "compiled_fsdp_eager" if "eager" in variant.backend else "compiled_fsdp"
             self.whole_step = compile_step(
-                self.model, self.optimizers[0], clip=options.clip or None, backend=backend
+                self.model, self.optimizers, clip=options.clip or None, backend=backend
             )
 
     @property

@@ -43,8 +43,8 @@ written to then. What it costs: the host reads one value in the middle of the st
 alive at once, and no update fills the time of a reduction, as with clipping.
 
 Requires: the final places of updates; sums on both sides of what travels.
-Ensures: one `verdict_` behind all `compare_`, all marks, and what the updates read; all updates, and what
-    scales their gradients, behind it, in their order.
+Ensures: one `verdict_` behind all `compare_`, all marks, and what the updates read; all updates and
+    `momentum_`, what scales their gradients, and the ways of matrices, behind it, in their order.
 Leaves alone: graphs without updates, or without sums.
 """
 
@@ -54,8 +54,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from compiled_fsdp.ir.graph import Builder, find, is_step, order
-from compiled_fsdp.ir.schema import COMPARE, MARK_GRADS, UPDATE, VERDICT
+from compiled_fsdp.ir.graph import Builder, downstream, find, is_step, order
+from compiled_fsdp.ir.schema import COMPARE, MARK_GRADS, MOMENTUM, UPDATE, VERDICT
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -67,23 +67,25 @@ SCALE = torch.ops.aten.mul.Tensor
 
 def await_verdict(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    compared, updates = find(gm.graph, COMPARE), find(gm.graph, UPDATE)
+    compared, updates = find(gm.graph, COMPARE), find(gm.graph, UPDATE, MOMENTUM)
     if not compared or not is_step(gm.graph):
         return gm
     moved: list[Node] = []
     grads: dict[Node, None] = {}
     for update in updates:
         grad = cast("Node", update.args[0])
-        if grad.target is SCALE and list(grad.users) == [update]:
-            moved.append(grad)
+        if grad.target is SCALE and {*grad.users} <= {*updates}:
+            moved += [] if grad in moved else [grad]
             grad = cast("Node", grad.args[0])
         moved.append(update)
         grads[grad] = None
     position = order(gm.graph)
+    ways = {node for momentum in find(gm.graph, MOMENTUM) for node in downstream(momentum)}
+    moved += sorted(ways, key=lambda node: position[node])  # where its matrices go
     read = [n for node in moved for n in node.all_input_nodes if n not in moved]
     behind = max((*compared, *find(gm.graph, MARK_GRADS), *read), key=lambda node: position[node])
     sums = list(dict.fromkeys(cast("Node", node.args[0]) for node in compared))
-    _, flat, _, step = updates[0].args
+    _, flat, _, step, *_ = updates[0].args
     verdict = Builder(behind.next, updates[0])(VERDICT, list(grads), sums, flat, step)
     for node in reversed(moved):
         verdict.append(node)

@@ -51,6 +51,7 @@ class Property(Enum):
     STRIDED = "what kernels can read in their bucket is copied only where that is cheaper"
     SUMMED_UP = "what travels is summed up on both sides"
     JUDGED = "of a whole step, ranks compare their sums before anything is updated"
+    EXCHANGED = "matrices travel to their owners and back while others are orthogonalized"
     ROUTING_NOTED = "tokens for each expert are noted for profiles"
     FREED = "every gathered buffer has a visible end"
     AHEAD = "the first all-gathers may be under way already"

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.collectives import WAIT
 from compiled_fsdp.ir.graph import Builder, find, order, output, value
 from compiled_fsdp.ir.meta import CommTag, get_tag
-from compiled_fsdp.ir.schema import GATHER_AHEAD, GATHER_NEXT, UPDATE
+from compiled_fsdp.ir.schema import GATHER_AHEAD, GATHER_NEXT, UPDATE, UPDATE_MATRICES
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def gather_next(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
     updates: dict[object, list[Node]] = {}
-    for update in find(gm.graph, UPDATE):
+    for update in find(gm.graph, UPDATE, UPDATE_MATRICES):
         updates.setdefault(update.args[1], []).append(update)
     gathers = [node for node in find(gm.graph, GATHER_AHEAD) if node.args[1] in updates]
     if not gathers:

@@ -32,6 +32,7 @@ from .copy_columns import copy_columns
 from .dedup_unshard import dedup_unshard
 from .delay_wait import delay_wait
 from .drop_frees import drop_frees
+from .exchange_matrices import exchange_matrices
 from .free import free
 from .gather_ahead import gather_ahead
 from .gather_next import gather_next
@@ -152,6 +153,7 @@ PIPELINE = check_order(
             consumes=("check",),
         ),
         Pass(await_verdict, Stage.HALF, (P.UPDATED, P.SUMMED_UP), P.JUDGED, is_tried=False),
+        Pass(exchange_matrices, Stage.HALF, (P.UPDATED, P.JUDGED), P.EXCHANGED),
         Pass(
             note_routing,
             Stage.HALF,
@@ -163,7 +165,7 @@ PIPELINE = check_order(
         ),
         Pass(free, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.FREED),
         Pass(gather_ahead, Stage.HALF, (P.FREED,), P.AHEAD, consumes=OVERLAP),
-        Pass(gather_next, Stage.HALF, (P.UPDATED, P.AHEAD), P.NEXT, is_tried=False),
+        Pass(gather_next, Stage.HALF, (P.UPDATED, P.EXCHANGED, P.AHEAD), P.NEXT, is_tried=False),
         Pass(
             copy_aside,
             Stage.HALF,

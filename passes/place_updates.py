@@ -30,22 +30,22 @@ way. With clipping, what scales a gradient moves with its update: one scaled gra
 time.
 
 Requires: the final order of gathers and of the waits of reductions.
-Ensures: each `update_` stands behind what it reads, and behind everything that reads its flat
-    buffer, a collective until it is awaited; where a collective starts after that with neither a
-    wait nor a matmul in between, behind its start, so that the wire need not wait for the update;
-    no further.
+Ensures: each `update_`, and each `momentum_` of matrices that are updated whole, stands behind what
+    it reads, and behind everything that reads its flat buffer, a collective until it is awaited;
+    where a collective starts after that with neither a wait nor a matmul in between, behind its
+    start, so that the wire need not wait for the update; no further.
 Leaves alone: forward, backward and inference graphs, which update nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import find, is_matmul, last_read, order
-from compiled_fsdp.ir.schema import MARK_GRADS, UPDATE, traits_of
+from compiled_fsdp.ir.graph import argument, find, is_matmul, last_read, order
+from compiled_fsdp.ir.schema import MARK_GRADS, MOMENTUM, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -57,16 +57,17 @@ SCALE = torch.ops.aten.mul.Tensor
 
 def place_updates(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    for update in reversed(find(gm.graph, UPDATE)):
-        moved = [update]
-        grad: Node = update.args[0]  # type: ignore[assignment]
-        if grad.target is SCALE and list(grad.users) == [update]:
+    updates: dict[Node, list[Node]] = {}
+    for update in find(gm.graph, UPDATE, MOMENTUM):
+        updates.setdefault(cast("Node", update.args[0]), []).append(update)
+    for grad, moved in reversed(updates.items()):
+        flat = cast("Node", moved[0].args[1])
+        if grad.target is SCALE and {*grad.users} == {*moved}:
             moved.insert(0, grad)
         position = order(gm.graph)
-        flat: Node = update.args[1]  # type: ignore[assignment]
         read = [n for node in moved for n in node.all_input_nodes if n not in moved]
         behind = max(read, key=lambda n: position[n])
-        last = last_read(flat, {**position, update: -1})
+        last = last_read(flat, position)
         if last > position[behind]:
             behind = next(node for node, at in position.items() if at == last)
         behind = _past_starts(behind)
@@ -86,6 +87,8 @@ def _past_starts(node: Node) -> Node:
     while not (
         following.op in ("output", "root") or following.target is WAIT or is_matmul(following)
     ):
+        if argument(following, "owners") is not None:
+            break  # matrices of an update travel behind it
         if traits_of(following.target).is_collective:
             found = following
         following = following.next

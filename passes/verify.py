@@ -21,6 +21,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
     aliases,
+    argument,
     batch_leaves,
     find,
     is_step,
@@ -41,14 +42,19 @@ from compiled_fsdp.ir.schema import (
     CHECKSUM,
     COMPARE,
     FREE,
+    FROM_OWNERS,
     GATHER_AHEAD,
     GATHER_NEXT,
     MARK_GRADS,
+    MOMENTUM,
+    ORTHOGONALIZE,
     REDUCE_LATER,
     START_COPY,
     STEP,
     TO_LOWER,
+    TO_OWNERS,
     UPDATE,
+    UPDATE_MATRICES,
     VERDICT,
     WATCH_HEADS,
     param_spec,
@@ -69,6 +75,10 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
     Violations = Iterator[tuple[Node, str]]
+
+
+AT_HOME = "momentum_ orthogonalize update_matrices_"
+AT_OWNERS = "momentum_ to_owners wait_tensor orthogonalize from_owners wait_tensor update_matrices_"
 
 
 def verify(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -422,36 +432,36 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
     awaited by then.
     """
     position = order(gm.graph)
-    for step in find(gm.graph, STEP, UPDATE):
+    for step in find(gm.graph, STEP, UPDATE, UPDATE_MATRICES):
         flat: Any = step.args[1]
         if last_read(flat, position) > position[step]:
             yield step, f"%{step.name} writes %{flat.name}, which is still to be read"
 
 
 def updated_once(gm: GraphModule, plan: Plan) -> Violations:
-    """In the graph of a whole step, every flat gradient that is reduced goes to exactly one
-    update_, of its own buffer and parameters, with those of other micro-batches, and all are scaled
-    by the same factors or none is.
+    """In the graph of a whole step, of every flat gradient that is reduced, each parameter's part goes
+    to exactly one update_ or momentum_, of its own buffer and parameters, with those of other
+    micro-batches, and all are scaled by the same factors or none is.
     """
     marks: dict[tuple[object, object], Node] = {
         (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
     }
-    taken: dict[tuple[object, object], Node] = {}
+    taken: dict[tuple[object, object, int], Node] = {}
     factors: dict[tuple[Node, ...], Node] = {}
-    for update in find(gm.graph, UPDATE):
+    for update in find(gm.graph, UPDATE, MOMENTUM):
         flat, offsets = cast("tuple[Any, ...]", update.args)[1:3]
         grad, by = _unscaled(update)
         keys = [(leaf, flat) for leaf in batch_leaves(grad)]
         factors.setdefault(tuple(by), update)
         named = {offset for key in keys if key in marks for offset in _offsets(marks[key])}
-        if any(key not in marks for key in keys) or named != {*offsets}:
+        if any(key not in marks for key in keys) or not named >= {*offsets}:
             yield update, f"%{update.name} updates what is not the gradient of its buffer"
-        for key in keys:
-            if key in taken:
-                yield update, f"%{update.name} and %{taken[key].name} take the same gradient"
-            taken[key] = update
+        for part in [(*key, offset) for key in keys for offset in offsets]:
+            if part in taken:
+                yield update, f"%{update.name} and %{taken[part].name} take the same gradient"
+            taken[part] = update
     for left, mark in marks.items() if taken else ():
-        if left not in taken:
+        if any((*left, offset) not in taken for offset in _offsets(mark)):
             yield mark, f"%{mark.name} marks a gradient that no update_ takes"
     if len(factors) > 1:
         yield list(factors.values())[1], f"gradients are scaled by {[[*by] for by in factors]}"
@@ -471,8 +481,8 @@ def left_out_together(gm: GraphModule, plan: Plan) -> Violations:
     """In the graph of a whole step whose gradients are scaled, every update_ takes the same
     found_inf, which is computed from every flat gradient that is updated.
     """
-    updates = find(gm.graph, UPDATE)
-    told = {update: cast("Any", update.args[4]) for update in updates if len(update.args) > 4}
+    updates = find(gm.graph, UPDATE, MOMENTUM)
+    told = {u: argument(u, "found_inf") for u in updates if argument(u, "found_inf") is not None}
     if not told:
         return
     first = next(iter(told.values()))
@@ -491,6 +501,51 @@ def left_out_together(gm: GraphModule, plan: Plan) -> Violations:
             yield update, f"%{first.name} does not depend on %{grad.name}, which it updates with"
 
 
+def updated_at_owners(gm: GraphModule, plan: Plan) -> Violations:
+    """In the graph of a whole step, what a momentum_ yields goes to owners, is orthogonalized there,
+    comes back and updates the same parameters, with nothing else in between: the same buffer, order,
+    owners, sizes and group all the way; over one rank, without travelling.
+    """
+    seen: set[Node] = set()
+    for momentum in find(gm.graph, MOMENTUM):
+        way, node = [momentum], momentum
+        while node.target is not UPDATE_MATRICES and len(node.users) == 1:
+            (node,) = node.users
+            way.append(node)
+        seen.update(way)
+        if " ".join(_op(node.target) for node in way) in (AT_HOME, AT_OWNERS):
+            yield from _changes_on_the_way(way)
+        else:
+            names = [f"%{node.name}" for node in way[1:]]
+            yield momentum, f"what %{momentum.name} yields goes to {names}"
+    for node in find(gm.graph, TO_OWNERS, ORTHOGONALIZE, FROM_OWNERS, UPDATE_MATRICES):
+        if node not in seen:
+            yield node, f"%{node.name} is on no way from a momentum_"
+
+
+def _changes_on_the_way(way: list[Node]) -> Violations:
+    momentum, there = way[0], _among(way, TO_OWNERS, FROM_OWNERS)
+    if not there and any(argument(way[1], "owners")):
+        yield way[1], f"%{way[1].name} has the pieces of one rank alone"
+    for name, nodes in {
+        **dict.fromkeys(
+            ("flat", "offsets", "step"), _among(way, MOMENTUM, ORTHOGONALIZE, UPDATE_MATRICES)
+        ),
+        "owners": _among(way, ORTHOGONALIZE, TO_OWNERS, FROM_OWNERS),
+        **dict.fromkeys(("numels", "group_size", "group"), there),
+    }.items():
+        given = [argument(node, name) for node in nodes]
+        if any(each != given[0] for each in given):
+            yield nodes[0], f"{name} change on the way of %{momentum.name}: {given}"
+    for numels in [argument(node, "numels") for node in there]:
+        if sum(numels) != argument(momentum, "numel"):
+            yield momentum, f"%{momentum.name} yields other pieces than {list(numels)}"
+
+
+def _among(nodes: list[Node], *targets: object) -> list[Node]:
+    return [node for node in nodes if node.target in targets]
+
+
 def _offsets(mark: Node) -> list[int]:
     return cast("list[int]", mark.args[2])
 
@@ -500,7 +555,7 @@ def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
     each, and its buffer is updated before, never after.
     """
     position = order(gm.graph)
-    updates = find(gm.graph, UPDATE)
+    updates = find(gm.graph, UPDATE, UPDATE_MATRICES)
     taken = Counter(_piece(node, node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
     seen: Counter[tuple[object, ...]] = Counter()
     for node in find(gm.graph, GATHER_NEXT):
@@ -557,7 +612,7 @@ def judged_first(gm: GraphModule, plan: Plan) -> Violations:
     gradients stands behind every sum and before every update.
     """
     position = order(gm.graph)
-    compared, updates = find(gm.graph, COMPARE), find(gm.graph, UPDATE)
+    compared, updates = find(gm.graph, COMPARE), find(gm.graph, UPDATE, MOMENTUM)
     verdicts = find(gm.graph, VERDICT)
     is_finished = verdicts or find(gm.graph, AGREE)  # before `await_verdict` there is none
     if is_finished and len(verdicts) != bool(compared and is_step(gm.graph)):
@@ -694,6 +749,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     reduced_once,
     gradients_marked,
     updated_once,
+    updated_at_owners,
     left_out_together,
     gathered_after_update,
     stepped_last,

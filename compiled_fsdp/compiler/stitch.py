@@ -44,11 +44,13 @@ from compiled_fsdp.ir.schema import (
 from compiled_fsdp.ir.spec import AGAIN, NEXT
 
 from .clip import FlatGrad, MeshAxes, clipped
+from .matrices import updated_whole
 from .scaling import found_inf, scaled_one, unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from compiled_fsdp.ir.matrices import Matrix
     from compiled_fsdp.ir.spec import ParamSpec
     from compiled_fsdp.planning.plan import Plan
 
@@ -73,6 +75,7 @@ class WholeStep:
     scaler_group: over which ranks agree on gradients that are inf or NaN, beside the groups that
         gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
+    matrices: that are updated whole, each at its owner.
     """
 
     name: str
@@ -86,6 +89,7 @@ class WholeStep:
     unscales: bool = False
     scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
+    matrices: tuple[Matrix, ...] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
@@ -206,8 +210,19 @@ def _update(
     if step.clip is not None:
         to_clip = [grad._replace(node=node) for node, grad in zip(updated, grads, strict=True)]
         updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused, mesh=step.mesh)
+    matrices = {(matrix.unit, matrix.fqn): matrix for matrix in step.matrices}
     for node, grad in zip(updated, grads, strict=True):
-        Builder(end, grad.node)(UPDATE, node, grad.flat, sorted(grad.offsets), step.name, *told)
+        run, owned = Builder(end, grad.node), []
+        alone = []
+        for spec in grad.specs:
+            matrix = matrices.get((spec.unit, spec.fqn))
+            if matrix is None:
+                alone.append(spec.offset)
+            else:
+                owned.append((spec, matrix))
+        if alone:
+            run(UPDATE, node, grad.flat, sorted(alone), step.name, *told)
+        updated_whole(run, node, grad.flat, owned, step.name)
 
 
 def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:

@@ -35,9 +35,9 @@ def check_one_by_one(optimizer: optim.Optimizer, doing: str) -> None:
         raise TypeError(
             f"{doing}: {type(optimizer).__module__}.{type(optimizer).__name__} orthogonalizes whole "
             "matrices, whose parts lie on several ranks, so that its step cannot be taken unit by "
-            "unit. Write the loop, loss.backward(); adamw.step(); muon.step(), with "
-            "compiled_fsdp.Muon, whose exchanges and gathers ahead overlap_optimizer(model, muon) "
-            "schedules"
+            "unit. Give the matrices to a compiled_fsdp.Muon, which computes the same and has them "
+            "whole at one rank each: compile_step(model, [muon, adamw]), or "
+            "overlap_optimizer(model, muon) with the loop"
         )
     if type(optimizer) not in ONE_BY_ONE:
         name = type(optimizer).__name__
@@ -73,6 +73,8 @@ def step_part(
         part: list[Tensor] = [p for p in group["params"] if id(p) in params]
         if part:
             groups.append({**group, "params": part})
+    if not groups:
+        return
     stand_in = object.__new__(base)
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, **given}
     step: Any = base.step

@@ -252,7 +252,16 @@ class State:
         """
         self.before_call(is_compiled=False, is_traced=True)
         self.note_callers()
-        if traces_autograd() and not TRACES_TO_DTENSORS:
+        if traces_autograd() and TRACES_TO_DTENSORS:
+            warn_once(
+                "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
+                "module is called in a compiled function. There, loss.backward() breaks the graph, or "
+                "raises with fullgraph=True, and torch.autograd.grad raises that parameters are not "
+                "used: gradients of sharded parameters arrive only in a backward that autograd runs. "
+                "For a whole step in one graph, use compiled_fsdp.compile_step; otherwise call "
+                "loss.backward() outside"
+            )
+        elif traces_autograd():
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
                 "module is called in a compiled function. If loss.backward() is called there too, "

@@ -5,8 +5,8 @@ which the passes schedule and `verify` checks as a whole (`compiler/stitch.py`).
 user's own optimizer, stepped for the parameters of a unit where the unit's gradients are there:
 learning rates, schedules and state dicts are its own, and no recompile follows from them.
 
-Private torch used here (tried on 2.13): what optimizers and learning rate schedulers leave on each
-other, and the hooks of tensors.
+Private torch used here (tried on 2.13): what optimizers leave for learning rate schedulers, and the
+hooks of tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn, optim
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import nn
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
@@ -28,16 +27,19 @@ from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 from compiled_fsdp.torch_private.groups import common_name
 
-from .parts import check_ahead_bytes, check_one_by_one, step_part
+from .matrices import Matrices
+from .optimizers import LOOP, Optimizers
+from .parts import check_ahead_bytes
 from .scaling import Scaling
 from .warmup import sharded_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, optim
     from torch.amp import GradScaler
     from torch.distributed.tensor import DTensor
+    from torch.optim.lr_scheduler import LRScheduler
 
     from compiled_fsdp.eager.runtime import Runtime
     from compiled_fsdp.units.flat import FlatBuffer
@@ -45,16 +47,13 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.unit import Unit
 
 BACKENDS = ("compiled_fsdp", "compiled_fsdp_eager")
-LOOP = (
-    "Write the loop instead: loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()"
-)
 
 _numbers = itertools.count()
 
 
 def compile_step(
     model: nn.Module,
-    optimizer: optim.Optimizer,
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer],
     loss_fn: Callable[..., Tensor] | None = None,
     *,
     clip: float | None = None,
@@ -63,7 +62,7 @@ def compile_step(
     max_ahead_bytes: int = MAX_AHEAD_BYTES,
     keep_grads: bool = False,
     scaler: GradScaler | None = None,
-    schedule: LRScheduler | None = None,
+    schedule: LRScheduler | Sequence[LRScheduler] | None = None,
     backend: str = "compiled_fsdp",
     dynamic: bool | None = None,
 ) -> Step:
@@ -93,8 +92,9 @@ def compile_step(
 
     Args:
         model: the sharded module, or what `torch.compile` made of it.
-        optimizer: of one of the classes in `parts.ONE_BY_ONE`, over all parameters of the model that
-            are trained, and no others.
+        optimizer: of one of the classes in `parts.ONE_BY_ONE`, or a `Muon`, over all parameters of
+            the model that are trained, and no others. Or a list of several, each parameter in one of
+            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph.
         loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
             element, and has to be one graph. None: `model(*batch)` is the loss.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
@@ -117,7 +117,7 @@ def compile_step(
             and unscaled in the graph; a step with an inf or NaN is left out on every rank. The scale
             and its state dict are the scaler's own.
         schedule: a learning rate scheduler of the optimizer, stepped after every step, also one that
-            the scaler leaves out.
+            the scaler leaves out. Of several optimizers, a list of any number.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
@@ -130,8 +130,8 @@ def compile_step(
             the loss cannot be captured as one graph, or has gradients that no update takes.
         TypeError: the model has no sharded module, the optimizer is of another class, or a batch
             of several is none.
-        ValueError: an argument is out of its range, the optimizer's parameters are not those that
-            the model trains, or there are other than `accumulate` batches.
+        ValueError: an argument is out of its range, two optimizers hold a parameter, or none holds
+            one that the model trains, or there are other than `accumulate` batches.
         RuntimeError: from `step(...)`: gradients of an earlier backward are still there, or hooks
             would not be called.
         ChecksumError: from `step(...)`, with `Plan(check="checksums")`: something differs between
@@ -144,10 +144,11 @@ def compile_step(
         if not isinstance(value, bool):
             raise ValueError(f"compile_step: {name}={value!r}; should be True or False")
     check_ahead_bytes(max_ahead_bytes, "compile_step")
-    _check_units(units, optimizer, clip, is_scaled=scaler is not None)
-    check_one_by_one(optimizer, "compile_step")
-    _check_schedule(schedule, optimizer)
-    scaling = Scaling.of(scaler, optimizer, units, clips=clip is not None)
+    optimizers = Optimizers.of(optimizer)
+    _check_units(units, clip, is_scaled=scaler is not None)
+    optimizers.check_made(units, is_scaled=scaler is not None)
+    schedules = optimizers.schedules(schedule)
+    scaling = Scaling.of(scaler, optimizers.made[0], units, clips=clip is not None)
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
@@ -156,10 +157,10 @@ def compile_step(
         **({} if scaling is None else scaling.wanted()),
         **({"mesh": _mesh_of(units)} if clip is not None or scaling is not None else {}),
     }
-    step = Step(model, units, optimizer, loss_fn, wanted, backend, dynamic)
+    step = Step(model, units, optimizers, loss_fn, wanted, backend, dynamic)
     step.runtime = states[0].runtime
     step.keeps_grads = keep_grads
-    step.scaling, step.schedule = scaling, schedule
+    step.scaling, step.schedules = scaling, schedules
     return step
 
 
@@ -175,33 +176,10 @@ def _check_arguments(clip: object, accumulate: object, backend: object) -> None:
         raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
 
 
-def _check_schedule(schedule: object, optimizer: optim.Optimizer) -> None:
-    if schedule is None:
-        return
-    if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
-        raise TypeError(
-            f"compile_step: schedule={type(schedule).__name__}; should be a learning rate scheduler "
-            "whose step takes no argument (ChainedScheduler or SequentialLR for several). Call what "
-            "else there is behind the compiled step"
-        )
-    if schedule.optimizer is not optimizer:
-        raise ValueError(
-            f"compile_step: schedule={type(schedule).__name__} is of another optimizer than the "
-            f"{type(optimizer).__name__} that was given. Build it with this one"
-        )
-
-
-def _check_units(
-    units: list[Unit], optimizer: optim.Optimizer, clip: float | None, *, is_scaled: bool
-) -> None:
+def _check_units(units: list[Unit], clip: float | None, *, is_scaled: bool) -> None:
     for unit in units:
         if why := unit.why_not_in_step(changes_grads=clip is not None or is_scaled):
             raise NotImplementedError(f"compile_step: {unit.name}: {why}, or: {LOOP}")
-    if hasattr(optimizer, "_fsdp_overlap") or any(unit.settings.overlap for unit in units):
-        raise ValueError(
-            "compile_step: the model has an optimizer that overlaps already (overlap_optimizer). A "
-            "whole step does all of that; call one of the two"
-        )
 
 
 def _mesh_of(units: list[Unit]) -> tuple[Any, ...]:
@@ -249,17 +227,17 @@ class Step:
     keeps_grads: whether parameters keep their gradients until the next step.
     runtime: of one of its units, which knows how many steps there were.
     scaling: of losses and gradients, if there is a scaler.
-    schedule: stepped behind each step.
+    schedules: stepped behind each step.
     """
 
     scaling: Scaling | None = None
-    schedule: LRScheduler | None = None
+    schedules: Sequence[LRScheduler] = ()
 
     def __init__(
         self,
         model: nn.Module,
         units: list[Unit],
-        optimizer: optim.Optimizer,
+        optimizers: Optimizers,
         loss_fn: Callable[..., Tensor] | None,
         wanted: dict[str, Any],
         backend: str,
@@ -267,7 +245,7 @@ class Step:
     ) -> None:
         self.name = f"step{next(_numbers)}"
         self.num_batches: int = wanted["batches"]
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self._units = units
         self.keeps_grads = False
         self.runtime: Runtime | None = None
@@ -292,25 +270,36 @@ class Step:
         def scaled(scale: Tensor, *batch: Any, **more: Any) -> tuple[Tensor, Any]:
             return scale.double().reciprocal().float(), plain(*batch, **more)
 
-        wanted = {
+        self._function = scaled if wanted.get("is_scaled") else plain
+        self._options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": dynamic}
+        self._wanted = {
             **wanted,
             "name": self.name,
             "order": tuple(self._names(inner)),
             "units": tuple(unit.key for unit in units),
         }
-        self._run: Callable[..., Any] = torch.compile(
-            _own(scaled if wanted.get("is_scaled") else plain, self.name),
-            backend=backend,
-            fullgraph=True,
-            dynamic=dynamic,
-            options={"whole_step": wanted},  # type: ignore[dict-item]
-        )
+        self._matrices = Matrices(units, optimizers, self._take)
+        self._plan_matrices()
         for unit in units:
             unit.on_update[self.name] = self._update
+            unit.on_matrices[self.name] = self._matrices
             unit.on_verdict[self.name] = self._judge
         self.is_running = False
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
+
+    def _plan_matrices(self) -> None:
+        """Decide who owns which matrix, and compile for that; anew if others are trained."""
+        self._trained_whole = self._matrices.signature()
+        planned = self._matrices.planned()
+        if planned == self._wanted.get("matrices"):
+            return
+        self._wanted["matrices"] = planned
+        self._run: Callable[..., Any] = torch.compile(
+            _own(self._function, self.name),
+            **self._options,
+            options={"whole_step": dict(self._wanted)},  # type: ignore[dict-item]
+        )
 
     def _names(self, model: nn.Module) -> list[str]:
         """The names of all sharded parameters, in the order in which the model yields them."""
@@ -340,7 +329,8 @@ class Step:
             unit.ledger.keeps_all = is_running
 
     def _step(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
-        optimizer_steps.begun(self.optimizer)
+        for optimizer in self.optimizers.made:
+            optimizer_steps.begun(optimizer)
         self._updated.clear()
         given = () if self.scaling is None else (self.scaling.begin(),)
         try:
@@ -355,10 +345,12 @@ class Step:
                 "updated. Let loss_fn return a loss of the model's output, and train a parameter"
             )
         if self.scaling is None or self.scaling.end():
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
-        optimizer_steps.ended(self.optimizer)
-        if self.schedule is not None:
-            self.schedule.step()
+            for optimizer in self.optimizers.made:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
+        for optimizer in self.optimizers.made:
+            optimizer_steps.ended(optimizer)
+        for schedule in self.schedules:
+            schedule.step()
         loss = loss if self.scaling is None else loss[1]
         losses = loss if isinstance(loss, tuple) else (loss,)
         mean: Tensor = sum((each.detach() for each in losses[1:]), losses[0].detach())
@@ -415,25 +407,15 @@ class Step:
 
     def _check(self) -> None:
         """What a graph cannot see, and the loop would have done."""
-        optimizer = self.optimizer
-        name = type(optimizer).__name__
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "compile_step: called in inference mode, where nothing can be trained. Call it outside"
             )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise RuntimeError(
-                f"compile_step: the {name} has hooks on its step, which is taken inside of a graph, "
-                f"unit by unit. Remove them, or call them around the step. {LOOP}"
-            )
-        own: Any = vars(optimizer).get("step")
-        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-            raise RuntimeError(
-                f"compile_step: step of this {name} was replaced, and a whole step does not call "
-                f"it. Leave it as it is. {LOOP}"
-            )
         params = self._held()
-        self._check_params(params)
+        self.optimizers.check_ready()
+        self.optimizers.check_params(self._units, params)
+        if self._matrices.signature() != self._trained_whole:
+            self._plan_matrices()
         kept, self._kept = self._kept, {}
         for p, own in params:
             if own in kept and _state(own.grad) == kept[own]:
@@ -454,27 +436,6 @@ class Step:
         steps = self.runtime.tree.clock.count if self.runtime is not None else 0
         compare(self._units, steps + 1)
 
-    def _check_params(self, params: list[tuple[ShardedParam, nn.Parameter]]) -> None:
-        """Check that the optimizer holds what the model trains, and nothing else."""
-        optimizer = self.optimizer
-        name = type(optimizer).__name__
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [p for p, own in params if own.requires_grad and p.owners and id(own) not in held]
-        if missing:
-            used = set().union(*(unit.in_use() for unit in self._units))
-            missing = [p for p in missing if p.is_held_in(used)]  # not if taken out of the model
-        if missing:
-            names = shortened([p.fqn for p in missing])
-            raise ValueError(
-                f"compile_step: the {name} does not hold {names}, which the model "
-                "trains. Give it all of model.parameters(), or freeze what is not to be trained"
-            )
-        if strange := len(held - {id(own) for _, own in params}):
-            raise ValueError(
-                f"compile_step: the {name} holds {strange} parameters that are not sharded by the "
-                f"model's units, which a whole step does not update. {LOOP}"
-            )
-
     def _update(
         self,
         flat: FlatBuffer,
@@ -485,27 +446,47 @@ class Step:
         """Called by a graph: update these parameters, whose gradients are reduced (unscaled, and
         clipped), unless some gradient of the model is inf or NaN.
         """
-        flat.settle()
         given: dict[str, Any] = {}
         skips = False
         if self.scaling is not None and found_inf is not None:
             skips, given = self.scaling.skips(found_inf), self.scaling.given()
+        drop = self._take(flat, flat_grad, params, skips=skips)
+        try:
+            if not skips:
+                held = {id(each) for param in params for each in param.held_as}
+                self.optimizers.step_part(held, **given)
+        finally:
+            drop()
+
+    def _take(
+        self,
+        flat: FlatBuffer,
+        flat_grad: Tensor,
+        params: Sequence[ShardedParam],
+        *,
+        skips: bool = False,
+    ) -> Callable[[], None]:
+        """Let these have their gradients until what is returned is called. skips: they are not
+        updated.
+        """
+        flat.settle()
         if not (self._updated or skips):
-            optimizer_steps.writing(self.optimizer)
+            for optimizer in self.optimizers.made:
+                optimizer_steps.writing(optimizer)
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used
         flat.show_grad(flat_grad, params)
-        held = [each for param in params for each in param.held_as]
-        try:
-            if not skips:
-                step_part(self.optimizer, type(self.optimizer), {id(p) for p in held}, **given)
-            self._updated[flat] = None
-        finally:
+        self._updated[flat] = None
+
+        def drop() -> None:
+            held = [each for param in params for each in param.held_as]
             if self.keeps_grads:
                 self._kept.update((p, _state(p.grad)) for p in held if p.grad is not None)
             else:
                 flat.drop_grad(params)
+
+        return drop
 
 
 def _state(grad: Tensor | None) -> tuple[int, int]:
@@ -521,7 +502,7 @@ def _drop_gathered(optimizer: optim.Optimizer) -> None:
     """Called before every step; one that is a graph takes over what it can use, and drops the
     rest.
     """
-    if not any(step.is_running and step.optimizer is optimizer for step in _made):
+    if not any(step.is_running and optimizer in step.optimizers.made for step in _made):
         for step in list(_made):
             step.drop_gathered(optimizer)
 

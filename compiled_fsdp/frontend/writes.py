@@ -55,6 +55,7 @@ from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
 
 from .control_flow import hoist_reads
+from .traced_grads import refuse_no_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -410,3 +411,4 @@ def _refuse(text: str) -> NoReturn:
 # Frames that a graph break begins may read parameters without any forward of a unit in their trace,
 # and so without `watch_writes`.
 before_traced_reads(settle_writes)
+before_traced_reads(refuse_no_gradients)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import meta
 from .collectives import STARTS
-from .schema import GATHER_NEXT, UPDATE, traits_of
+from .schema import GATHER_NEXT, MOMENTUM, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,8 +121,9 @@ def aliases(node: Node) -> list[Node]:
 
 def last_read(buffer: Node, position: dict[Node, int]) -> int:
     """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
-    a collective reads until it is awaited. Marks and steps of a flat buffer need its owner alone;
-    what is gathered for the next step is another value of it.
+    a collective reads until it is awaited. Marks and steps of a flat buffer, and all that finds a
+    whole step's optimizer by it, need its owner alone; what is gathered for the next step is another
+    value of it.
     """
     readers = [u for alias in aliases(buffer) for u in alias.users if not _is_mark(u)]
     readers += [wait for u in readers if traits_of(u.target).starts for wait in u.users]
@@ -130,11 +131,23 @@ def last_read(buffer: Node, position: dict[Node, int]) -> int:
 
 
 def _is_mark(node: Node) -> bool:
-    """Whether this says which gradients are complete, of a reduction that is over, or gathers for
-    the next step.
+    """Whether this says which gradients are complete, of a reduction that is over, gathers for the
+    next step, or is an optimizer's in a whole step.
     """
     traits = traits_of(node.target)
-    return node.target is GATHER_NEXT or (traits.marks and not traits.awaits)
+    is_of_step = bool(argument(node, "step"))
+    return node.target is GATHER_NEXT or is_of_step or (traits.marks and not traits.awaits)
+
+
+def argument(node: Node, name: str) -> Any:
+    """An op's argument by its name; None if it has none of that name, or was not given it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    names = [each.name for each in node.target._schema.arguments]
+    if name not in names:
+        return None
+    place = names.index(name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def is_sum(node: Node) -> bool:
@@ -265,7 +278,7 @@ def is_step(graph: Graph) -> bool:
     """Whether this is the graph of a whole training step: it updates parameters, and is the
     backward half of nothing.
     """
-    return bool(find(graph, UPDATE)) and not is_backward(graph)
+    return bool(find(graph, UPDATE, MOMENTUM)) and not is_backward(graph)
 
 
 def phase_of(graph: Graph) -> str:

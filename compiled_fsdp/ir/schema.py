@@ -15,6 +15,11 @@ them.
 | `reduce_later_(started, flat, offsets, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
 | `update_(flat_grad, flat, offsets, step, found_inf)` | the optimizer of a whole step updates these, unless `found_inf` is 1 |
+| `momentum_(flat_grad, flat, offsets, step, ...) -> pieces` | matrices: adds to their momentum; pieces of what is orthogonalized |
+| `to_owners(pieces, numels, owners, ...) -> received` | started, not awaited: each matrix's pieces go to its owner: [N, n] there |
+| `orthogonalize(received, flat, offsets, owners, ...) -> updates` | at owners: whole matrices, orthogonalized, as pieces [N, n] |
+| `from_owners(updates, numels, owners, ...) -> pieces` | started, not awaited: each rank's pieces come back from the owners |
+| `update_matrices_(pieces, flat, offsets, step)` | the optimizer of a whole step updates this rank's pieces of these matrices |
 | `shard_norms(flat_grad, flat, offsets) -> norms` | 2-norms of this rank's parts of these gradients, without what fills them up |
 | `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
 | `gather_next(flat, start, ...)` | the same all-gather for the next step, once the buffer is updated; the unit keeps it under way |
@@ -85,6 +90,15 @@ SCHEMAS = (
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
     "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
     "-> ()",
+    "momentum_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets, str step, SymInt numel, "
+    "ScalarType dtype) -> Tensor",
+    "to_owners(Tensor pieces, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
+    "what='') -> Tensor",
+    "orthogonalize(Tensor received, Tensor flat, SymInt[] offsets, SymInt[] owners, str step, float "
+    "flops) -> Tensor",
+    "from_owners(Tensor updates, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
+    "what='') -> Tensor",
+    "update_matrices_(Tensor(a!) pieces, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
     "shard_norms(Tensor flat_grad, Tensor flat, SymInt[] offsets) -> Tensor",
     "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
     "group) -> Tensor",
@@ -173,6 +187,11 @@ OURS = {
     "reduce_later_":          "3  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
     "update_":                "0  -      -              kernel    -      no  no  program no  yes",
+    "momentum_":              "0  -      -              kernel    -      no  no  program no  yes",
+    "to_owners":              "0  -      all_to_all     exchange  -      no  no  -       no  no",
+    "orthogonalize":          "0  -      -              kernel    -      no  no  -       no  yes",
+    "from_owners":            "0  -      all_to_all     exchange  -      no  no  -       no  no",
+    "update_matrices_":       "0  -      -              kernel    -      no  no  program no  yes",
     "shard_norms":            "0  -      -              kernel    -      no  no  -       no  yes",
     "gather_ahead":           "0  -      gather         bandwidth -      yes no  -       no  yes",
     "gather_next":            "0  -      -              none      -      no  no  notes   no  yes",
@@ -257,6 +276,11 @@ CUSTOM_REDUCE_SCATTER = fsdp.custom_reduce_scatter.default
 REDUCE_LATER = fsdp.reduce_later_.default
 STEP = fsdp.step_.default
 UPDATE = fsdp.update_.default
+MOMENTUM = fsdp.momentum_.default
+TO_OWNERS = fsdp.to_owners.default
+ORTHOGONALIZE = fsdp.orthogonalize.default
+FROM_OWNERS = fsdp.from_owners.default
+UPDATE_MATRICES = fsdp.update_matrices_.default
 SHARD_NORMS = fsdp.shard_norms.default
 GATHER_AHEAD = fsdp.gather_ahead.default
 GATHER_NEXT = fsdp.gather_next.default

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .collectives import as_in_torch, group_of
-from .graph import find, phase_of, starts, value
+from .graph import argument, find, phase_of, starts, value
 from .meta import get_tag
 from .printer import printable
 from .schema import EXCHANGE, GATHER_NEXT
@@ -56,10 +56,12 @@ def _sizes(node: Node) -> str:
     if op is EXCHANGE:
         width = value(node.all_input_nodes[0]).shape[1:].numel()
         return f"rows of {width if isinstance(width, int) else UNKNOWN}"
-    names = [argument.name for argument in op._schema.arguments]
-    if "sizes" in names:
-        sizes: Any = node.args[names.index("sizes")]
-    else:
+    owners = argument(node, "owners")
+    if owners is not None:  # of matrices that travel to their owners, or back
+        numels = argument(node, "numels")
+        return " + ".join(f"{n} of {owner}" for n, owner in zip(numels, owners, strict=True))
+    sizes: Any = argument(node, "sizes")
+    if sizes is None:
         sent: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         sizes = [value(n).numel() for n in sent]
     return " + ".join(str(n) if isinstance(n, int) else UNKNOWN for n in sizes)
@@ -84,5 +86,5 @@ def owner(node: Node) -> str:
     """The unit and the parameters that a node of a communication carries."""
     tag = get_tag(node)
     if tag is None:
-        return "the model's own"
+        return printable(argument(node, "what") or "the model's own")
     return printable(f"{tag.unit.split('#')[0]} ({', '.join(s.fqn for s in tag.specs)})")

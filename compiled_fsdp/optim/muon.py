@@ -148,22 +148,17 @@ class Muon(optim.Muon):
         params = [(group, p) for group, p in params if p.grad is not None]
 
         def prepare(number: int) -> Sequence[Tensor]:
-            return [self._direction(*params[number])]
+            return [self.direction(*params[number])]
 
         def orthogonalize(number: int, matrix: Tensor) -> Sequence[Tensor]:
-            group = params[number][0]
-            return [
-                newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            ]
+            return [orthogonalized(params[number][0], matrix)]
 
         for number, (update,) in self._pipeline(params).run(prepare, orthogonalize):
             group, p = params[number]
-            local, lr = local_tensor(p), group["lr"]
-            local.mul_(1 - lr * group["weight_decay"])
-            local.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], p.shape))
+            apply(group, p, update)
             yield p
 
-    def _direction(self, group: dict[str, Any], p: nn.Parameter) -> Tensor:
+    def direction(self, group: dict[str, Any], p: nn.Parameter) -> Tensor:
         """Add this rank's piece of a gradient to the momentum, and return the piece of what is to
         be orthogonalized.
         """
@@ -192,10 +187,27 @@ class Muon(optim.Muon):
         for group, p in params:
             _check(p, names[id(p)])
             cut = cut_of(p, names[id(p)], "Muon", self.ns_dtype)
-            items.append(Item(names[id(p)], (cut,), flops(cut.shape, group["ns_steps"])))
+            items.append(Item(names[id(p)], (cut,), work_of(group, p)))
         pipeline = Pipeline(items, "Muon", self.bucket_bytes, current_plan().costs)
         self._planned = tensors, pipeline
         return pipeline
+
+
+def orthogonalized(group: dict[str, Any], matrix: Tensor) -> Tensor:
+    """What is made of a whole matrix of a group, in its dtype."""
+    return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def apply(group: dict[str, Any], p: nn.Parameter, update: Tensor) -> None:
+    """Move this rank's piece of a parameter by its piece of the update."""
+    local, lr = local_tensor(p), group["lr"]
+    local.mul_(1 - lr * group["weight_decay"])
+    local.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], p.shape))
+
+
+def work_of(group: dict[str, Any], p: nn.Parameter) -> float:
+    """Floating-point operations of a matrix at its owner."""
+    return flops(tuple(p.shape), group["ns_steps"])
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:

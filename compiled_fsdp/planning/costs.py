@@ -19,9 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.expected import hint
-from compiled_fsdp.ir.graph import is_matmul, is_view
+from compiled_fsdp.ir.graph import argument, is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
-from compiled_fsdp.ir.schema import EXCHANGE, UPDATE, traits_of
+from compiled_fsdp.ir.schema import EXCHANGE, ORTHOGONALIZE, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +127,9 @@ class Costs:
                 return known
             seconds = flops(node) / self.rate(node)
             return self.overhead + max(seconds, self._traffic(node))
+        if node.target is ORTHOGONALIZE:
+            work: float = argument(node, "flops")  # of the owner that has most
+            return self.overhead + max(work / self.flops, self._traffic(node))
         if node.target is UPDATE:
             return self.overhead + UPDATE_PASSES * nbytes(node.args[1]) / self.bandwidth  # type: ignore[arg-type]
         if self.is_fused and is_fusible(node):
@@ -276,6 +279,10 @@ def traffic(start: Node) -> tuple[float, str]:
     if start.target is EXCHANGE:  # tokens of the user's: a rank keeps those of its own experts
         pieces: Any = start.args[2]
         return nbytes(start.all_input_nodes[0]) * (len(pieces) - 1) / max(1, len(pieces)), group
+    if argument(start, "owners"):  # pieces of matrices, to their owners or back
+        size = int(argument(start, "group_size"))
+        pieces = min(nbytes(start), nbytes(start.all_input_nodes[0]))
+        return pieces * (size - 1) / size, group
     if kind == "all_to_all":
         size = int(start.args[1])  # type: ignore[arg-type]
         return nbytes(start) * (size - 1) / size, group

@@ -23,7 +23,15 @@ from compiled_fsdp.ir.fusion import inlined, is_pointwise
 from compiled_fsdp.ir.graph import is_backward, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
-from compiled_fsdp.ir.schema import ENCODE, GATHER_AHEAD, GATHER_NEXT, UPDATE, param_spec, traits_of
+from compiled_fsdp.ir.schema import (
+    ENCODE,
+    GATHER_AHEAD,
+    GATHER_NEXT,
+    ORTHOGONALIZE,
+    UPDATE,
+    param_spec,
+    traits_of,
+)
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -187,7 +195,7 @@ class Lifetimes:
             self._leaves[node] = self._results(node)
         if node.target is GATHER_NEXT:
             self._keep_for_next(node)
-        if node.target is UPDATE:
+        if node.target is UPDATE or node.target is ORTHOGONALIZE:
             self._compute_with(node)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
         awaits = traits_of(node.target).awaits
@@ -210,7 +218,8 @@ class Lifetimes:
 
     def _compute_with(self, node: Node) -> None:
         """An optimizer allocates values of its own while it runs; of those of torch that have a
-        state, as many bytes as the gradient (the square root that Adam divides by).
+        state, as many bytes as the gradient (the square root that Adam divides by), or as the
+        matrix (which Newton-Schulz iterates).
         """
         grad: Any = node.args[0]
         inside = Storage(node, num_bytes_of(grad.meta["val"]), TEMPORARY, node.name)

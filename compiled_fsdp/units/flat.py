@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -230,10 +230,58 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_update[step](self, flat_grad, params, found_inf)
 
+    def momentum(
+        self,
+        flat_grad: Tensor,
+        offsets: Sequence[int],
+        step: str,
+        numel: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """See `ops.Owner`."""
+        self.marked.pop(backward_number(), None)  # as for `update`
+        with torch.inference_mode(mode=False), torch.no_grad():
+            pieces = flat_grad.new_zeros(numel, dtype=dtype)
+            self.unit.on_matrices[step].momentum(self, flat_grad, self._at(offsets), pieces)
+        return pieces
+
+    def orthogonalize(
+        self, received: Tensor, offsets: Sequence[int], owners: Sequence[int], step: str
+    ) -> Tensor:
+        """See `ops.Owner`."""
+        rank = self.mesh_info.shard_rank
+        mine = [param for param, at in zip(self._at(offsets), owners, strict=True) if at == rank]
+        numel = sum(param.layout.numel for param in mine)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            updates = torch.zeros_like(received)
+            rows = [
+                each[: self.layout.num_shards * numel].view(self.layout.num_shards, numel)
+                for each in (received, updates)
+            ]
+            start = 0
+            for param in mine:
+                place = replace(param.layout, offset=start)
+                pieces = [place.view(row, number) for number, row in enumerate(rows[0])]
+                matrix = pieces[0] if len(pieces) == 1 else torch.cat(pieces, place.dim)
+                update = self.unit.on_matrices[step].orthogonalize(param, matrix)
+                for number, row in enumerate(rows[1]):
+                    place.view(row, number).copy_(place.cut(update, number))
+                start += place.numel
+        return updates
+
+    def update_matrices(self, pieces: Tensor, offsets: Sequence[int], step: str) -> None:
+        """See `ops.Owner`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.unit.on_matrices[step].update_matrices(self, pieces, self._at(offsets))
+
+    def _at(self, offsets: Sequence[int]) -> list[ShardedParam]:
+        """The parameters that begin at these, in this order."""
+        params = {param.layout.offset: param for param in self.params}
+        return [params[offset] for offset in offsets]
+
     def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
         """See `ops.Owner`."""
-        params = {p.layout.offset: p for p in self.params}
-        views = [self.local_view(flat_grad, params[offset]) for offset in offsets]
+        views = [self.local_view(flat_grad, param) for param in self._at(offsets)]
         return torch.stack(list(torch._foreach_norm(views, 2)))
 
     def judge(self, step: str) -> None:

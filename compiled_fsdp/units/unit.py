@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,30 @@ if TYPE_CHECKING:
     from .gathers import Gather
 
     OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
+
+
+class OnMatrices(Protocol):
+    """The optimizer of a whole step, for parameters that it needs whole."""
+
+    def momentum(
+        self,
+        flat: FlatBuffer,
+        flat_grad: Tensor,
+        params: Sequence[ShardedParam],
+        pieces: Tensor,
+    ) -> None:
+        """Take the gradients of these, and write what is to be orthogonalized into `pieces`, padded,
+        one behind the other.
+        """
+
+    def orthogonalize(self, param: ShardedParam, matrix: Tensor) -> Tensor:
+        """The update of a whole matrix, at its owner; of its shape and dtype."""
+
+    def update_matrices(
+        self, flat: FlatBuffer, pieces: Tensor, params: Sequence[ShardedParam]
+    ) -> None:
+        """Update these; `pieces` as for `momentum`."""
+
 
 _unit_numbers = itertools.count()
 
@@ -101,6 +125,8 @@ class Unit:
         self.on_reduced: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], bool] = _keep
         # Called with gradients that the graph of a whole step has reduced, by the step's name.
         self.on_update: dict[str, OnUpdate] = {}
+        # Called with those that it updates whole, each at one rank.
+        self.on_matrices: dict[str, OnMatrices] = {}
         # Called by such a graph before it updates anything: the ranks compare their checksums.
         self.on_verdict: dict[str, Callable[[], None]] = {}
         # Called when a backward keeps gradients of a buffer for a later one.

@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled_fsdp import progress
 from compiled_fsdp.errors import check_dense, warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir.matrices import sizes as sizes_of
 from compiled_fsdp.ir.quantized import WIRE
 from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
@@ -85,6 +86,28 @@ class Owner(unused_outputs.Buffer, Protocol):
         """Reduced gradients of these, for the optimizer of the whole step of this name; `found_inf`
         is 1 if gradients are scaled and some is inf or NaN.
         """
+
+    def momentum(
+        self,
+        flat_grad: Tensor,
+        offsets: Sequence[int],
+        step: str,
+        numel: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Reduced gradients of these matrices, for the optimizer of a whole step that needs them
+        whole; returns this rank's pieces of what is to be orthogonalized, padded: [numel].
+        """
+
+    def orthogonalize(
+        self, received: Tensor, offsets: Sequence[int], owners: Sequence[int], step: str
+    ) -> Tensor:
+        """The pieces of all ranks [N, n] of those matrices that this rank owns, at the beginning of
+        `received`; returns their updates likewise.
+        """
+
+    def update_matrices(self, pieces: Tensor, offsets: Sequence[int], step: str) -> None:
+        """This rank's pieces of the updates of these matrices, padded: [n]."""
 
     def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
         """2-norms [N] of this rank's parts of these gradients, each without its padding."""
@@ -319,6 +342,116 @@ def _update(
     found_inf: Tensor | None = None,
 ) -> None:
     owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+
+
+@_kernel("momentum_")
+def _momentum(
+    flat_grad: Tensor,
+    flat: Tensor,
+    offsets: Sequence[int],
+    step: str,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return owner_of(flat, "momentum_").momentum(flat_grad, offsets, step, numel, dtype)
+
+
+@_fake("momentum_")
+def _momentum_fake(
+    flat_grad: Tensor,
+    flat: Tensor,
+    offsets: Sequence[int],
+    step: str,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return flat_grad.new_empty(numel, dtype=dtype)
+
+
+@_kernel("to_owners")
+def _to_owners(
+    pieces: Tensor,
+    numels: Sequence[int],
+    owners: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+) -> Tensor:
+    """Pieces [sum of numels], those of an owner next to each other and owners in order. An owner
+    gets [group_size, n], rank by rank, at the beginning of what is as large on every rank.
+    """
+    sizes = sizes_of(numels, owners, group_size)
+    out = pieces.new_empty(group_size * max(sizes))
+    mine = [sizes[group_named(group).rank()]] * group_size
+    received = out[: sum(mine)]
+    work = launch.start_exchange(received, pieces, mine, sizes, group, what)
+    register_work(out, work)
+    return out
+
+
+@_kernel("orthogonalize")
+def _orthogonalize(
+    received: Tensor,
+    flat: Tensor,
+    offsets: Sequence[int],
+    owners: Sequence[int],
+    step: str,
+    flops: float,
+) -> Tensor:
+    """Flops: of the owner that has most to do; for prices alone."""
+    return owner_of(flat, "orthogonalize").orthogonalize(received, offsets, owners, step)
+
+
+@_fake("orthogonalize")
+def _orthogonalize_fake(received: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(received)
+
+
+@_kernel("from_owners")
+def _from_owners(
+    updates: Tensor,
+    numels: Sequence[int],
+    owners: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+) -> Tensor:
+    """The way back of `to_owners`."""
+    sizes = sizes_of(numels, owners, group_size)
+    out = updates.new_empty(sum(sizes))
+    mine = [sizes[group_named(group).rank()]] * group_size
+    work = launch.start_exchange(out, updates[: sum(mine)], sizes, mine, group, what)
+    register_work(out, work)
+    return out
+
+
+@_fake("to_owners")
+def _to_owners_fake(
+    pieces: Tensor,
+    numels: Sequence[int],
+    owners: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+) -> Tensor:
+    return pieces.new_empty(group_size * max(sizes_of(numels, owners, group_size)))
+
+
+@_fake("from_owners")
+def _from_owners_fake(
+    updates: Tensor,
+    numels: Sequence[int],
+    owners: Sequence[int],
+    group_size: int,
+    group: str,
+    what: str = "",
+) -> Tensor:
+    return updates.new_empty(sum(numels))
+
+
+@_kernel("update_matrices_")
+def _update_matrices(pieces: Tensor, flat: Tensor, offsets: Sequence[int], step: str) -> None:
+    owner_of(flat, "update_matrices_").update_matrices(pieces, offsets, step)
 
 
 @_kernel("shard_norms")

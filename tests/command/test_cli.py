@@ -76,11 +76,11 @@ def test_dump_lists(dumps, capsys):
         f"{compiled_fsdp.__version__}, python {sys.version.split()[0]}"
     )
     assert (
-        "    15_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "
+        "    16_free                     2 gathers, 0 reductions; 160 bytes gathered, largest "
         "bucket 80" in text
     )
     assert (
-        "    15_free                     1 gathers, 2 reductions; 64 bytes gathered, largest "
+        "    16_free                     1 gathers, 2 reductions; 64 bytes gathered, largest "
         "bucket 64" in text
     )
 
@@ -90,7 +90,7 @@ def test_dump_prints_a_graph(dumps, capsys):
     status, text = run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "free")
     assert status == 0
     lines = text.splitlines()
-    assert lines[0] == "# rank0/001_forward/15_free"
+    assert lines[0] == "# rank0/001_forward/16_free"
     assert lines[1].startswith(
         "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
@@ -101,7 +101,7 @@ def test_dump_prints_a_graph(dumps, capsys):
     assert "free(%wait_tensor_default_4)" in lines
     assert run(capsys, "dump", dumps / "dumped", "--graph", "forward", "--after", "last")[
         1
-    ].startswith("# rank0/001_forward/24_verify\n")
+    ].startswith("# rank0/001_forward/25_verify\n")
 
 
 def test_diff_of_passes(dumps, capsys):
@@ -110,12 +110,12 @@ def test_diff_of_passes(dumps, capsys):
     )
     assert status == 1
     assert text.startswith(
-        "rank0/001_forward/01_lower -> rank0/001_forward/15_free\n"
+        "rank0/001_forward/01_lower -> rank0/001_forward/16_free\n"
         "  all-gathers: 4 -> 2\n"
         "  frees: 0 -> 2\n"
         "  peak above rest: 144 bytes -> 240 bytes\n"
         "--- rank0/001_forward/01_lower\n"
-        "+++ rank0/001_forward/15_free\n"
+        "+++ rank0/001_forward/16_free\n"
     )
     assert run(capsys, "diff", dumps / "dumped", "--passes", "free", "summarize") == (
         0,
@@ -137,7 +137,7 @@ def test_diff_of_ranks(folder, dumps, capsys):
         capsys, "diff", folder, "--ranks", 0, 1, "--graph", "backward", "--after", "free"
     )
     assert status == 1
-    assert text.startswith("rank0/002_backward/15_free -> rank1/002_backward/15_free\n")
+    assert text.startswith("rank0/002_backward/16_free -> rank1/002_backward/16_free\n")
     assert "  reductions: 2 -> 1\n" in text
 
 
@@ -204,7 +204,7 @@ def test_verify_finds_another_divisor(folder, capsys):
     tamper(text_file(path), ", 2.0)", ", 4.0)")
     status, text = run(capsys, "verify", folder)
     assert status == 1
-    assert text.startswith("rank0/002_backward/21_agree: after agree in ")
+    assert text.startswith("rank0/002_backward/22_agree: after agree in ")
     assert "Invariant: " in text
     assert text.endswith("2 graphs of 1 ranks: 1 wrong\n")
 

@@ -134,9 +134,9 @@ class TestACompilation:
         assert first.startswith("compiled_fsdp: compiling for 10 s: passes of compiled_fsdp, "), (
             first
         )
-        assert ", forward graph, pass 14 of " in first
+        assert ", forward graph, pass 15 of " in first
         assert sum_up.endswith("compiled in 10 s; longest: passes of compiled_fsdp 10 s")
-        assert ", backward graph, pass 14 of " in second
+        assert ", backward graph, pass 15 of " in second
 
     def test_other_ranks_are_silent(self, clock: Clock) -> None:
         watched = []

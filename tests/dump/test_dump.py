@@ -190,21 +190,22 @@ rank0/001_forward/10_place_updates.txt
 rank0/001_forward/11_read_strided.txt
 rank0/001_forward/12_add_checksums.txt
 rank0/001_forward/13_await_verdict.txt
-rank0/001_forward/14_note_routing.txt
-rank0/001_forward/15_free.diff
-rank0/001_forward/15_free.json.gz
-rank0/001_forward/15_free.txt
-rank0/001_forward/16_gather_ahead.txt
-rank0/001_forward/17_gather_next.txt
-rank0/001_forward/18_copy_aside.txt
-rank0/001_forward/19_summarize.txt
-rank0/001_forward/20_watch_heads.txt
-rank0/001_forward/21_agree.diff
-rank0/001_forward/21_agree.json.gz
-rank0/001_forward/21_agree.txt
-rank0/001_forward/22_use_gloo.txt
-rank0/001_forward/23_name_collectives.txt
-rank0/001_forward/24_verify.txt
+rank0/001_forward/14_exchange_matrices.txt
+rank0/001_forward/15_note_routing.txt
+rank0/001_forward/16_free.diff
+rank0/001_forward/16_free.json.gz
+rank0/001_forward/16_free.txt
+rank0/001_forward/17_gather_ahead.txt
+rank0/001_forward/18_gather_next.txt
+rank0/001_forward/19_copy_aside.txt
+rank0/001_forward/20_summarize.txt
+rank0/001_forward/21_watch_heads.txt
+rank0/001_forward/22_agree.diff
+rank0/001_forward/22_agree.json.gz
+rank0/001_forward/22_agree.txt
+rank0/001_forward/23_use_gloo.txt
+rank0/001_forward/24_name_collectives.txt
+rank0/001_forward/25_verify.txt
 rank0/001_forward/memory.json.gz
 rank0/001_forward/memory.txt
 rank0/001_forward/record.json
@@ -228,19 +229,20 @@ rank0/002_backward/10_place_updates.txt
 rank0/002_backward/11_read_strided.txt
 rank0/002_backward/12_add_checksums.txt
 rank0/002_backward/13_await_verdict.txt
-rank0/002_backward/14_note_routing.txt
-rank0/002_backward/15_free.txt
-rank0/002_backward/16_gather_ahead.txt
-rank0/002_backward/17_gather_next.txt
-rank0/002_backward/18_copy_aside.txt
-rank0/002_backward/19_summarize.txt
-rank0/002_backward/20_watch_heads.txt
-rank0/002_backward/21_agree.diff
-rank0/002_backward/21_agree.json.gz
-rank0/002_backward/21_agree.txt
-rank0/002_backward/22_use_gloo.txt
-rank0/002_backward/23_name_collectives.txt
-rank0/002_backward/24_verify.txt
+rank0/002_backward/14_exchange_matrices.txt
+rank0/002_backward/15_note_routing.txt
+rank0/002_backward/16_free.txt
+rank0/002_backward/17_gather_ahead.txt
+rank0/002_backward/18_gather_next.txt
+rank0/002_backward/19_copy_aside.txt
+rank0/002_backward/20_summarize.txt
+rank0/002_backward/21_watch_heads.txt
+rank0/002_backward/22_agree.diff
+rank0/002_backward/22_agree.json.gz
+rank0/002_backward/22_agree.txt
+rank0/002_backward/23_use_gloo.txt
+rank0/002_backward/24_name_collectives.txt
+rank0/002_backward/25_verify.txt
 rank0/002_backward/memory.json.gz
 rank0/002_backward/memory.txt
 rank0/002_backward/record.json
@@ -317,7 +319,7 @@ return [None, %add]
                 texts.append([dumped.text for graph in graphs for dumped in graph.passes])
                 backward = Path(name) / "rank0" / graphs[-1].name
                 files = [
-                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "21_agree")
+                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "22_agree")
                 ]
             is_whole = ["%primals_2: f32[10]\n" in text for text in files]
             self.assertEqual(is_whole, [True, large > 0])

@@ -76,7 +76,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward verify: no change"
-    assert len(lines) == 7 + 24 + 24
+    assert len(lines) == 7 + 25 + 25
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -162,11 +162,11 @@ def test_artifacts_in_torchs_trace(traced):
         "000_joint_02_dedup_unshard.txt",
     ]
     assert {
-        "001_forward_15_free.txt",
+        "001_forward_16_free.txt",
         "001_forward_memory.txt",
         "002_backward_03_bucket_reduce_scatter.diff",
     } <= {*names}
-    head, payload = ours["compiled_fsdp_001_forward_15_free.txt"]
+    head, payload = ours["compiled_fsdp_001_forward_16_free.txt"]
     assert (head["frame_id"], head["frame_compile_id"], head["artifact"]["encoding"]) == (
         0,
         0,

@@ -38,6 +38,10 @@ VARIANTS = {
         "::TestBenchmarks::test_in_small"
     ),
     "numerics/test_overlap.py::test_inductor": "::test_models",
+    "numerics/test_muon_step.py::test_inductor": "::test_models",
+    "numerics/test_muon_step.py::test_four_ranks": "::test_models",
+    "numerics/test_scaled_step.py::test_inductor": "::test_numbers",
+    "numerics/test_checked_steps.py::test_inductor": "::test_whole_steps",
     "numerics/test_heads.py::test_unused_heads_with_inductor": "::test_unused_heads",
     "numerics/test_meshes.py::test_int_reshard[unused]": "[odd]",
     "numerics/test_offload.py::test_inductor": "::test_fully_shard[compiled-True]",

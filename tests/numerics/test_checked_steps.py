@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from kit.bit_flips import flip, in_exchange
 from kit.compare import check_equal, plain
-from kit.harness import SLOW
+from kit.harness import ROUNDING, SLOW
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -138,6 +138,26 @@ def check_whole_step(options: dict[str, Any]) -> None:
         losses += [run.step(number) for number in range(4, STEPS)]
         assert losses == wanted
         assert all(map(torch.equal, run.values(), other.values()))
+
+
+def check_inductor() -> None:
+    """A flip on the way is found before anything is updated, and the step taken again is right."""
+    other = Whole()
+    wanted = [other.step(number) for number in range(3)]
+    with planned(**CHECKED):
+        run = Whole(backend="compiled_fsdp")
+        losses = [run.step(number) for number in range(2)]
+        with in_exchange("all_to_all", "received", 1, sent_of(1), 0, -1) as done:
+            error = run.refused(2)
+        assert bool(done) == (dist.get_rank() == 1)
+        (fault,) = error.faults
+        assert (fault.unit, fault.collective, fault.again) == ("blocks.1", "all-to-all", "right")
+        losses.append(run.step(2))
+    torch.testing.assert_close(losses, wanted, rtol=ROUNDING[0], atol=ROUNDING[1])
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(check_inductor, timeout=SLOW)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import check_equal
-from kit.harness import SLOW, local
+from kit.harness import ROUNDING, SLOW, local
 from kit.overlap import OPTIMIZERS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -60,6 +60,7 @@ def trained(
     clip: float | None = None,
     count: int = 1,
     settings: dict[str, Any] = EVEN,
+    backend: str = "compiled_fsdp_eager",
     **policy: Any,
 ) -> list[Any]:
     """Six steps; after each the loss, the scaler, learning rate, parameters and state; at the end
@@ -83,7 +84,7 @@ def trained(
         accumulate=count,
         scaler=scaler,
         schedule=schedule,
-        backend="compiled_fsdp_eager",
+        backend=backend,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -141,6 +142,26 @@ def test_numbers(two: Pool) -> None:
     that unscale by themselves.
     """
     two.run(compare, timeout=SLOW)
+
+
+def compare_inductor() -> None:
+    """What is decided, exactly; what is computed, up to rounding."""
+    more: Any = {"clip": 0.05, "optimizer": "sgd", "settings": ODD}
+    found = trained(whole=True, backend="compiled_fsdp", **more)
+    wanted = trained(whole=False, **more)
+    for of_step, theirs in zip(found, wanted, strict=True):
+        if isinstance(theirs, str):
+            torch.testing.assert_close(float(of_step), float(theirs), equal_nan=True)
+        elif isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(of_step, theirs, rtol=ROUNDING[0], atol=ROUNDING[1])
+        elif not (theirs and isinstance(theirs[0] if isinstance(theirs, list) else 0, dict)):
+            assert of_step == theirs
+    scales = [each["scale"] for each in wanted if isinstance(each, dict)]
+    assert len(set(scales)) > 2, "the scale neither grew nor shrank"
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(compare_inductor, timeout=SLOW)
 
 
 class Own(torch.amp.GradScaler):

@@ -350,7 +350,7 @@ return [%mul_1, %primals_2, %primals_3, %relu, %relu_1, %t_2]""",
  %wait_tensor_default_5: f32[20] = wait_tensor(%all_gather_into_tensor_default_5)  # blocks.1: gather""",
         )
         self.assertExpectedInline(
-            changes(found["forward/06_prefetch_all_gather"], found["forward/15_free"]),
+            changes(found["forward/06_prefetch_all_gather"], found["forward/16_free"]),
             """\
 @@ -15,2 +15,3 @@
  %clone_default_1: f32[2,2] = clone(%slice_tensor_7, memory_format=torch.contiguous_format)  # blocks.0: gather
@@ -577,7 +577,7 @@ return [%mm_5, %div_tensor_5, %div_tensor_4]""",
  %reduce_scatter_tensor_default_5: f32[10] = reduce_scatter_tensor(%reshape_default_13, 'sum', 2, '0')  # blocks.0: reduce""",
         )
         self.assertExpectedInline(
-            changes(found["backward/07_delay_wait"], found["backward/15_free"]),
+            changes(found["backward/07_delay_wait"], found["backward/16_free"]),
             """\
 @@ -32,2 +32,3 @@
  %clone_default: f32[2,8] = clone(%slice_tensor_6, memory_format=torch.contiguous_format)  # blocks.1: gather
@@ -749,7 +749,7 @@ class TestUserOutputs(GraphTest):
             with fake_ranks(4), tempfile.TemporaryDirectory() as folder:
                 model = fully_shard(Returns(), reshard_after_forward=reshard)
                 found = trace(model, (torch.ones(3, 4),), Path(folder))
-                self.assertNotIn("free(", found["forward/24_verify"])
+                self.assertNotIn("free(", found["forward/25_verify"])
                 with torch.no_grad():
                     torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(
                         torch.ones(3, 4)

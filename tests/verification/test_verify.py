@@ -8,7 +8,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -31,9 +31,11 @@ from compiled_fsdp.passes.verify import (
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 
+from compiled_fsdp.compiler.matrices import updated_whole
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.ir.graph import Builder, find, join_batches, output
+from compiled_fsdp.ir.matrices import Matrix
 from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads, set_tag
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
@@ -41,11 +43,16 @@ from compiled_fsdp.ir.schema import (
     AGREE,
     COMPARE,
     FREE,
+    FROM_OWNERS,
     GATHER_NEXT,
     MARK_GRADS,
+    MOMENTUM,
+    ORTHOGONALIZE,
     REDUCE_LATER,
     START_COPY,
+    TO_OWNERS,
     UPDATE,
+    UPDATE_MATRICES,
     VERDICT,
     WATCH_HEADS,
 )
@@ -91,6 +98,43 @@ def _input(graph: Graph, name: str) -> Node:
 
 BEFORE = tuple(itertools.takewhile(lambda entry: entry.name != "verify", HALF))
 LATE = HALF[len(BEFORE) :]
+
+
+def change(op: Any, place: int, value: Any) -> Callable[[GraphModule], None]:
+    def do(gm: GraphModule) -> None:
+        (node,) = find(gm.graph, op)
+        node.args = (*node.args[:place], value, *node.args[place + 1 :])
+
+    return do
+
+
+def erase(op: Any) -> Callable[[GraphModule], None]:
+    def do(gm: GraphModule) -> None:
+        (node,) = find(gm.graph, op)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    return do
+
+
+def unawaited(gm: GraphModule) -> None:
+    (start,) = find(gm.graph, TO_OWNERS)
+    (wait,) = start.users
+    wait.replace_all_uses_with(start)
+    gm.graph.erase_node(wait)
+
+
+def other_buffer(gm: GraphModule) -> None:
+    x = next(node for node in gm.graph.nodes if node.name == "x")
+    change(UPDATE_MATRICES, 1, x)(gm)
+
+
+def without_matrices(gm: GraphModule) -> None:
+    for op in (UPDATE_MATRICES, FROM_OWNERS, ORTHOGONALIZE, TO_OWNERS, MOMENTUM):
+        for node in find(gm.graph, op):
+            for wait in list(node.users):
+                gm.graph.erase_node(wait)
+            gm.graph.erase_node(node)
 
 
 class TestVerify(GraphTest):
@@ -439,9 +483,10 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         check(self.step(), PLAN, "the pipeline")
         check(self.step(scaled=(0, 1)), PLAN, "the pipeline")
         rule = (
-            "\nInvariant: In the graph of a whole step, every flat gradient that is reduced goes to "
-            "exactly one update_, of its own buffer and parameters, with those of other "
-            "micro-batches, and all are scaled by the same factors or none is."
+            "\nInvariant: In the graph of a whole step, of every flat gradient that is reduced, each "
+            "parameter's part goes to exactly one update_ or momentum_, of its own buffer and "
+            "parameters, with those of other micro-batches, and all are scaled by the same factors or "
+            "none is."
         )
         graphs = {
             "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
@@ -504,6 +549,53 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 check(gm, PLAN, "the pipeline")
             else:
                 self.assertIn("marks a gradient that no update_ takes", self.broken_detail(gm))
+
+    def at_owners(self) -> GraphModule:
+        """The graph of a whole step with a matrix and a vector in one buffer."""
+        hand = Hand()
+        matrix, vector = unit("u#0", {"w": (4, 2), "b": (4,)})
+        flat, x = hand.input("flat", 6), hand.input("x", 4, 2)
+        y = hand.input("y", 4)
+        grad = hand.add(hand.reduce_grad(x, flat, matrix), hand.reduce_grad(y, flat, vector))
+        hand(UPDATE, grad, flat, [4], "step0")
+        owned = [(matrix, Matrix("u#0", "w", 1, torch.bfloat16, 8.0))]
+        updated_whole(Builder(hand.end, hand.end), grad, flat, owned, "step0")
+        return lower(hand.returns(), PLAN)
+
+    def test_updated_at_owners(self):
+        """Another owner on the way back, another buffer, other parameters, another size; nothing
+        awaited, nothing updated, one of two parts left out.
+        """
+        check(self.at_owners(), PLAN, "the pipeline")
+        rule = (
+            "\nInvariant: In the graph of a whole step, what a momentum_ yields goes to owners, is "
+            "orthogonalized there, comes back and updates the same parameters, with nothing else in "
+            "between: the same buffer, order, owners, sizes and group all the way; over one rank, "
+            "without travelling."
+        )
+        way = "what %momentum__default yields goes to ["
+        for do, detail in (
+            (change(FROM_OWNERS, 2, [0]), "owners change on the way of %momentum__default: [["),
+            (change(FROM_OWNERS, 1, [6]), "numels change on the way of %momentum__default: [["),
+            (change(MOMENTUM, 4, 6), "%momentum__default yields other pieces than [4]"),
+            (change(UPDATE_MATRICES, 2, [4]), "offsets change on the way of %momentum__default"),
+            (other_buffer, "flat change on the way of %momentum__default: [flat, flat, x]"),
+            (unawaited, f"{way}'%to_owners_default', '%orthogonalize_default', "),
+            (erase(UPDATE_MATRICES), f"{way}'%to_owners_default', '%wait_tensor_default', "),
+            (erase(ORTHOGONALIZE), f"{way}'%to_owners_default', '%wait_tensor_default', "),
+        ):
+            gm = self.at_owners()
+            do(gm)
+            found = self.broken_detail(gm)
+            self.assertIn(detail, found)
+            self.assertTrue(found.endswith(rule), found)
+        gm = self.at_owners()
+        without_matrices(gm)
+        self.assertIn("marks a gradient that no update_ takes", self.broken_detail(gm))
+        gm = self.at_owners()
+        (update,) = find(gm.graph, UPDATE)
+        update.args = (*update.args[:2], [0, 4], *update.args[3:])
+        self.assertIn("and %update__default take the same gradient", self.broken_detail(gm))
 
     def next_step(self) -> GraphModule:
         """The graph of a whole step that gathers its buffer for the next one."""
