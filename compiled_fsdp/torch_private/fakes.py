@@ -32,7 +32,7 @@ def look(value: object) -> Look | None:
     return (
         tuple(value.shape),
         value.stride(),
-        value.storage_offset(),
+        int(value.storage_offset()),
         value.dtype,
         value.fake_device,
     )
@@ -52,5 +52,5 @@ def alike(mode: FakeTensorMode, look: Look, base: Any = None) -> FakeTensor:
     with in_kernel_invocation_manager(mode):
         plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if base is not None:
-            plain.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+            plain.set_(base.untyped_storage(), offset, shape, stride)
     return FakeTensor(mode, plain, device)

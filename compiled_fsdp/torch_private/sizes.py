@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch._inductor.config as inductor_config
 import torch.fx.experimental.symbolic_shapes as symbolic
 from torch.fx.experimental import _size_hinting as hinting
@@ -28,7 +28,7 @@ def quick_hints() -> Iterator[None]:
     if IS_QUICK:
         yield
         return
-    hint_of, substituted = symbolic._optimization_hint_base, hinting._sub_unbacked_exprs
+    hint_of, substituted = hinting._optimization_hint_base, hinting._sub_unbacked_exprs
     known: dict[tuple[Any, ...], int] = {}
 
     def hint(
