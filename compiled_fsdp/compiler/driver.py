@@ -23,9 +23,11 @@ from compiled_fsdp.options import is_verifying, note
 from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
+from compiled_fsdp.planning.chunks import settle
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.plan import Plan, current_plan
 from compiled_fsdp.torch_private.compiling import collect_rarely
+from compiled_fsdp.torch_private.dynamo import trace_again_from_backend
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.torch_private.subgraphs import why_inline
 from compiled_fsdp.wire.gloo import is_gloo
@@ -59,6 +61,8 @@ def run_joint(
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()
     context, asked = Context(is_fused, common_name=common_name), current_plan()
+    if settle(gm.graph, asked.executed_by(is_fused=is_fused)):
+        trace_again_from_backend("tokens travel in chunks")
     if step is not None:
         step.check(gm)
         context = replace(context, batches=step.batches, reduces_once=step.reduces_once)

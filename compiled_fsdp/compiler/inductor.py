@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from compiled_fsdp import passes
 from compiled_fsdp.dump import writer as dump
 from compiled_fsdp.passes.pipeline import key as pipeline_key
+from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.consensus import is_undecided, note_decided
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
@@ -140,7 +141,7 @@ def _cached_as(name: str) -> str | None:
     (`consensus.py`).
     """
     plan, passes_key = current_plan(), pipeline_key()
-    if dump.folder() or passes_key is None or is_undecided(plan):
+    if dump.folder() or passes_key is None or is_undecided(plan) or chunks.current() is not None:
         return None
     return f"compiled_fsdp {name} {source_hash()} {passes_key} {plan}"
 

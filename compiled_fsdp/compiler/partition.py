@@ -25,6 +25,7 @@ from compiled_fsdp.ir.graph import find, output
 from compiled_fsdp.ir.meta import note_returned, returned
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
+from compiled_fsdp.torch_private.sizes import quick_hints
 
 from .stitch import stitch
 
@@ -46,7 +47,7 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     """
     kinds = [kind for _, kind in returned(output(joint.graph))]
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
-    with functorch_config.patch(ban_recompute_materialized_backward=bans):
+    with functorch_config.patch(ban_recompute_materialized_backward=bans), quick_hints():
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
     note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
     return halves

@@ -40,11 +40,12 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
 
     def seconds_in_parts(size: int) -> float:
         under = replace(plan, split_bytes=size)
-        tried = run_pipeline(copied(lowered), under, others, context=trial)
-        return predict(tried.graph, costs).total
+        half = lowered if size == sizes[-1] else copied(lowered)
+        return predict(run_pipeline(half, under, others, context=trial).graph, costs).total
 
     costs, largest = plan.costs, _largest(gm.graph)
-    seconds = {size: seconds_in_parts(size) for size in (0, *(largest // n for n in PARTS))}
+    sizes = list(dict.fromkeys([0, *(largest // n for n in PARTS)]))
+    seconds = {size: seconds_in_parts(size) for size in sizes}
     best = min(seconds, key=lambda size: (seconds[size], -size))
     is_worth_it = seconds[best] < seconds[0] * (1 - WORTH)
     return replace(plan, split_bytes=best if is_worth_it else 0)

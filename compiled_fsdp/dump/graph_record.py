@@ -19,6 +19,7 @@ from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
 from compiled_fsdp.options import note, text
+from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
@@ -89,6 +90,8 @@ class GraphRecord:
     regions: computation that is compiled once and called: the first "unit", "calls", "nodes".
     alone: computation of that size that is compiled for its place: "unit", "nodes", "why".
     inline: why there are no regions; "" if there are.
+    chunks: of each block that left it to costs in how many chunks its tokens travel, the "number"
+        and the predicted "seconds" of each number, both ways; of the forward graph alone.
     """
 
     kind: str
@@ -107,6 +110,7 @@ class GraphRecord:
     regions: list[dict[str, Any]] = field(default_factory=list)
     alone: list[dict[str, Any]] = field(default_factory=list)
     inline: str = ""
+    chunks: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -167,6 +171,7 @@ class GraphRecord:
                 for s in repeats.alone
             ],
             inline=inline,
+            chunks=[] if phase_of(graph) == "backward" else chunks.shown(),
         )
 
     def text(self) -> str:

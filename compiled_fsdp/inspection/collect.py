@@ -296,6 +296,7 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         regions=record.regions,
         alone=record.alone,
         inline=record.inline,
+        chunks=record.chunks,
     )
 
 

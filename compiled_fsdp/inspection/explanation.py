@@ -85,6 +85,8 @@ class GraphInfo:
     regions: computation that was compiled once and is called: the first "unit", "calls", "nodes".
     alone: computation that was compiled for its place: "unit", "nodes", and "why".
     inline: why nothing was compiled once; "" if something was.
+    chunks: of blocks whose tokens travel in as many chunks as costs say, the "number", and by
+        number the predicted "seconds" of the block, both ways.
     """
 
     kind: str
@@ -101,6 +103,7 @@ class GraphInfo:
     regions: list[dict[str, Any]]
     alone: list[dict[str, Any]]
     inline: str
+    chunks: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +318,7 @@ def _graphs(graphs: list[GraphInfo]) -> str:
             f"{kinds or 'nothing'}",
         ]
         lines += _regions(graph)
+        lines += _chunks(graph)
         if graph.predicted:
             times = {name: f"{1e3 * seconds:.2f} ms" for name, seconds in graph.predicted.items()}
             lines.append(
@@ -322,6 +326,18 @@ def _graphs(graphs: list[GraphInfo]) -> str:
                 f"{times['wire']} on the wire"
             )
     return "\n".join(lines)
+
+
+def _chunks(graph: GraphInfo) -> list[str]:
+    """In how many chunks tokens travel, and what each number was predicted to take: blocks alike in
+    one line.
+    """
+    alike: dict[str, int] = {}
+    for block in graph.chunks:
+        times = ", ".join(f"{n}: {1e3 * s:.2f} ms" for n, s in block["seconds"].items())
+        line = f"in {_count(block['number'], 'chunk')} (predicted, both ways, in {times})"
+        alike[line] = alike.get(line, 0) + 1
+    return [f"    tokens of {_count(n, 'block')} {line}" for line, n in alike.items()]
 
 
 def _regions(graph: GraphInfo) -> list[str]:

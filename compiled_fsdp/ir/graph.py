@@ -1,20 +1,16 @@
 """FX basics that every pass uses: insert a node with its fake value, find views, roots of
 additions, and phases.
-
-Private torch used here (tried on 2.13): `FakeTensor`, to run an op under the mode of its inputs.
 """
 
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from . import meta
+from . import fakes, meta
 from .collectives import STARTS
 from .schema import GATHER_NEXT, MOMENTUM, UPDATE, traits_of
 
@@ -59,13 +55,7 @@ class Builder:
         """Insert `op(*args, **kwargs)` before the chosen node."""
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(op, args, kwargs)
-        fake_args = torch.fx.node.map_arg(args, value)
-        mode = next(
-            (v.fake_mode for v in map(value, node.all_input_nodes) if isinstance(v, FakeTensor)),
-            None,
-        )
-        with mode or nullcontext(), torch.no_grad():
-            node.meta["val"] = op(*fake_args, **kwargs)
+        node.meta["val"] = fakes.run(op, torch.fx.node.map_arg(args, value), kwargs)
         for key in ("stack_trace", "nn_module_stack", "partitioner_tag"):
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]

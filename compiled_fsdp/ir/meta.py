@@ -147,6 +147,20 @@ def take_record(gm: GraphModule) -> str:
     return text
 
 
+BLOCK = "fsdp_block"  # in what `torch.fx.traceback.annotate` notes, for backward too
+
+
+def get_block(node: Node) -> int | None:
+    """The number of the block that a node was annotated to belong to; None if none."""
+    place: int | None = (node.meta.get("custom") or {}).get(BLOCK)
+    return place
+
+
+def set_block(node: Node, place: int) -> None:
+    """As `annotate` does, of graphs written by hand."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), BLOCK: place}
+
+
 def recompute(node: Node) -> None:
     """Compute this again in backward instead of saving it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE

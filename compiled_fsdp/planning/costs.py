@@ -24,7 +24,7 @@ from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import EXCHANGE, ORTHOGONALIZE, UPDATE, traits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch.fx import Node
 
@@ -136,14 +136,30 @@ class Costs:
             return self._traffic(node)
         return self.overhead + self._traffic(node)
 
-    def _traffic(self, node: Node) -> float:
+    def compute_part(self, node: Node, number: int, whole: Collection[Node]) -> float:
+        """The same for one of `number` equal parts of the rows that a node computes; each part
+        launches it, and reads and writes what is in `whole` anew.
+        """
+        seconds = self.compute(node)
+        if number == 1 or not seconds or (node in whole and not is_matmul(node)):
+            return seconds / number  # what no row is in is computed once
+        traffic = self._traffic(node, number, whole)
+        if is_matmul(node):
+            known = _by_key(self.kernels).get(kernel_of(node)) if self.kernels else None
+            arithmetic = flops(node) / self.rate(node) if known is None else known - self.overhead
+            return self.overhead + max(arithmetic / number, traffic)
+        return traffic if self.is_fused and is_fusible(node) else self.overhead + traffic
+
+    def _traffic(self, node: Node, number: int = 1, whole: Collection[Node] = ()) -> float:
         """Seconds for what a node reads and writes; inside a fused kernel only what crosses its
-        border counts.
+        border counts. Of `number` parts, one: of all but what is in `whole`.
         """
         fuses = self.is_fused and is_fusible(node)
-        read = [n for n in node.all_input_nodes if not (fuses and is_fusible(n))]
-        writes = not fuses or any(not is_fusible(user) for user in node.users)
-        return (sum(map(nbytes, read)) + (nbytes(node) if writes else 0)) / self.bandwidth
+        moved = [n for n in node.all_input_nodes if not (fuses and is_fusible(n))]
+        if not fuses or any(not is_fusible(user) for user in node.users):
+            moved.append(node)
+        moved_bytes = [nbytes(n) if n in whole else nbytes(n) / number for n in moved]
+        return sum(moved_bytes) / self.bandwidth
 
     def wire(self, start: Node) -> float:
         """Seconds that a collective is on the wire."""

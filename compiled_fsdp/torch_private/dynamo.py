@@ -11,7 +11,12 @@ import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+)
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
@@ -36,6 +41,13 @@ def trace_number() -> object:
     and 2.15.
     """
     return CompileContext.current_trace_id()
+
+
+def compilation() -> object:
+    """Returns what Dynamo is compiling now, the same object for all attempts; None outside. Tried on
+    2.13.
+    """
+    return CompileContext.try_get()
 
 
 def traces_autograd() -> bool:
@@ -82,6 +94,14 @@ def trace_again(why: str) -> NoReturn:
     """
     InstructionTranslator.current_tx().speculation_log.clear()  # it expects the same path again
     raise RestartAnalysis(restart_reason=why)
+
+
+def trace_again_from_backend(why: str) -> NoReturn:
+    """The same from a backend, or a pass inside of it: the one error that torch hands on to Dynamo
+    from there, as it is. Tried on 2.13 and 2.15.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=why)
 
 
 # What Dynamo's graphs call to switch autograd on and off, for inference mode, and for `.data`.

@@ -37,6 +37,7 @@ VARIANTS = {
     "benchmarks/test_benchmarks.py::TestBenchmarks::test_others_in_small": (
         "::TestBenchmarks::test_in_small"
     ),
+    "planning/test_chunks.py::test_trained_in_as_many_as_costs_say": "::test_ranks_decide_together",
     "numerics/test_overlap.py::test_inductor": "::test_models",
     "numerics/test_muon_step.py::test_inductor": "::test_models",
     "numerics/test_muon_step.py::test_four_ranks": "::test_models",

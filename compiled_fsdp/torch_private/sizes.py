@@ -1,0 +1,65 @@
+"""Private torch: what it takes sizes for that only data decides. Tried on torch 2.13 and 2.15."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import sympy  # type: ignore[import-untyped]
+import torch._inductor.config as inductor_config
+import torch.fx.experimental.symbolic_shapes as symbolic
+from torch.fx.experimental import _size_hinting as hinting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IS_QUICK = hasattr(hinting, "_hint_bounds_from_runtime_asserts")  # 2.15 puts values in at once
+
+
+@contextmanager
+def quick_hints() -> Iterator[None]:
+    """Inside, torch's hints of sizes are what they were, sooner: for code that adds no symbols.
+
+    The tokens that come from 64 ranks are a sum of 64 symbols. Torch 2.13 takes a fifth of a second
+    to put its guesses into such a sum one after another, for each value of such a size; here all go
+    in at once (`xreplace`, as in 2.15), and an expression is looked at once.
+    """
+    if IS_QUICK:
+        yield
+        return
+    hint_of, substituted = hinting._optimization_hint_base, hinting._sub_unbacked_exprs
+    known: dict[tuple[Any, ...], int] = {}
+
+    def hint(
+        env: Any, expr: Any, precomputed_replacements: Any, fallback: int | None = None
+    ) -> int:
+        def put_in(env: Any, expr: Any) -> Any:
+            return _put_in(env, substituted(env, expr), fallback)
+
+        key = (env, expr, type(expr), fallback)
+        if key not in known:
+            with mock.patch.object(hinting, "_sub_unbacked_exprs", put_in):
+                known[key] = hint_of(env, expr, precomputed_replacements, fallback=fallback)
+        return known[key]
+
+    with mock.patch.object(symbolic, "_optimization_hint_base", hint):
+        yield
+
+
+def _put_in(env: Any, expr: Any, fallback: int | None) -> Any:
+    """An expression with torch's guesses in the place of its symbols: the fallback, within the
+    symbol's bounds.
+    """
+    guess = inductor_config.unbacked_symint_fallback if fallback is None else fallback
+    guesses = {}
+    for symbol in expr.free_symbols:
+        bounds, guesses[symbol] = env.var_to_range.get(symbol), guess
+        if bounds is not None and isinstance(bounds.lower, int | sympy.Integer):
+            guesses[symbol] = max(guesses[symbol], int(bounds.lower))
+        if bounds is not None and isinstance(bounds.upper, int | sympy.Integer):
+            guesses[symbol] = min(guesses[symbol], int(bounds.upper))
+    try:
+        return sympy.sympify(expr.xreplace(guesses))
+    except ZeroDivisionError:  # torch has an answer of its own
+        return expr
