@@ -176,10 +176,12 @@ def test_what_is_compiled_fits(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("COMPILED_FSDP_VERIFY")  # every pass, as often as there are budgets
     seeds, options = CASES[case]
     defaults = {"is_step": False, "has_costs": False, "is_sliced": False}
+    least_by_keeping = []
     for seed in seeds:
         subject = Subject(seed, **{**defaults, **options})
         peaks = [subject.compiled(1 << 40, n)[0] for n in range(len(subject.candidates) + 1)]
         least, greatest = min(peaks), max(peaks)
+        least_by_keeping.append(least < peaks[0])
         for room in {least, (least + greatest) // 2, max(least, peaks[0] - 1)}:
             peak, said = subject.compiled(room)
             assert peak <= room, (seed, room, peaks)
@@ -192,25 +194,24 @@ def test_what_is_compiled_fits(case: str, monkeypatch: pytest.MonkeyPatch) -> No
             room = peaks[0] + share * max(0, peaks[-1] - peaks[0])
             assert peak <= 1.05 * room, "the greatest peak is as expected, not tried"
             assert not said, (seed, share, peaks)
+    assert any(least_by_keeping) or case != "halves", "nothing that could have gone wrong"
 
 
 @pytest.mark.usefixtures("four")
 def test_what_trials_do_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of a user's needs more; so does a forward whose trial was another graph."""
+    """A pass of a user's needs more."""
     monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
     subject = Subject(0, is_step=False, has_costs=False, is_sliced=False)
-    peaks = [subject.compiled(1 << 40, n)[0] for n in range(len(subject.candidates) + 1)]
+    peak, _ = subject.compiled(1 << 40, 0)
 
     def waste(gm: GraphModule, _: Plan) -> None:
         end = next(iter(reversed(gm.graph.nodes)))
-        first = end.args[0][0]
+        first = end.all_input_nodes[0]
         with gm.graph.inserting_before(end):
-            big = gm.graph.call_function(torch.ops.aten.expand.default, (first, [0]))
             big = gm.graph.call_function(torch.ops.aten.clone.default, (first,))
         big.meta["val"] = first.meta["val"].new_empty(1 << 16)
-        gm.graph.erase_node(big.prev)
 
     with compiled_fsdp.pipeline(waste, before="free"):
-        _, said = subject.compiled(max(peaks))
+        _, said = subject.compiled(peak)
     assert any("that was compiled needs" in text for text in said), said
     assert "passes of yours" in said[0]
