@@ -37,6 +37,7 @@ from compiled_fsdp import Plan, fully_shard, set_plan
 from compiled_fsdp.compiler.budget import fit_budget
 from compiled_fsdp.compiler.partition import partition as partition_joint
 from compiled_fsdp.compiler.splitting import fit_split
+from compiled_fsdp.planning.consensus import note_costs
 from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.planning.plan import current_plan
 
@@ -250,6 +251,7 @@ def _partitioner(clock: Clock, halves: list[GraphModule]) -> Callable[..., Any]:
         split = partition_joint(joint, inputs, chosen, **options)
         clock.lap(PARTITION)
         for half in split:
+            note_costs(half.graph, current_plan())
             parts = fit_split(half, current_plan())
             clock.lap(SPLIT)
             halves.append(run_pipeline(half, parts, HALF, clock.after_pass))

@@ -7,45 +7,48 @@ shortest, so they are kept first. Before that, parameters with a smaller mesh ge
 backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`) finds room
 for.
 
-A trial (`trial.py`) splits and schedules a copy of the joint graph. The first keeps nothing: from
-when its forward drops each parameter, and when its backward gathers it again, follows what keeping
-it would add to which part of the curve (`PeakModel`). The others check, and correct, what that
-says. They are split anew only where that may turn out differently: with slices, or where backward
-computes something again from parameters and other values. Units are whole in trials, also where
-costs may cut them into parts, which need less, unless nothing fits otherwise. The record is frozen
-before any rewriting, and a function of graph and plan alone.
+A trial (`trial.py`) makes of a copy of the joint graph what would be compiled: halves, in parts
+where costs decide so, or the graph of a whole step. The first keeps nothing, and what the others
+would need is expected from it (`peaks.py`). Halves are split anew only where that may turn out
+differently: with slices, where backward computes something again from parameters and other values,
+or with several micro-batches. The record is frozen before any rewriting, and a function of graph
+and plan alone.
+
+Keeping a parameter may need less than gathering it again, beside its copy and what is computed from
+it. So that nothing fits is said when every number of parameters was tried, or of a large graph
+those that should need the least. What is compiled in the end is measured too: each half carries the
+`Room` that was decided on, and tells where it exceeds it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, pairwise
-from operator import and_, itemgetter
+from operator import and_
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir.graph import backward_nodes, find, last_read, order
-from compiled_fsdp.ir.regions import find_regions
+from compiled_fsdp.ir.graph import backward_nodes, find, is_backward
+from compiled_fsdp.ir.meta import set_room
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
+from compiled_fsdp.planning.halves import boundary_of, follows, lifetimes_after, num_saved
+from compiled_fsdp.planning.lifetimes import Lifetimes
+from compiled_fsdp.planning.memory import profile, profile_of
 
-from .splitting import fit_split
-from .trial import as_it_is, is_settled, peak_of_step, schedule, split, with_kept
+from .peaks import KEEP, SLICE, Candidate, PeakModel, most, patience
+from .splitting import run_fitted
+from .trial import is_settled, num_outputs, schedule, split, with_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.fx import Graph, GraphModule
 
+    from compiled_fsdp.planning.halves import Boundary
+    from compiled_fsdp.planning.memory import MemoryProfile
     from compiled_fsdp.planning.plan import Plan
 
     from .stitch import WholeStep
     from .trial import Trial
-
-SLICE, KEEP = "slice", "keep"
-TRIALS = 5  # at most, after the first
 
 
 def fit_budget(
@@ -82,7 +85,7 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
     if plan.memory_budget is None or not backward_nodes(gm.graph):
         return plan
     candidates = _candidates(gm.graph)
-    none, every = 0, len(candidates)
+    every = len(candidates)
 
     def record(num: int) -> Plan:
         """Returns the plan with the first candidates kept."""
@@ -92,100 +95,91 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
 
     if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
         return record(every)
-    if step is not None and step.batches > 1:
-
-        def peak_of(num: int) -> int:
-            return peak_of_step(gm, record(num), step, is_fused=is_fused)
-
-        least = peak_of(none)
-        sums = [*accumulate((c.num_bytes for c in candidates), initial=least)]
-        budget = _in_bytes(plan.memory_budget, least, lambda: peak_of(every))
-        if _is_too_small(budget, least):
-            return record(none)
-        return record(most(peak_of, sums.__getitem__, budget, every))
-    split_once = split(gm, record(none))
-    is_split_anew = any(c.kind == SLICE for c in candidates) or not is_settled(split_once)
-    fit: Callable[[GraphModule, Plan], Plan] = as_it_is
+    split_once = split(gm, record(0), step)
+    into = None if step is None else (step, num_outputs(gm.graph))
+    is_split_anew = (
+        any(c.kind == SLICE for c in candidates)
+        or (step is not None and step.batches > 1)
+        or not is_settled(split_once)
+    )
 
     def trial(num: int) -> Trial:
         under = record(num)
-        halves = split(gm, under) if num and is_split_anew else with_kept(split_once, under.kept)
-        return schedule(halves, under, is_fused=is_fused, fit=fit)
+        anew = num and is_split_anew
+        halves = split(gm, under, step) if anew else with_kept(split_once, under.kept)
+        return schedule(halves, under, is_fused=is_fused, run=run_fitted, step=into)
 
-    peaks = PeakModel.of(trial(none), candidates)
-    has_parts = plan.split_bytes is None and plan.costs is not None
-    if has_parts and isinstance(plan.memory_budget, int) and peaks.peak(none) > plan.memory_budget:
-        fit = fit_split  # units in parts need less; to decide on them takes long
-        peaks = PeakModel.of(trial(none), candidates)
-    least = peaks.peak(none)
-    budget = _in_bytes(plan.memory_budget, least, lambda: peaks.peak(every))
-    if _is_too_small(budget, least):
-        return record(none)
-    return record(most(lambda num: trial(num).profile.peak, peaks.peak, budget, every))
+    first = trial(0)
+    expected = PeakModel.of(first, candidates).peaks()
+    room = _in_bytes(plan.memory_budget, expected[0], expected[every])
+    num, peak = most(lambda num: trial(num).peak, expected, room, patience(first.num_nodes))
+    if peak > room:
+        warn_once(
+            f"compiled_fsdp: memory_budget is {_megabytes(room)}, and a step needs at least "
+            f"{_megabytes(peak)} above what is at rest, as far as it was tried, which is what it "
+            f"gets: {num} of {every} parameters and slices stay for backward. Shard into smaller "
+            "units, or checkpoint activations"
+        )
+    set_room(gm, Room(room, peak))
+    return record(num)
 
 
-def _in_bytes(budget: float, least: int, greatest: Callable[[], int]) -> float:
+@dataclass(slots=True)
+class Room:
+    """What was decided about a step's memory, for the graphs that are compiled: bytes above what is
+    at rest.
+
+    budget: what the user allows.
+    expected: the peak of the trial that was chosen; more than the budget where nothing fits.
+    boundary: what the forward that was compiled leaves to its backward.
+    """
+
+    budget: float
+    expected: int
+    boundary: Boundary | None = None
+
+    def measured(self, graph: Graph, *, is_fused: bool) -> MemoryProfile:
+        """The memory of a graph of the step that is compiled, which is checked."""
+        if not is_backward(graph):
+            before = Lifetimes(graph, is_fused)
+            self.boundary = boundary_of(before, num_saved(graph))
+            return self._checked(profile_of(before))
+        if self.boundary is None or not follows(graph, self.boundary):
+            return profile(graph, is_fused)  # its forward came from a cache
+        return self._checked(profile_of(lifetimes_after(graph, self.boundary, is_fused)))
+
+    def _checked(self, memory: MemoryProfile) -> MemoryProfile:
+        """Tell where a graph that is compiled needs more than the budget, though the trial did not:
+        passes that trials leave out, or the compiler's own, have changed it, or ranks with other
+        shapes had a say.
+        """
+        if memory.peak > max(self.budget, self.expected):
+            warn_once(
+                f"compiled_fsdp: memory_budget is {_megabytes(self.budget)}, and the {memory.title} "
+                f"that was compiled needs {_megabytes(memory.peak)} above what is at rest; in a "
+                f"trial the step needed {_megabytes(self.expected)}. {REASONS}. Set a budget that "
+                "is smaller by the difference"
+            )
+        return memory
+
+
+REASONS = (
+    "What trials do not know: the compiler's own passes, passes of yours, and what ranks with other "
+    "shapes decide"
+)
+
+
+def _in_bytes(budget: float, least: int, greatest: int) -> float:
     """A budget as it is given: bytes, or a share of the way from the peak with nothing kept to the
     one with everything.
     """
     is_share = isinstance(budget, float)
-    return least + budget * max(0, greatest() - least) if is_share else float(budget)
+    return least + budget * max(0, greatest - least) if is_share else float(budget)
 
 
-def _is_too_small(budget: float, least: int) -> bool:
-    if least > budget:
-        warn_once(
-            f"compiled_fsdp: memory_budget is {budget / 1e6:.1f} MB, and a step needs "
-            f"{least / 1e6:.1f} MB above what is at rest even with every parameter dropped after "
-            "forward, so that is what it gets. Shard into smaller units, or checkpoint activations"
-        )
-    return least > budget
-
-
-def most(
-    peak: Callable[[int], int], expected: Callable[[int], int], budget: float, every: int
-) -> int:
-    """Returns the most candidates that fit, given that none fits, in few calls of `peak`, which are
-    expensive: by regula falsi on how far `expected` is off, and by bisection where that does not
-    get on. What is returned fits; more might, where neither `expected` nor a line is right.
-    """
-    fits, too_many = 0, every + 1
-    off = {fits: 0}
-
-    def corrected(num: int) -> float:
-        low, high = off[fits], off.get(too_many, off[fits])
-        return expected(num) + low + (high - low) * (num - fits) / (too_many - fits)
-
-    for _ in range(TRIALS):
-        num = bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=corrected) - 1
-        if num == fits:  # none, or the line is wrong
-            num = (
-                fits
-                + bisect_right(range(every + 1), budget, lo=fits + 1, hi=too_many, key=expected)
-            ) // 2
-        if num == fits:
-            break
-        found = peak(num)
-        off[num] = found - expected(num)
-        if found <= budget:
-            fits = num
-        else:
-            too_many = num
-    return fits
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A way to use more memory.
-
-    kind: a slice, or a whole parameter.
-    param: unit and name.
-    num_bytes: that stay from forward to backward.
-    """
-
-    kind: str
-    param: tuple[str, str]
-    num_bytes: int
+def _megabytes(num_bytes: float) -> str:
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:.1f} MB" if megabytes >= 10 else f"{megabytes:.3f} MB"
 
 
 def _candidates(graph: Graph) -> tuple[Candidate, ...]:
@@ -198,74 +192,3 @@ def _candidates(graph: Graph) -> tuple[Candidate, ...]:
     sliced = [Candidate(SLICE, (s.unit, s.fqn), s.shard_numel * s.dtype.itemsize) for s in slices]
     whole = [Candidate(KEEP, (s.unit, s.fqn), s.full_bytes()) for s in dropped]
     return tuple(dict.fromkeys((*sliced, *whole)))  # of several reads of one, the last
-
-
-@dataclass(frozen=True, slots=True)
-class PeakModel:
-    """The memory of a step in which nothing is kept, and what candidates add to it.
-
-    forward, backward: most bytes alive in each interval of nodes; no candidate begins or ends to
-        add to them within one.
-    spans: for each candidate, from which interval of forward on its bytes are alive longer, before
-        which one of backward (0: it is not gathered there), and how many they are.
-    """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    spans: tuple[tuple[int, int, int], ...]
-
-    @staticmethod
-    def of(trial: Trial, candidates: Sequence[Candidate]) -> PeakModel:
-        """From a trial without any."""
-        dropped, gathered = _gathers(trial.forward), _gathers(trial.backward)
-        slices = {c.param: c.num_bytes for c in candidates if c.kind == SLICE}
-        spans = []
-        for candidate in candidates:
-            _, last = dropped.get(candidate.param, (0, 0))
-            first, _ = gathered.get(candidate.param, (0, 0))
-            in_place_of = slices.get(candidate.param, 0) if candidate.kind == KEEP else 0
-            spans.append((last + 1, first, candidate.num_bytes - in_place_of))
-        begins, ends = (
-            sorted({0, *places}) for places in (map(itemgetter(n), spans) for n in (0, 1))
-        )
-        halves = trial.profile.forward.curve.during, trial.profile.backward.curve.during
-        forward, backward = (_maxima(*half) for half in zip(halves, (begins, ends), strict=True))
-        placed = (
-            (bisect_left(begins, begin), bisect_left(ends, end), num_bytes)
-            for begin, end, num_bytes in spans
-        )
-        return PeakModel(forward, backward, tuple(placed))
-
-    def peak(self, num: int) -> int:
-        """Returns the peak of the step with the first candidates kept."""
-        more, less = [0] * (len(self.forward) + 1), [0] * (len(self.backward) + 1)
-        for begin, end, num_bytes in self.spans[:num]:
-            if end:  # backward does gather it again
-                more[begin] += num_bytes
-                less[end] += num_bytes
-        kept = sum(more)
-        forward = (
-            alive + longer for alive, longer in zip(self.forward, accumulate(more), strict=False)
-        )
-        backward = (
-            alive + kept - gone
-            for alive, gone in zip(self.backward, accumulate(less), strict=False)
-        )
-        return max(*forward, *backward)
-
-
-def _maxima(curve: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
-    """The most bytes alive from each of these positions to the next."""
-    return tuple(max(curve[begin:end], default=0) for begin, end in pairwise((*begins, len(curve))))
-
-
-def _gathers(graph: Graph) -> dict[tuple[str, str], tuple[int, int]]:
-    """For each parameter that a graph gathers, from where to where its bucket is alive."""
-    position = order(graph)
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for region in find_regions(graph, "gather"):
-        first = position[region.starts[0]] if region.starts else position[region.nodes[0]]
-        last = last_read(region.waits[0], position) if region.waits else first
-        for spec in region.tag.specs:
-            found.setdefault((spec.unit, spec.fqn), (first, last))
-    return found

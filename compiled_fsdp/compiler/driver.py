@@ -17,7 +17,14 @@ from compiled_fsdp.dump.layout import JOINT
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.expected import note_expected
 from compiled_fsdp.ir.graph import find, phase_of
-from compiled_fsdp.ir.meta import get_consumed, get_tag, set_consumed
+from compiled_fsdp.ir.meta import (
+    get_consumed,
+    get_room,
+    get_tag,
+    note_room,
+    set_consumed,
+    take_room,
+)
 from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
 from compiled_fsdp.options import is_verifying, note
 from compiled_fsdp.passes.base import Context, Property, Stage, run_pipeline
@@ -25,6 +32,7 @@ from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.verify import check
 from compiled_fsdp.planning.chunks import settle
 from compiled_fsdp.planning.consensus import settle_costs
+from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan, current_plan
 from compiled_fsdp.torch_private.compiling import collect_rarely
 from compiled_fsdp.torch_private.dynamo import trace_again_from_backend
@@ -43,6 +51,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.options import Consumed
     from compiled_fsdp.passes.base import Pass
 
+    from .budget import Room
     from .stitch import WholeStep
 
 
@@ -75,6 +84,8 @@ def run_joint(
     gm = run_pipeline(gm, plan, current(Stage.JOINT), after_pass, context)
     note(context.consumed, "partition", "Plan.recompute")
     set_consumed(find(gm.graph, UNSHARD, REDUCE_GRAD), context.consumed)
+    if (room := take_room(gm)) is not None:
+        note_room(find(gm.graph, UNSHARD, REDUCE_GRAD), room)
     return gm
 
 
@@ -112,7 +123,9 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
     watcher = dump.Dump(gm, phase_of(gm.graph), plan, held, context.is_fused)
     after_pass = _checking(plan, watcher.after_pass) if is_verifying() else watcher.after_pass
     after_pass = _counting(half, current(Stage.HALF), context, after_pass)
-    context = _recording(context, plan, get_consumed(gm.graph.nodes), watcher)
+    context = _recording(
+        context, plan, get_consumed(gm.graph.nodes), get_room(gm.graph.nodes), watcher
+    )
     return run_pipeline(gm, plan, current(Stage.HALF), after_pass, context)
 
 
@@ -133,15 +146,22 @@ def _counting(
     return then_count
 
 
-def _recording(context: Context, plan: Plan, before_split: Consumed, watcher: dump.Dump) -> Context:
+def _recording(
+    context: Context, plan: Plan, before_split: Consumed, room: Room | None, watcher: dump.Dump
+) -> Context:
     """The context with what makes the record of a half, in which the options that were consumed
-    before the joint graph was split come first.
+    before the joint graph was split come first, and which says whether it fits the memory budget.
     """
 
     def record(gm: GraphModule) -> str:
-        consumed = {**before_split, **context.consumed}
+        consumed, is_fused = {**before_split, **context.consumed}, context.is_fused
+        memory = (
+            profile(gm.graph, is_fused)
+            if room is None
+            else room.measured(gm.graph, is_fused=is_fused)
+        )
         made = GraphRecord.of(
-            gm.graph, plan, current_plan(), consumed, context.inline, is_fused=context.is_fused
+            gm.graph, plan, current_plan(), consumed, context.inline, memory, is_fused=is_fused
         ).text()
         watcher.write_record(made)
         return made

@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from compiled_fsdp.ir.collectives import STARTS
 from compiled_fsdp.ir.graph import find
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD, param_spec
+from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
 from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
+from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.planner import WORTH, predict
 
 from .trial import copied
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.planning.plan import Plan
 
 PARTS = (2, 4)  # of the largest unit, to be tried
+MOST_DECIDED = 8
+_decided: dict[int, int] = {}  # the last decisions, by `_key`
 
 
 def fit_split(gm: GraphModule, plan: Plan) -> Plan:
@@ -34,21 +38,56 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
     """
     if plan.split_bytes is not None or plan.costs is None:
         return plan
+    key = _key(gm.graph, plan)
+    if key not in _decided:
+        _tried(gm, plan)
+    return replace(plan, split_bytes=_decided[key])
+
+
+def run_fitted(gm: GraphModule, plan: Plan) -> GraphModule:
+    """A trial of this half, or of a whole step, under the plan that `fit_split` makes of this one;
+    the graph is used up.
+    """
+    if plan.split_bytes is not None or plan.costs is None:
+        return run_pipeline(gm, plan, current(Stage.HALF), context=Context(is_trial=True))
+    return _tried(gm, plan)
+
+
+def _tried(gm: GraphModule, plan: Plan) -> GraphModule:
+    """Decide for this graph, and return the copy on which the decision was tried."""
+    assert plan.costs is not None
     trial = Context(is_trial=True)
     lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(trial))
     lowered = run_pipeline(copied(gm), plan, [lower], context=trial)  # the same for every size
-
-    def seconds_in_parts(size: int) -> float:
+    largest = _largest(gm.graph)
+    tried, seconds = {}, {}
+    sizes = list(dict.fromkeys((0, *(largest // n for n in PARTS))))
+    for size in sizes:
         under = replace(plan, split_bytes=size)
         half = lowered if size == sizes[-1] else copied(lowered)
-        return predict(run_pipeline(half, under, others, context=trial).graph, costs).total
-
-    costs, largest = plan.costs, _largest(gm.graph)
-    sizes = list(dict.fromkeys([0, *(largest // n for n in PARTS)]))
-    seconds = {size: seconds_in_parts(size) for size in sizes}
+        tried[size] = run_pipeline(half, under, others, context=trial)
+        seconds[size] = predict(tried[size].graph, plan.costs).total
     best = min(seconds, key=lambda size: (seconds[size], -size))
-    is_worth_it = seconds[best] < seconds[0] * (1 - WORTH)
-    return replace(plan, split_bytes=best if is_worth_it else 0)
+    chosen = best if seconds[best] < seconds[0] * (1 - WORTH) else 0
+    while len(_decided) >= MOST_DECIDED:
+        del _decided[next(iter(_decided))]
+    _decided[_key(gm.graph, plan)] = chosen
+    return tried[chosen]
+
+
+def _key(graph: Graph, plan: Plan) -> int:
+    """A hash of all that the decision depends on: what is communicated, what is computed in between and how
+    long it takes, the plan and the passes. What is compiled was tried before, under a memory
+    budget.
+    """
+    assert plan.costs is not None
+    nodes = tuple(
+        (n.name, n.target, plan.costs.compute(n), traffic(n) if n.target in STARTS else None)
+        for n in graph.nodes
+        if n.op == "call_function"
+    )
+    specs = tuple(param_spec(n) for n in find(graph, *TO_LOWER))
+    return hash((replace(plan, kept=(), dropped=()), current(Stage.HALF), nodes, specs))
 
 
 def _largest(graph: Graph) -> int:

@@ -19,9 +19,10 @@ from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
 from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
 from compiled_fsdp.passes.reshard import from_weights
+from compiled_fsdp.planning.consensus import note_costs
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_inputs, saved_places
-from compiled_fsdp.planning.memory import StepProfile, profile, profile_step
+from compiled_fsdp.planning.memory import lifetimes_of, profile_of
 from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
 from .partition import partition
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
+    from compiled_fsdp.planning.lifetimes import Lifetimes
+    from compiled_fsdp.planning.memory import MemoryProfile
     from compiled_fsdp.planning.plan import Plan
 
     from .partition import Halves
@@ -40,11 +43,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Both halves under a plan, and the memory of the step."""
+    """What would be compiled under a plan, forward and backward or the graph of a whole step, and
+    its memory.
+    """
 
-    forward: Graph
-    backward: Graph
-    profile: StepProfile
+    lifetimes: tuple[Lifetimes, ...]
+    profiles: tuple[MemoryProfile, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes above what is at rest."""
+        return max(profile.peak for profile in self.profiles)
+
+    @property
+    def num_nodes(self) -> int:
+        """Of all graphs."""
+        return sum(len(profile.nodes) for profile in self.profiles)
 
 
 def copied(gm: GraphModule) -> GraphModule:
@@ -54,35 +68,26 @@ def copied(gm: GraphModule) -> GraphModule:
     return graph_module_without_code(gm, graph)
 
 
-def split(gm: GraphModule, plan: Plan) -> Halves:
-    """The halves of a copy of this joint graph."""
-    return _split(gm, plan, Context(is_trial=True))[0]
-
-
-def _split(gm: GraphModule, plan: Plan, context: Context) -> tuple[Halves, int]:
-    """And how many values forward returns that are not for backward."""
+def split(gm: GraphModule, plan: Plan, step: WholeStep | None = None) -> Halves:
+    """The halves of a copy of this joint graph. step: of which it is the graph."""
+    context = Context(is_trial=True)
+    if step is not None:
+        context = replace(context, batches=step.batches, reduces_once=step.reduces_once)
     joint = run_pipeline(copied(gm), plan, current(Stage.JOINT), context=context)
-    outputs = list(output(joint.graph).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
-    backward_of = backward_nodes(joint.graph)
-    num_outputs = next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
     with without_code():
-        return partition(joint, (), plan, num_fwd_outputs=num_outputs), num_outputs
+        return partition(joint, (), plan, num_fwd_outputs=num_outputs(joint.graph))
 
 
-def peak_of_step(gm: GraphModule, plan: Plan, step: WholeStep, *, is_fused: bool) -> int:
-    """The peak of the graph of a whole step, which a copy of this joint graph becomes."""
-    context = Context(is_trial=True, batches=step.batches, reduces_once=step.reduces_once)
-    halves, num_outputs = _split(gm, plan, context)
-    with without_code():
-        whole, _ = stitch(*halves, num_outputs, step, plan, is_fused=is_fused)
-    plan = plan.executed_by(is_fused=is_fused)
-    whole = run_pipeline(whole, plan, current(Stage.HALF), context=Context(is_trial=True))
-    return profile(whole.graph, is_fused).peak
+def num_outputs(joint: Graph) -> int:
+    """How many values a joint graph returns that are not gradients."""
+    outputs = list(output(joint).args[0])  # type: ignore[arg-type]  # gradients come last; None where an input has none
+    backward_of = backward_nodes(joint)
+    return next(i for i, n in enumerate(outputs) if n is None or n in backward_of)
 
 
-def as_it_is(_half: GraphModule, plan: Plan) -> Plan:
-    """Nothing is left to decide."""
-    return plan
+def run_as_it_is(gm: GraphModule, plan: Plan) -> GraphModule:
+    """A trial of a graph under a plan in which nothing is left to decide."""
+    return run_pipeline(gm, plan, current(Stage.HALF), context=Context(is_trial=True))
 
 
 def schedule(
@@ -90,18 +95,24 @@ def schedule(
     plan: Plan,
     *,
     is_fused: bool,
-    fit: Callable[[GraphModule, Plan], Plan] = as_it_is,
+    run: Callable[[GraphModule, Plan], GraphModule] = run_as_it_is,
+    step: tuple[WholeStep, int] | None = None,
 ) -> Trial:
-    """A trial of these halves, which are used up. fit: decides the rest of the plan for each half,
-    as `fit_split` does.
+    """A trial of these halves, which are used up.
+
+    run: tries each graph, and may decide the rest of its plan, as `splitting.run_fitted` does.
+    step: that they become, and how many values forward returns that are not for backward.
     """
+    graphs: tuple[GraphModule, ...] = halves
+    if step is not None:
+        whole, num_forward = step
+        with without_code():
+            graphs = stitch(*halves, num_forward, whole, plan, is_fused=is_fused)[:1]
     plan = plan.executed_by(is_fused=is_fused)
-    passes = current(Stage.HALF)
-    forward, backward = (
-        run_pipeline(half, fit(half, plan), passes, context=Context(is_trial=True)).graph
-        for half in halves
-    )
-    return Trial(forward, backward, profile_step(forward, backward, is_fused))
+    for gm in graphs:
+        note_costs(gm.graph, plan)
+    lifetimes = lifetimes_of([run(gm, plan).graph for gm in graphs], is_fused)
+    return Trial(lifetimes, tuple(map(profile_of, lifetimes)))
 
 
 def is_settled(halves: Halves) -> bool:

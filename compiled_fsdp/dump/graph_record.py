@@ -21,7 +21,6 @@ from compiled_fsdp.ir.schema import RETAIN
 from compiled_fsdp.options import note, text
 from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.costs import traffic
-from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import ASKED
 from compiled_fsdp.planning.planner import predict
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from compiled_fsdp.options import Consumed
+    from compiled_fsdp.planning.memory import MemoryProfile
     from compiled_fsdp.planning.plan import Plan
 
 
@@ -120,14 +120,14 @@ class GraphRecord:
         asked: Plan,
         consumed: Consumed,
         inline: str,
+        memory: MemoryProfile,
         *,
         is_fused: bool,
     ) -> GraphRecord:
-        """From a finished graph, the plan that its passes got and as the user set it, and what they
-        have consumed; `inline` as in `passes.base.Context`.
+        """From a finished graph, the plan that its passes got and as the user set it, what they
+        have consumed, and its memory; `inline` as in `passes.base.Context`.
         """
         regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
-        memory = profile(graph, is_fused)
         kinds: dict[str, int] = {}
         for alive in memory.alive:
             kinds[alive.kind] = kinds.get(alive.kind, 0) + alive.num_bytes

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
-_RETURNED = "fsdp_returned"
+_RETURNED, _ROOM = "fsdp_returned", "fsdp_room"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -111,6 +111,29 @@ def set_consumed(nodes: Iterable[Node], consumed: Consumed) -> None:
 def get_consumed(nodes: Iterable[Node]) -> Consumed:
     """Returns what `set_consumed` said; {} if nothing."""
     return next((node.meta[_CONSUMED] for node in nodes if _CONSUMED in node.meta), {})
+
+
+def set_room(gm: GraphModule, room: object) -> None:
+    """Keep with a joint graph what was decided about the memory of its step (`budget.Room`)."""
+    gm.meta[_ROOM] = room
+
+
+def take_room(gm: GraphModule) -> Any:
+    """What was decided about the memory of a joint graph's step; None if nothing."""
+    return gm.meta.pop(_ROOM, None)
+
+
+def get_room(nodes: Iterable[Node]) -> Any:
+    """Returns what `note_room` said; None if nothing."""
+    return next((node.meta[_ROOM] for node in nodes if _ROOM in node.meta), None)
+
+
+def note_room(nodes: Iterable[Node], room: object) -> None:
+    """Let the nodes of a joint graph, which end up in its halves, say what was decided about the
+    memory of their step.
+    """
+    for node in nodes:
+        node.meta[_ROOM] = room
 
 
 # How many outputs have gradients; and by offset, which of them lead to a parameter, where not all

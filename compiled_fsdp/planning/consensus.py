@@ -30,7 +30,7 @@ from compiled_fsdp.wire.agreement import everyones
 from .plan import DISTANCES, Plan
 
 if TYPE_CHECKING:
-    from torch.fx import Graph
+    from torch.fx import Graph, Node
 
     from compiled_fsdp.ir.spec import ParamSpec
 
@@ -96,9 +96,7 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
     """
     if plan.costs is None or not plan.is_from_costs:
         return plan
-    nodes = [
-        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)
-    ]
+    nodes = _priced(graph)
     nanoseconds = [round(plan.costs.compute(node) * 1e9) for node in nodes]
     same = agreed(
         graph,
@@ -121,6 +119,20 @@ def settle_costs(graph: Graph, plan: Plan) -> Plan:
         for name, d in DISTANCES.items()
     }
     return replace(plan, costs=None, **distances)  # type: ignore[arg-type]
+
+
+def note_costs(graph: Graph, plan: Plan) -> None:
+    """The same, as far as one rank can tell: where every rank's batch has these shapes."""
+    if plan.costs is not None and plan.is_from_costs:
+        nodes = _priced(graph)
+        for node, seconds in [(n, round(plan.costs.compute(n) * 1e9) / 1e9) for n in nodes]:
+            set_seconds(node, seconds)
+
+
+def _priced(graph: Graph) -> list[Node]:
+    return [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)
+    ]
 
 
 def specs_of(graph: Graph) -> list[ParamSpec]:

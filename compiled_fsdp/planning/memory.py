@@ -113,9 +113,21 @@ def profile_step(forward: Graph, backward: Graph, is_fused: bool = False) -> Ste
     """The memory of a forward and of its backward; the user holds the outputs of forward until the
     end.
     """
-    before = Lifetimes(forward, is_fused)
-    after = lifetimes_after(backward, boundary_of(before, len(saved_inputs(backward))), is_fused)
+    before, after = lifetimes_of((forward, backward), is_fused)
     return StepProfile(profile_of(before), profile_of(after))
+
+
+def lifetimes_of(graphs: Sequence[Graph], is_fused: bool = False) -> tuple[Lifetimes, ...]:
+    """The storages of a forward and of its backward, or of the graph of a whole step."""
+    first, *rest = graphs
+    before = Lifetimes(first, is_fused)
+    return (
+        before,
+        *(
+            lifetimes_after(after, boundary_of(before, len(saved_inputs(after))), is_fused)
+            for after in rest
+        ),
+    )
 
 
 def _megabytes(num_bytes: int) -> str:

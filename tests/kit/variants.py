@@ -265,6 +265,10 @@ VARIANTS = {
     "compiler/test_trial.py::test_the_same_as_partitioned_anew[moe-policy2-True]": (
         "[llama-policy1-True]"
     ),
+    "compiler/test_budgets.py::test_what_is_compiled_fits[slices]": "[halves]",
+    "compiler/test_budgets.py::test_what_is_compiled_fits[a whole step from costs]": (
+        "[a whole step]"
+    ),
     "compiler/test_trial.py::test_a_line_that_moves_is_drawn_anew[Masked]": "[Scaled]",
     "compiler/test_trial.py::test_a_line_that_moves_is_drawn_anew[Backwards]": "[Scaled]",
     "numerics/test_random_fsdp1.py::test_random_models[3]": "[0]",

@@ -115,9 +115,10 @@ def keeps_what_fits() -> None:
         original = budget.PeakModel.of
 
         def spy(trial, candidates, all_peaks=all_peaks, original=original):  # type: ignore[no-untyped-def]
-            peaks = original(trial, candidates)
-            all_peaks.append((peaks.peak(0), peaks.peak(len(candidates))))
-            return peaks
+            model = original(trial, candidates)
+            least, *_, greatest = model.peaks()
+            all_peaks.append((least, greatest))
+            return model
 
         with mock.patch.object(budget.PeakModel, "of", spy):
             with compiled_fsdp.planned(memory_budget=share, costs=replace(MACHINE)):
