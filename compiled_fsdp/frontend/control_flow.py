@@ -76,7 +76,7 @@ def _hoist(call: Node, bodies: Sequence[GraphModule], where: int) -> None:
                 unread = nodes.pop(i)
                 unread.graph.erase_node(unread)
     if moved:
-        call.update_arg(where, type(call.args[where])(given))
+        call.update_arg(where, tuple(given) if isinstance(call.args[where], tuple) else given)
         for body in bodies:
             body.recompile()
 
