@@ -378,6 +378,10 @@ class FullParams:
         """Whether graphs read the unit."""
         return self.unit.key in TRACED
 
+    def why_outside(self) -> str:
+        """Why the unit runs outside a graph, if it is known; for errors."""
+        return next(reversed(self.unit.why_eager), "")
+
     def _agree(self) -> None:
         """Count a gather; before the first, and before each of a unit that graphs read too, the other
         ranks are asked whether they are about to gather the same, eagerly too. An outermost unit
@@ -390,7 +394,8 @@ class FullParams:
             infos = [self.unit.mesh_info]
         groups = dict.fromkeys(info.shard_group.group_name for info in infos)
         how: agreement.Asks = "anew" if self.asks_anew else "if new" if asks else "never"
-        if agreement.before_run(outside(self.unit.name, names), list(groups), asks=how):
+        text = outside(self.unit.name, names)
+        if agreement.before_run(text, list(groups), asks=how, why=self.why_outside()):
             self.unit.on_left_graph()
         self.is_agreed, self.asks_anew = True, False
 

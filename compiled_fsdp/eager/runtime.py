@@ -88,6 +88,11 @@ class Runtime(FullParams):
         beside = [self] if self.unit.flats else self.tree.members
         return any(runtime.unit.key in TRACED for runtime in beside)
 
+    def why_outside(self) -> str:
+        """As known of the unit, or of one around or beside it."""
+        known = [r.unit.why_eager for r in (self, self.root, *self.tree.members)]
+        return next((next(reversed(why)) for why in known if why), "")
+
     def set_prefetch(self, direction: str, targets: list[Runtime]) -> None:
         """Replace the explicit list of what this unit's forward or backward starts to gather."""
         for target in self.prefetch[direction]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +10,12 @@ import torch.distributed as dist
 from compiled_fsdp.torch_private.dynamo import is_resumed, untraced
 from compiled_fsdp.wire import leaving
 
+from .calls import innermost
 from .entry import entry_names
 from .fallback import may_not_fall_back, run_as_others
-from .limits import CALLS
 from .state import get_state
 
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
-
-    from compiled_fsdp.eager.runtime import Runtime
     from compiled_fsdp.wire.leaving import LeftGraph
 
 
@@ -36,35 +32,35 @@ def leave_graph(module: Any, error: LeftGraph) -> None:
     run_as_others(state.unit, [s.unit for s in state.below()], error.ranks)
 
 
-def _can_leave(process_group: dist.ProcessGroup) -> bool:
-    """Whether the graph that now runs is all that the innermost call of a sharded module has done,
-    and all ranks of the model compare: then the call can be made again, if that is wanted.
+def _why_stays(process_group: dist.ProcessGroup) -> str:
+    """ "" if the graph that now runs is all that the innermost call of a sharded module has done, and
+    all ranks of the model compare: then the call can be made again, if that is wanted. Else why
+    not.
     """
-    frame: FrameType | None = sys._getframe()
-    inside: list[CodeType] = []  # of the call, from the innermost one out
-    while frame is not None and not any(frame.f_code is code for code in CALLS):
-        inside.append(frame.f_code)
-        frame = frame.f_back
-    module = None if frame is None else frame.f_locals["self"]
+    module, inside = innermost()
     state = get_state(module)
-    if state is None or state.unit.runs_eagerly or may_not_fall_back():
-        return False
-    if not all(map(_is_at_rest, state.runtime.tree.members)):
-        return False  # other ranks may go on with what is gathered
+    if state is None:
+        return "its graph is of a larger function around the model, of which the rest would be done twice"
+    name = repr(state.unit.name)
+    if may_not_fall_back():
+        return 'set_fallback("error") was called'
+    if state.unit.runs_eagerly:
+        return f"its graph is of a part of the forward of {name}, which runs eagerly already"
     together = state.root.together
     if together is None or together.ranks != dist.get_process_group_ranks(process_group):
-        return False
+        return (
+            f"the group does not hold all ranks of the model's mesh, and others, replicas say, would "
+            f"stay in their graphs of {name}"
+        )
     entries = entry_names(module)
     begins = next((n for n, code in enumerate(inside) if code.co_name in entries), 0)
     is_whole = begins > 0 and inside[begins - 1].co_filename != torch.nn.modules.module.__file__
-    return is_whole and not any(map(is_resumed, inside))
+    if not is_whole or any(map(is_resumed, inside)):
+        return (
+            f"its graph is of a part of the forward of {name}, at a graph break that all ranks have: "
+            "what came before it would be done twice"
+        )
+    return ""
 
 
-def _is_at_rest(runtime: Runtime) -> bool:
-    """Whether nothing of the unit is gathered, or under way."""
-    unit = runtime.unit
-    is_sharded = not (runtime.is_unsharded or runtime.pending or runtime.pending_extensions)
-    return is_sharded and not (unit.settings.overlap or unit.shared_with or unit.is_resident)
-
-
-leaving.can_leave = _can_leave
+leaving.why_stays = _why_stays

@@ -15,25 +15,23 @@ Dynamo gives up, it gives up too.
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_fsdp.torch_private.dynamo import before_compiling, last_recompile
 
+from .calls import innermost
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part
 from .state import called_below, get_state
 
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
+    from types import CodeType
 
     from .state import State
     from .together import Together
-
-CALLS: set[CodeType] = set()  # `__call__` of the classes of sharded modules
 
 # How often a code object was compiled inside the calls of each unit, by the unit's number.
 # By identity: code that Dynamo has made may have slices for constants, which have no hash before
@@ -43,7 +41,7 @@ _times: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _may_go_on(code: CodeType, is_first: bool, is_over: bool) -> bool:
     """Whether a frame is compiled that Dynamo would run as it is, if it is over a limit."""
-    module = _called()
+    module, _ = innermost()
     state = get_state(module)
     if state is None:
         return is_over and _goes_on_for_good(code)
@@ -98,14 +96,6 @@ def _goes_on_for_good(code: CodeType) -> bool:
     if state is not None:
         note_larger(state.root.unit, code, last_recompile(code))
     return state is not None
-
-
-def _called() -> Any:
-    """The sharded module whose call, outside any graph, is the innermost of those under way."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not any(frame.f_code is code for code in CALLS):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
 
 
 def _count(code: CodeType, unit: int, is_first: bool) -> int:

@@ -33,8 +33,10 @@ from compiled_fsdp.torch_private.modules import cast_floating, plain_name
 from compiled_fsdp.units.assigned import adopt_assigned
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
+from compiled_fsdp.wire.agreement import note_goes_on, note_raised
 
 from .beside_stock import check_not_taken
+from .calls import innermost
 from .fallback import AGREED, note_eager_unit, note_skipped, run_as_others, run_eagerly
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .quantizing import check_names, check_supported, follow
@@ -79,8 +81,11 @@ class State:
         self.runtime.tree.delivers = True
 
     def _follow_others(self) -> None:
-        """Other ranks have left a graph of this unit, which this rank runs eagerly."""
-        run_as_others(self.unit, [state.unit for state in self.below()])
+        """Other ranks have left a graph that gathers this unit, which this rank runs eagerly, in the
+        call of its own module or of one that borrows its parameters.
+        """
+        called = get_state(innermost()[0]) or self
+        run_as_others(called.unit, [state.unit for state in called.below()])
 
     def _note_entry(self) -> None:
         """Checksums of a backward are to be compared at its end."""
@@ -172,6 +177,7 @@ class State:
         """
         self.is_call_compiled = is_compiled
         tree = self.runtime.tree
+        note_goes_on()
         tree.recover()
         tree.wait_for_optimizer()
         optimizer_steps.catch_up()
@@ -208,10 +214,16 @@ class State:
         """
         self.runtime.end_failed_forward()
         self._say_what_is_kept()
-        if isinstance(error, RuntimeError):
-            explain_mixed(
-                error, self.unit, [runtime.unit for runtime in self.runtime.tree.in_order()]
-            )
+        units = [runtime.unit for runtime in self.runtime.tree.in_order()]
+        try:
+            if isinstance(error, RuntimeError):
+                explain_mixed(error, self.unit, units)
+        except RuntimeError as clearer:
+            error = clearer
+            raise
+        finally:
+            if self.unit.is_outermost and not in_backward():
+                note_raised(error)
 
     def _say_what_was_ignored(self, called: Iterable[Runtime]) -> None:
         """In the first calls: what is done in a step, is done in each."""

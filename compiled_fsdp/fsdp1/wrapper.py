@@ -21,15 +21,16 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from compiled_fsdp.compiler.inductor import install_passes
 from compiled_fsdp.eager.tree import in_backward, map_tensors
+from compiled_fsdp.frontend.calls import CALLS
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.leave import leave_graph
-from compiled_fsdp.frontend.limits import CALLS
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
+from compiled_fsdp.wire.agreement import note_raised
 from compiled_fsdp.wire.leaving import LeftGraph
 
 from . import stock
@@ -123,6 +124,9 @@ class FullyShardedDataParallel(AtRest):
                 return call(self, args, kwargs)
             except LeftGraph as error:
                 leave_graph(self, error)
+            except Exception as error:
+                _after_error(self, error)
+                raise
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -290,6 +294,12 @@ def _settle_buffers(root: Any) -> None:
         buffers, dtypes = stock.buffers_for_computation(root, root)
         stock.cast_buffers(buffers, dtypes, root.compute_device)
         root._needs_buffer_dtype_restore_check = False
+
+
+@untraced
+def _after_error(wrapper: FullyShardedDataParallel, error: Exception) -> None:
+    if wrapper._is_root and not in_backward():
+        note_raised(error)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

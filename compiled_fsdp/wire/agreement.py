@@ -29,15 +29,25 @@ while, and a step in which ranks take different ones asks nobody. Their messages
 (`gloo.py` tells them apart by what they carry), so the ranks wait. A rank that has been at the same
 run for STUCK_S says which it is: the first one under the key of that run, and whoever is at another
 finds that there and asks.
+
+[Note: ranks that do not come]
+A rank whose call of a model has raised, or whose process an exception has ended, says so in the
+store: the others would wait for it until the timeout of the group. One whose process goes on may
+have caught the exception, and come back with another call, of the same or of something else; so it
+is given RAISED_S, and its word is taken back when it comes. The others look where they wait for its
+text, and where they wait for its messages.
 """
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import hashlib
 import logging
+import sys
 import time
 from collections import deque
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,7 +70,7 @@ from .own_groups import second_of
 from .watcher import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +79,7 @@ Asks = Literal["if new", "anew", "never"]
 POLL_S = 1.0  # between two looks of a watcher
 STUCK_S = 3.0  # at the same run, after which a watcher asks whether others are at the same
 SILENCE_S = 60.0  # a rank that showed signs of life and then none for so long is taken for dead
+RAISED_S = 20.0  # for a rank whose call of a model has raised to come back
 TEXTS_S = 10.0  # for the others to publish their texts, once ranks are known to disagree
 AHEAD = 64  # runs before the last one of which a rank that is stuck asks too
 KEPT = 10_000  # runs that a rank can tell about later
@@ -133,6 +144,9 @@ class _Group:
     is_gone: its store does not answer any more.
     seen: the run that the watcher saw last, and when it was new.
     attempt: how often ranks have left graphs to agree on the run that is about to begin.
+    why: why the run that is being compared is outside a graph, if it is.
+    num_waits: waits for messages of the group that the main thread is in.
+    words: what others have said about not coming, by rank, and when it was new.
     """
 
     name: str
@@ -149,6 +163,9 @@ class _Group:
     is_gone: bool = False
     seen: tuple[int, float] = (0, 0.0)
     attempt: int = 0
+    why: str = ""
+    num_waits: int = 0
+    words: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def digest_of_run(self, number: int) -> str:
         at = number - (self.number - len(self.runs)) - 1
@@ -163,13 +180,14 @@ _groups: dict[str, _Group] = {}
 _texts: Keys[str] = Keys(lambda text, _: hashlib.sha256(text.encode()).hexdigest())
 
 
-def before_run(text: str, groups: Sequence[str], *, asks: Asks = "if new") -> bool:
+def before_run(text: str, groups: Sequence[str], *, asks: Asks = "if new", why: str = "") -> bool:
     """Called by every graph as it starts, and before each gather outside: count it, and the first
     time compare it with the other ranks. Returns whether other ranks have left graphs to do the
     same.
 
     asks: whether the others are asked: "if new", about a text that was not compared at this place;
         "anew", also about one that was; "never" (they may ask).
+    why: of a run outside a graph, why it is outside, for errors.
 
     Raises:
         DivergenceError: some rank runs other collectives; the text holds the difference.
@@ -178,15 +196,17 @@ def before_run(text: str, groups: Sequence[str], *, asks: Asks = "if new") -> bo
     found = [group for group in map(_group, groups) if group is not None]
     have_left = False
     for group in found:
-        have_left |= _run(group, text, asks=asks, may_leave=len(found) == 1)
+        have_left |= _run(group, text, asks=asks, may_leave=len(found) == 1, why=why)
     return have_left
 
 
-def _run(group: _Group, text: str, *, asks: Asks, may_leave: bool) -> bool:
+def _run(group: _Group, text: str, *, asks: Asks, may_leave: bool, why: str) -> bool:
+    note_goes_on()
     group.number += 1
     group.runs.append(_texts.key(text))
     step = group.step_to(group.number)
     begun, group.attempt = group.attempt, 0
+    group.why = why
     if not begun and asks != "anew" and (asks == "never" or step in group.agreed):
         group.agreed.add(step)
         return False
@@ -194,12 +214,14 @@ def _run(group: _Group, text: str, *, asks: Asks, may_leave: bool) -> bool:
     if not texts:
         group.agreed.add(step)
         return attempt > begun
-    if leavers and may_leave and leaving.can_leave(group.process_group):
-        _forget_run(group, attempt + 1)
-        raise leaving.LeftGraph(_others(group, leavers))
     if leavers:
-        _refuse(group, group.number, attempt + 1)
-    raise DivergenceError(describe(group.process_group, texts))
+        stays = "its graph has collectives over several groups, of which one asks first"
+        stays = leaving.why_stays(group.process_group) if may_leave else stays
+        if not stays:
+            _forget_run(group, attempt + 1)
+            raise leaving.LeftGraph(_others(group, leavers))
+        _refuse(group, group.number, attempt + 1, stays)
+    raise DivergenceError(describe(group.process_group, texts, _reasons(group, group.number)))
 
 
 def _settle(
@@ -229,11 +251,18 @@ def _forget_run(group: _Group, attempt: int) -> None:
     group.attempt = attempt
 
 
-def _refuse(group: _Group, number: int, attempt: int) -> None:
-    """Whoever waits for this rank to leave its graph is to wait no longer."""
+def _refuse(group: _Group, number: int, attempt: int, why: str) -> None:
+    """Whoever waits for this rank to leave its graph is to wait no longer; and why it stays."""
     key = _key(number, attempt)
+    group.store.set(f"{number}/reason/{group.rank}", f"cannot leave its graph: {why}")
     group.store.set(f"{key}/text/{group.rank}", leaving.STAYS)
     group.store.set(f"{key}/{group.rank}", _texts.key(leaving.STAYS))
+
+
+def _reasons(group: _Group, number: int) -> list[str]:
+    """What each rank of a group has said of its run, "" for those that have not."""
+    keys = [f"{number}/reason/{rank}" for rank in range(group.size)]
+    return [group.store.get(key).decode() if group.store.check([key]) else "" for key in keys]
 
 
 def _others(group: _Group, ranks: Sequence[int]) -> list[int]:
@@ -283,6 +312,8 @@ def _exchange(group: _Group, number: int, text: str, attempt: int = 0) -> list[s
     if set(found) == {digest}:
         group.settled = max(group.settled, number)
         return None
+    if group.why and leaving.is_outside(text):
+        group.store.set(f"{number}/reason/{group.rank}", f"is outside: {group.why}")
     group.store.set(f"{key}/text/{group.rank}", text)
     begin, texts = time.monotonic(), [""] * group.size
     while not all(texts) and time.monotonic() - begin < _patience(group, texts):
@@ -321,6 +352,9 @@ def _digests(group: _Group, number: int, attempt: int) -> list[str]:
         if all(found) or len(set(filter(None, found))) > 1:
             return found
         missing = [rank for rank in range(group.size) if not found[rank]]
+        why = _why_not(group, group.store, missing, number)
+        if why:
+            raise DivergenceError(why)
         silent = [rank for rank in missing if _is_silent(group, rank, beats)]
         waited = time.monotonic() - start
         if silent or waited > timeout:
@@ -330,6 +364,83 @@ def _digests(group: _Group, number: int, attempt: int) -> list[str]:
             raise DivergenceError(_not_there(silent or missing, group.name, f"run {key}", after))
         _watcher.pause(pause)
         pause = min(pause * 1.5, 0.25)
+
+
+# -- ranks that do not come
+
+
+def note_raised(error: BaseException) -> None:
+    """A call of a model has raised here: others may wait for this rank. See the note above."""
+    _say_to_all(f"raised {_named(error)} in a call of a model")
+
+
+def note_goes_on() -> None:
+    """Another call begins: take back what was said."""
+    if _has_said:
+        _say_to_all("")
+
+
+_has_said: set[str] = set()  # groups
+
+
+def _say_to_all(words: str) -> None:
+    for group in [g for g in _groups.values() if not g.is_gone]:
+        with suppress(RuntimeError, dist.DistError):  # its store may be gone
+            group.store.set(f"why/{group.rank}", f"{group.number} {words}" if words else "")
+            (_has_said.add if words else _has_said.discard)(group.name)
+
+
+def _say_at_exit() -> None:
+    """What has ended this process, if an exception has."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception):
+        _say_to_all(f"has ended, by {_named(error)}")
+
+
+def _named(error: BaseException) -> str:
+    """An error by its type and what it says, without Dynamo's explanations."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    name, text = type(error).__name__, " ".join(lines[:3])
+    return f"{name}: {text[:500]}" if text else name
+
+
+@contextmanager
+def waiting(process_group: dist.ProcessGroup) -> Iterator[None]:
+    """The main thread waits for messages of the group."""
+    group = _groups.get(process_group.group_name)
+    if group is None:
+        yield
+        return
+    group.num_waits += 1
+    try:
+        yield
+    finally:
+        group.num_waits -= 1
+
+
+def _why_not(group: _Group, store: Any, ranks: Sequence[int], number: int) -> str:
+    """The error for the first of these ranks that has said that it does not come to this run, and
+    has had the time to think better of it; or "".
+    """
+    now = time.monotonic()
+    for rank in ranks:
+        key = f"why/{rank}"
+        said = store.get(key).decode() if store.check([key]) else ""
+        if group.words.get(rank, ("", 0.0))[0] != said:
+            group.words[rank] = said, now
+        at, _, words = said.partition(" ")
+        patience = RAISED_S if words.startswith("raised") else 0.0
+        if not said or int(at) > number or now - group.words[rank][1] < patience:
+            continue
+        since = f", and has called none for {patience:.0f} s since" if patience else ""
+        return (
+            f"compiled_fsdp: rank {dist.get_process_group_ranks(group.process_group)[rank]} of "
+            f"process group {group.name!r} {words}{since}\n"
+            f"This rank waits for it at run {number} of that group, which it will not come to. See "
+            "its output for where that was. Let all ranks raise, or none: an exception that one rank "
+            "catches leaves the others in the middle of the step"
+        )
+    return ""
 
 
 def _not_there(ranks: list[int], name: str, run: str, after: str) -> str:
@@ -351,8 +462,12 @@ def _is_silent(group: _Group, rank: int, beats: dict[int, tuple[str, float]]) ->
     return bool(beat) and now - beats[rank][1] > SILENCE_S
 
 
-def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
-    """The error for texts that differ: who has which, and the first difference as a diff."""
+def describe(
+    process_group: dist.ProcessGroup, texts: list[str], reasons: Sequence[str] = ()
+) -> str:
+    """The error for texts that differ: who has which, and the first difference as a diff; what ranks
+    say of why, and what to do.
+    """
     ranks = dist.get_process_group_ranks(process_group)
     kinds: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
@@ -371,15 +486,26 @@ def describe(process_group: dist.ProcessGroup, texts: list[str]) -> str:
                 one.splitlines(), two.splitlines(), *names_of_two, lineterm="", n=2
             )
         )[:60]
+    said = [f"  rank {rank} {why}" for rank, why in zip(ranks, reasons, strict=False) if why]
+    do = (
+        "Look for different models, a branch that depends on data or on the rank, or a rank that does "
+        "not compile"
+    )
+    if any(map(leaving.is_outside, texts)) and any(t and not leaving.is_outside(t) for t in texts):
+        do = (
+            "Some run a unit in a graph and others outside, as where Dynamo breaks the graph on some "
+            "ranks only, at `if rank == 0: print(x)` in forward. Return what one rank needs and print "
+            "it behind the call, let all ranks do the same, or do not compile that module"
+        )
     return "\n".join(
         [
             f"compiled_fsdp: the ranks of process group {process_group.group_name!r} are about to "
             "communicate differently:",
             *names,
             *lines,
-            "Ranks that share a group must run the same collectives in the same order. Look for "
-            "different models, a branch that depends on data or on the rank, or a rank that does "
-            "not compile; none of this was communicated",
+            *said,
+            "Ranks that share a group must run the same collectives in the same order. "
+            f"{do}; none of this was communicated",
         ]
     )
 
@@ -415,7 +541,15 @@ def _ask_if_stuck(group: _Group) -> None:
     if number != group.number:
         group.seen = group.number, time.monotonic()
         return
-    if number <= group.settled or group.failure or time.monotonic() - since < STUCK_S:
+    if group.failure or time.monotonic() - since < STUCK_S:
+        return
+    if group.num_waits:
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        why = _why_not(group, group.watched, others, number)
+        if why:
+            _fail(group, why)
+            return
+    if number <= group.settled:
         return
     if group.step_to(number) not in group.agreed:
         return  # the main thread is just comparing
@@ -455,12 +589,17 @@ def _compare(group: _Group, number: int, mine: str) -> None:
     texts, leavers, attempt = _settle(group, number, _texts.get(mine, ""))
     if texts:
         if leavers:
-            _refuse(group, number, attempt + 1)
-        group.failure = describe(group.process_group, texts)
-        log.error("%s", group.failure)
-        _watcher.pause(POLL_S)  # so that the others know why their connections break
-        for each in (group.process_group, *second_of(group.process_group)):
-            break_connections(each)
+            _refuse(group, number, attempt + 1, "all ranks had run it before, so that it had begun")
+        _fail(group, describe(group.process_group, texts, _reasons(group, number)))
+
+
+def _fail(group: _Group, text: str) -> None:
+    """Free a main thread that waits in vain."""
+    group.failure = text
+    log.error("%s", group.failure)
+    _watcher.pause(POLL_S)  # so that the others know why their connections break
+    for each in (group.process_group, *second_of(group.process_group)):
+        break_connections(each)
 
 
 def break_connections(process_group: dist.ProcessGroup) -> None:
@@ -495,6 +634,8 @@ def _group(name: str) -> _Group | None:
     )
     _groups[name] = group
     _watcher.start()
+    atexit.unregister(_say_at_exit)
+    atexit.register(_say_at_exit)
     return group
 
 

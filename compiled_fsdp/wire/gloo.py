@@ -24,7 +24,7 @@ from compiled_fsdp.torch_private.groups import backend_of, group_named, register
 from compiled_fsdp.torch_private.tracing import unprofiled
 
 from . import ranges
-from .agreement import lost
+from .agreement import lost, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,11 @@ class Exchange(dist._Work):  # type: ignore[name-defined,misc]
         """
         _pending.discard(self)
         works, self.works = self.works, []
-        with ranges.around(f"wait {self.collective}", self.phase, self.what if self.phase else ""):
+        what = self.what if self.phase else ""
+        with (
+            ranges.around(f"wait {self.collective}", self.phase, what),
+            waiting(self.group),
+        ):
             for peer, work in works:
                 try:
                     work.wait()

@@ -23,8 +23,9 @@ OUTSIDE = "outside a graph"  # the end of the first line of an eager unit's text
 FORWARD = "a forward graph of "  # how a graph's begins (`ir/sequence.py`)
 STAYS = "a graph that cannot be left any more"
 
-# Whether the graph that now runs can be left, for which group; set by those who call modules.
-can_leave: Callable[[dist.ProcessGroup], bool] = lambda _: False  # noqa: E731
+# Why the graph that now runs cannot be left for the ranks of a group, or ""; set by those who call
+# modules.
+why_stays: Callable[[dist.ProcessGroup], str] = lambda _: "nobody can call it again"  # noqa: E731
 
 
 class LeftGraph(Exception):  # nothing is wrong yet

@@ -53,6 +53,7 @@ BACKENDS = {
 UNSHARDED = ("unsharded", "plain")
 SLOW = {"inductor": 4}  # times the seconds that another kind gets
 GRACE = 10.0  # seconds for the other ranks, once one has raised
+PARTED = {"DivergenceError", "CommunicationError"}
 Entry = tuple[str, "Tensor | None"]
 
 
@@ -296,7 +297,7 @@ def run_kinds(kinds: tuple[str, ...], folder: str, limit: float, *arguments: Any
 
 def _ended_alike(folder: Path, kind: str, outcome: Outcome) -> bool:
     """Whether it ended on all ranks with the same error, or none; not by a collective: who raised
-    may owe some.
+    may owe some. After an error about ranks that part, their connections are broken.
     """
     mine = place_of(folder, kind, dist.get_rank())
     part = folder / f"{mine.name}.part"
@@ -310,7 +311,8 @@ def _ended_alike(folder: Path, kind: str, outcome: Outcome) -> bool:
             text = f"this rank raised {outcome.error} ({whose}): {outcome.text}"
             raise TimeoutError(f"{text}; nothing from {[p.name for p in missing]}")
         time.sleep(0.001)
-    return len({pickle.loads(place.read_bytes()).error for place in places}) == 1
+    errors = {pickle.loads(place.read_bytes()).error for place in places}
+    return len(errors) == 1 and not errors & PARTED
 
 
 def place_of(folder: Path, kind: str, rank: int) -> Path:

@@ -8,6 +8,7 @@ import time
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -289,6 +290,8 @@ def test_a_graph_that_cannot_be_left(broken: Pool) -> None:
         "ranks [0]: unit ",
         "outside a graph",
         "ranks [1]: a forward graph of 1 collectives",
+        "rank 0 is outside: ",
+        "rank 1 cannot leave its graph: its graph is of a larger function around the model",
     )
 
 
@@ -323,6 +326,40 @@ def test_a_rank_that_never_comes(broken: Pool) -> None:
     (text, _), _ = broken.run(stopped)
     assert "ranks [1] of process group" in text
     assert "raise the timeout of init_process_group, or call compiled_fsdp.warmup first" in text
+
+
+def raised_alone() -> str:
+    """Rank 1 says that a call has raised, and comes back; then a call of it does raise, and it does
+    not.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    with mock.patch.object(agreement, "RAISED_S", 1.0):
+        agreement.before_run("at first", [group.group_name])
+        if dist.get_rank() == 1:
+            agreement.note_raised(ValueError("as asked"))
+            time.sleep(0.3)
+            agreement.note_goes_on()
+            time.sleep(1.5)
+        agreement.before_run("then", [group.group_name])
+        model = sharded(compiled=False)
+        if dist.get_rank() == 0:
+            return error_of(lambda: step(model, "lr"))[0]
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, 5), "lr")
+        time.sleep(4.0)
+        return ""
+
+
+def test_a_rank_that_raises_alone(broken: Pool) -> None:
+    """The others would wait for it until the timeout of the group."""
+    try:
+        text, _ = broken.run(raised_alone)
+        assert "rank 1 of process group" in text
+        assert "raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+        assert "has called none for 1 s since" in text
+    finally:
+        broken.close()
 
 
 # -- what must not be an error
