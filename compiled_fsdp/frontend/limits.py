@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_fsdp.torch_private.dynamo import before_compiling, last_recompile
 
-from .calls import innermost
+from .calls import CALLS, innermost
 from .entry import is_entry
 from .fallback import note_larger, note_overrun, note_part
 from .state import called_below, get_state
@@ -105,6 +105,11 @@ def _count(code: CodeType, unit: int, is_first: bool) -> int:
     times: dict[int, int] = _times.setdefault(code, {})
     times[unit] = times.get(unit, 0) + 1
     return times[unit] - 1
+
+
+def watch_calls(code: CodeType) -> None:
+    """Count what is compiled inside calls of this code, `__call__` of a class of sharded modules."""
+    CALLS.add(code)
 
 
 before_compiling(_may_go_on)

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from compiled_fsdp.compiler.inductor import install_passes
 from compiled_fsdp.eager.tree import in_backward, map_tensors
-from compiled_fsdp.frontend.calls import CALLS
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.leave import leave_graph
+from compiled_fsdp.frontend.limits import watch_calls
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
@@ -190,7 +190,7 @@ class FullyShardedDataParallel(AtRest):
             instance._fsdp_state.unit.publish()
 
 
-CALLS.add(FullyShardedDataParallel.__call__.__code__)
+watch_calls(FullyShardedDataParallel.__call__.__code__)
 never_traced_alone(FullyShardedDataParallel.__call__)
 never_traced_alone(FullyShardedDataParallel.forward)
 

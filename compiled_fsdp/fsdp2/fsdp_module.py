@@ -16,9 +16,9 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
-from compiled_fsdp.frontend.calls import CALLS
 from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.leave import leave_graph
+from compiled_fsdp.frontend.limits import watch_calls
 from compiled_fsdp.frontend.quantizing import check_supported
 from compiled_fsdp.frontend.state import get_state, module_by_key, states_below
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
@@ -191,7 +191,7 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
         return state.runtime.tree.finalization.finalize(state.runtime, is_async=async_op)
 
 
-CALLS.add(FSDPModule.__call__.__code__)
+watch_calls(FSDPModule.__call__.__code__)
 never_traced_alone(FSDPModule.__call__)
 
 
