@@ -17,6 +17,10 @@ ALL_FROM_COSTS = {
     "memory_budget": 0.5,
 }
 VARIANTS = {
+    "compiler/test_cache.py::test_a_budget_with_one_warm_cache": (
+        "::test_a_warm_cache_gives_the_graph_that_our_passes_made"
+    ),
+    "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
     "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
     "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": "::test_gradient_sync",
     "compat/fsdp2/test_lifecycle_rows.py::test_int_reshard_with_inductor": "::test_int_reshard",
@@ -29,7 +33,6 @@ VARIANTS = {
     "compat/fsdp2/test_methods_rows.py::test_custom_communication_with_inductor": (
         "::test_custom_communication"
     ),
-    "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
     "compat/fsdp2/test_parallel_rows.py::test_hsdp_and_tensor_parallel[shape1]": "[shape0]",
     "compat/fsdp2/test_parallel_rows.py::test_dims[shard, model first]": "[three]",
     "compat/fsdp2/test_parallel_rows.py::test_dims[two shard]": "[three]",

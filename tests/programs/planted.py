@@ -213,6 +213,14 @@ def each_rank_fits_its_own_budget() -> Iterator[None]:
 
 @plant
 def a_traced_backward_is_not_refused() -> Iterator[None]:
-    """`loss.backward()` traced into a compiled function leaves every `.grad` as it is."""
-    with mock.patch.object(_ours("wire.ops"), "is_dynamo_faking", return_value=False):
+    """`loss.backward()` traced into a compiled function leaves every `.grad` as it is, and nobody
+    says so.
+    """
+    silent = mock.patch.object(_ours("frontend.state"), "traces_autograd", return_value=False)
+    blind = mock.patch.object(_ours("frontend.traced_grads"), "traced_value", return_value=None)
+    with (
+        silent,
+        blind,
+        mock.patch.object(_ours("wire.ops"), "is_dynamo_faking", return_value=False),
+    ):
         yield
