@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # clip_grad_norm_'s
+Name = tuple[
+    str, str
+]  # of a parameter: its unit's, and its own, of which several models may have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class MeshAxes:
     """
 
     axes: tuple[tuple[str, int], ...]
-    cut: tuple[tuple[str, tuple[str, ...]], ...]
+    cut: tuple[tuple[Name, tuple[str, ...]], ...]
 
 
 class FlatGrad(NamedTuple):
@@ -73,7 +76,7 @@ def clipped(
     run: Builder,
     grads: Sequence[FlatGrad],
     max_norm: float,
-    order: Sequence[str],
+    order: Sequence[Name],
     *,
     is_fused: bool,
     mesh: MeshAxes | None = None,
@@ -81,7 +84,7 @@ def clipped(
     """The gradients times one coefficient, which keeps their global norm from exceeding
     `max_norm`.
 
-    order: the names of the parameters, in which their norms are put together.
+    order: the parameters, in which their norms are put together.
     is_fused: in ops that a compiler makes kernels of, where some of torch's no longer are.
     mesh: of parameters that several axes cut.
     """
@@ -89,7 +92,7 @@ def clipped(
     place = {name: i for i, name in enumerate(order)}
     own_norms = _fused_norms if is_fused else _norms
     shards = [
-        (place[spec.fqn], own, spec)
+        (place[spec.unit, spec.fqn], own, spec)
         for grad in grads
         for own, spec in zip(own_norms(run, grad), grad.specs, strict=True)
     ]
@@ -99,7 +102,7 @@ def clipped(
         axes = ((spec.group, spec.group_size),) if mesh is None else mesh.axes
         if mesh is not None:
             for group, size in axes:
-                if group not in cut.get(spec.fqn, (spec.group,)):
+                if group not in cut.get((spec.unit, spec.fqn), (spec.group,)):
                     own = run(aten.div.Tensor, own, size**0.5)
         norms.setdefault(axes, []).append(own)
     found = []

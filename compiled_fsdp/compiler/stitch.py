@@ -43,7 +43,7 @@ from compiled_fsdp.ir.schema import (
 )
 from compiled_fsdp.ir.spec import AGAIN, NEXT
 
-from .clip import FlatGrad, MeshAxes, clipped
+from .clip import FlatGrad, MeshAxes, Name, clipped
 from .matrices import updated_whole
 from .scaling import found_inf, scaled_one, unscaled
 
@@ -65,7 +65,7 @@ class WholeStep:
 
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
-    order: the names of all parameters, in the order in which their norms are put together.
+    order: all parameters by unit and name, in the order in which their norms are put together.
     mesh: of parameters that are tensor-parallel, if there are any.
     units: of the model, by what they are called in graphs.
     batches: micro-batches whose gradients are added up.
@@ -80,7 +80,7 @@ class WholeStep:
 
     name: str
     clip: float | None = None
-    order: tuple[str, ...] = ()
+    order: tuple[Name, ...] = ()
     mesh: MeshAxes | None = None
     units: tuple[str, ...] = ()
     batches: int = 1

@@ -208,7 +208,7 @@ def _mesh_of(units: list[Unit]) -> tuple[Any, ...]:
         )
     cut = tuple(
         (
-            p.fqn,
+            (p.spec.unit, p.fqn),
             tuple(n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()),
         )
         for p, s in parallel
@@ -301,9 +301,9 @@ class Step:
             options={"whole_step": dict(self._wanted)},  # type: ignore[dict-item]
         )
 
-    def _names(self, model: nn.Module) -> list[str]:
-        """The names of all sharded parameters, in the order in which the model yields them."""
-        owners = {id(held): p.fqn for p, held in self._held()}
+    def _names(self, model: nn.Module) -> list[tuple[str, str]]:
+        """The units and names of all sharded parameters, in the order in which the model yields them."""
+        owners = {id(held): (p.spec.unit, p.fqn) for p, held in self._held()}
         found = (owners[id(p)] for p in model.parameters() if id(p) in owners)
         return list(dict.fromkeys(found))
 

@@ -81,6 +81,7 @@ def compare_models() -> None:
     compare(Options("frozen", steps=3, max_norm=0.05), OPTIMIZERS["sgd"])
     compare(Options("unused", steps=3, policies=(BF16,)), OPTIMIZERS["adamw_fused"])
     compare(Options("tied", steps=3, max_norm=0.1), OPTIMIZERS["adamw_foreach"])
+    compare(Options("equal_units", steps=3, max_norm=0.05))  # parameters of one name
     for model in ("called_twice", "conv"):
         compare(Options(model, steps=3))
 
