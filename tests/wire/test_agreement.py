@@ -356,7 +356,8 @@ def test_a_rank_that_raises_alone(broken: Pool) -> None:
     try:
         text, _ = broken.run(raised_alone)
         assert "rank 1 of process group" in text
-        assert "raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+        assert "raised RuntimeError: " in text
+        assert "mat1 and mat2 shapes cannot be multiplied" in text
         assert "has called none for 1 s since" in text
     finally:
         broken.close()
