@@ -9,12 +9,21 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped]
 import torch._inductor.config as inductor_config
 import torch.fx.experimental.symbolic_shapes as symbolic
-from torch.fx.experimental import _size_hinting as hinting
+
+try:
+    from torch.fx.experimental import _size_hinting as hinting
+except ImportError:  # not in every version that is supported
+    hinting = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-IS_QUICK = hasattr(hinting, "_hint_bounds_from_runtime_asserts")  # 2.15 puts values in at once
+# What is replaced; 2.15 puts values in at once.
+IS_SLOW = (
+    hasattr(hinting, "_sub_unbacked_exprs")
+    and hasattr(symbolic, "_optimization_hint_base")
+    and not hasattr(hinting, "_hint_bounds_from_runtime_asserts")
+)
 
 
 @contextmanager
@@ -25,7 +34,7 @@ def quick_hints() -> Iterator[None]:
     to put its guesses into such a sum one after another, for each value of such a size; here all go
     in at once (`xreplace`, as in 2.15), and an expression is looked at once.
     """
-    if IS_QUICK:
+    if not IS_SLOW:
         yield
         return
     hint_of, substituted = hinting._optimization_hint_base, hinting._sub_unbacked_exprs
