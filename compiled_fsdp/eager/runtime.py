@@ -111,11 +111,11 @@ class Runtime(FullParams):
         if self.unit.is_outermost:
             log.debug("FSDP::root_pre_forward")
         self._log("pre_forward")
+        self.unit.num_eager_forwards += 1
+        self.unit.num_eager_recorded += torch.is_grad_enabled()
         if is_transformed():
             transformed.enter(self)
             return inputs
-        self.unit.num_eager_forwards += 1
-        self.unit.num_eager_recorded += torch.is_grad_enabled()
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run

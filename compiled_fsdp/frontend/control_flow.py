@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from torch.fx import Node
 
-# Which arguments of an operator are functions, and which is the list of what Dynamo hands over to
-# all of them: the last of their arguments, in its order.
+# Which arguments of an operator are functions (or end in one, as block masks do), and which is the
+# list of what Dynamo hands over to all of them: the last of their arguments, in its order.
 OPERANDS: dict[str, list[tuple[tuple[int, ...], int]]] = {
     "cond": [((1, 2), 3)],
     "while_loop": [((0, 1), 3)],
     "scan": [((0,), 3)],
     "map_impl": [((0,), 2)],
-    "flex_attention": [((3,), 7)],
+    "flex_attention": [((3,), 7), ((4,), 8)],
 }
 
 
@@ -47,8 +47,13 @@ def hoist_reads(gm: GraphModule) -> None:
     for module in reversed(modules):  # what is inside of another comes after it
         for node in list(module.graph.nodes):
             for functions, where in OPERANDS.get(operator_name(node.target), ()):
-                bodies = [module.get_submodule(node.args[i].target) for i in functions]
+                bodies = [module.get_submodule(_function(node.args[i])) for i in functions]
                 _hoist(node, bodies, where)  # type: ignore[arg-type]
+
+
+def _function(argument: Any) -> Any:
+    """The name of a function's graph."""
+    return (argument[-1] if isinstance(argument, tuple) else argument).target
 
 
 def _hoist(call: Node, bodies: Sequence[GraphModule], where: int) -> None:

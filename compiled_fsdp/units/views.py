@@ -22,6 +22,7 @@ import torch
 
 from compiled_fsdp.ir.keys import Keys
 from compiled_fsdp.ir.schema import FLATTEN_GRAD
+from compiled_fsdp.torch_private.autograd import outside_transforms, unwrapped
 from compiled_fsdp.torch_private.dynamo import traced_as_it_is
 
 if TYPE_CHECKING:
@@ -72,10 +73,12 @@ def key_of_view(view: View) -> str:
 @traced_as_it_is
 def view_of_flat(flat: Tensor, key: str) -> Tensor:
     """A parameter out of a gathered flat parameter, inside a graph: Dynamo takes the call as it is,
-    AOTAutograd traces it.
+    AOTAutograd traces it. Inside of `torch.func`'s transformations a parameter is a constant, so that
+    the view is taken outside.
     """
     function: Any = _ViewOfFlat
-    result: Tensor = function.apply(flat, _views[key])
+    with outside_transforms():
+        result: Tensor = function.apply(unwrapped(flat), _views[key])
     return result
 
 

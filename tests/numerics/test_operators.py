@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as map_rows
 from torch.fx import GraphModule
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import FullyShardedDataParallel, fully_shard
+from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 
 if TYPE_CHECKING:
@@ -70,19 +71,25 @@ class Net(nn.Module):
 
 
 def train(make: Callable[[], Any], kind: str, same: bool, apart: bool) -> list[Tensor]:
-    """Losses, and parameters in the end.
+    """Losses, evaluations, and, but for FSDP1, whose parameters are views, parameters in the end.
 
+    kind: "unsharded", or words among "fsdp1", "eager" and "compiled".
     same: the ranks' batches are the same; otherwise each has its own.
     apart: layers are units of their own.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = make()
-    if kind != "unsharded":
-        for layer in (*(model.layers if apart else ()), model):
+    layers = model.layers if apart else ()
+    if "fsdp1" in kind:
+        for number, layer in enumerate(layers):
+            model.layers[number] = flat(layer)
+        model = flat(model)
+    elif kind != "unsharded":
+        for layer in (*layers, model):
             fully_shard(layer)
     call = model
-    if kind == "compiled":
+    if "compiled" in kind:
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -98,13 +105,21 @@ def train(make: Callable[[], Any], kind: str, same: bool, apart: bool) -> list[T
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    return found + [whole(p.detach()) for p in model.parameters()]
+        with torch.no_grad():
+            found.append(call(torch.ones(ROWS, WIDTH)))
+        assert not any(state.runtime.is_unsharded for state in states_below(model))
+    return found if "fsdp1" in kind else found + [whole(p.detach()) for p in model.parameters()]
 
 
-def compare(make: Callable[[], Any], same: bool = True, apart: bool = True) -> None:
-    kinds = ("unsharded", "eager", "compiled")
+def flat(module: nn.Module) -> Any:
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def compare(make: Callable[[], Any], *more: str, same: bool = True, apart: bool = True) -> None:
+    kinds = ("unsharded", "eager", "compiled", *more)
     expected, *others = (train(make, kind, same, apart) for kind in kinds)
     for found in others:
+        assert len(found) >= 6
         assert all(map(torch.equal, found, expected))
 
 
@@ -115,7 +130,8 @@ def test_transformations(two: Pool) -> None:
 def transformations() -> None:
     for name in TRANSFORMATIONS:
         is_read_outside = name == "adapted"  # of the layer's own forward
-        compare(lambda name=name: Net(TRANSFORMATIONS[name]), apart=not is_read_outside)
+        more = ("fsdp1 eager", "fsdp1 compiled") if name == "grad" else ()
+        compare(lambda name=name: Net(TRANSFORMATIONS[name]), *more, apart=not is_read_outside)
 
 
 def test_a_whole_forward_inside_vmap(two: Pool) -> None:
@@ -133,7 +149,20 @@ class Rows(nn.Module):
 
 
 def whole_forward() -> None:
+    """The outermost module itself: in a graph, and where nothing is trained; else it is refused."""
     compare(Rows)
+    torch.manual_seed(0)
+    model: Any = nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(ROWS, WIDTH)
+    expected = model(x).detach()
+    fully_shard(model)
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(model)(x), expected)
+    assert not model._fsdp_own().runtime.is_unsharded
+    with pytest.raises(NotImplementedError, match="Linear, is called inside of a transformation"):
+        torch.vmap(model)(x)
+    rows = torch.compile(lambda x: torch.vmap(model)(x), backend="compiled_fsdp_eager")
+    assert torch.equal(rows(x), expected)
 
 
 # -- control flow: parameters are gathered before it
@@ -142,6 +171,16 @@ def whole_forward() -> None:
 def branch(layer: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
     result: Tensor = torch.cond(x.sum() > 0, lambda y: layer(y).tanh(), lambda y: other(y), (x,))
     return result
+
+
+def ranks_part() -> bool:
+    """Whether in the first step of `train` ranks take other branches."""
+    torch.manual_seed(0)
+    first = Net(branch, num_layers=2).first
+    torch.manual_seed(10 * dist.get_rank())
+    taken = (first(torch.randn(ROWS, WIDTH)).sum() > 0).float()
+    dist.all_reduce(taken)
+    return 0 < taken.item() < dist.get_world_size()
 
 
 def recurrent(layer: nn.Module, x: Tensor) -> Tensor:
@@ -157,6 +196,7 @@ def test_control_flow(two: Pool) -> None:
 
 def control_flow() -> None:
     """In a branch each rank takes its own: whoever takes the other gives zeros."""
+    assert ranks_part()
     compare(lambda: Net(branch, num_layers=2), same=False)
     compare(lambda: Net(recurrent))
 
@@ -169,18 +209,26 @@ def looped(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Scores get a bias that is trained."""
+    """Scores get a bias that is trained; what is masked depends on another parameter."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.bound = nn.Parameter(torch.tensor([2.0]), requires_grad=False)  # or torch refuses it
         self.layers = nn.ModuleList([nn.Linear(4, 12)])
         self.bias = nn.Parameter(torch.randn(2))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.layers[0](x).view(1, ROWS, 3, 2, 2).unbind(2)
         heads = [t.transpose(1, 2) for t in (q, k, v)]
-        found = flex_attention(*heads, score_mod=lambda score, b, h, i, j: score + self.bias[h])
-        return found.flatten()
+
+        def biased(score: Tensor, _b: Tensor, h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+            return score + self.bias[h]
+
+        def near(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i - j <= self.bound[0]
+
+        mask = create_block_mask(near, None, None, ROWS, ROWS, device="cpu")
+        return flex_attention(*heads, score_mod=biased, block_mask=mask).flatten()
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -197,7 +245,8 @@ def test_reads_are_moved_out() -> None:
     for name, (apply, count) in nets.items():
         module = Net(apply, count)
         assert read_by(module, torch.randn(ROWS, WIDTH), name) == ([*layers[name]], 0), name
-    assert read_by(Attention(), torch.randn(ROWS, 4), "flex_attention") == (["bias"], 0)
+    attention = read_by(Attention(), torch.randn(ROWS, 4), "flex_attention")
+    assert attention == (["bias", "bound"], 0)
     kept = Net(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
     _, inside = read_by(kept, torch.randn(ROWS, WIDTH), "tag_activation_checkpoint")
     assert inside == 2
