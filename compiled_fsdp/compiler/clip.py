@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # clip_grad_norm_'s
-Name = tuple[
-    str, str
-]  # of a parameter: its unit's, and its own, of which several models may have one
+# Of a parameter: its unit's, and its own, which several models in one step may have alike.
+Name = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,9 @@ def _tried(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _key(graph: Graph, plan: Plan) -> int:
-    """A hash of all that the decision depends on: what is communicated, what is computed in between and how
-    long it takes, the plan and the passes. What is compiled was tried before, under a memory
-    budget.
+    """A hash of all that the decision depends on: what is communicated, what is computed in between
+    and how long it takes, the plan and the passes. Under a memory budget, what is compiled was tried
+    before.
     """
     assert plan.costs is not None
     nodes = tuple(

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
 from compiled_fsdp.frontend.state import get_state
+from compiled_fsdp.wire.agreement import RAISED_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ BACKENDS = {
 }
 UNSHARDED = ("unsharded", "plain")
 SLOW = {"inductor": 4}  # times the seconds that another kind gets
-GRACE = 10.0  # seconds for the other ranks, once one has raised
+GRACE = RAISED_S + 10.0  # seconds for the other ranks, once one has raised: they wait for it first
 PARTED = {"DivergenceError", "CommunicationError"}
 Entry = tuple[str, "Tensor | None"]
 
