@@ -21,17 +21,14 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from compiled_fsdp.compiler.inductor import install_passes
 from compiled_fsdp.eager.tree import in_backward, map_tensors
+from compiled_fsdp.frontend.called import Called
 from compiled_fsdp.frontend.classes import swap_class
-from compiled_fsdp.frontend.entry import call_of
 from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
-from compiled_fsdp.frontend.leave import leave_graph
-from compiled_fsdp.frontend.limits import watch_calls
-from compiled_fsdp.frontend.state import State, adopt_nested, enter_state, module_by_key
-from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.frontend.state import State, adopt_nested, enter_state
+from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
 from compiled_fsdp.wire.agreement import note_raised
-from compiled_fsdp.wire.leaving import LeftGraph
 
 from . import stock
 from .at_rest import AtRest, rest
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel(AtRest):
+class FullyShardedDataParallel(Called, AtRest):
     """Shard `module`'s parameters over ranks; the arguments, names and errors of torch's own class.
 
     Under `torch.compile` the whole wrapped model is one graph in each direction; without it the
@@ -109,27 +106,32 @@ class FullyShardedDataParallel(AtRest):
 
     # -- forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; as `FSDPModule`, this frame stays outside any graph and `_fsdp_call`
-        begins one.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            _before_trace(self._fsdp_key)
-            for parameter in self._fsdp_watched:
-                parameter.requires_grad  # noqa: B018  # the graph guards on it
-            return self._fsdp_call(args, kwargs)
-        call = _before_call(self, is_call_compiled(self))
-        while True:
-            try:
-                return call(self, args, kwargs)
-            except LeftGraph as error:
-                leave_graph(self, error)
-            except Exception as error:
-                _after_error(self, error)
-                raise
+    def _fsdp_before_call(self, *, is_compiled: bool, is_traced: bool = False) -> None:
+        """What stock does before forward, and what the core does."""
+        stock.lazy_init(self, self)
+        state: State = self._fsdp_state
+        if self._is_root and not in_backward():
+            state.runtime.tree.recover()
+            instances: Any = self._all_fsdp_states
+            for instance in instances:
+                instance.training_state = TrainingState.IDLE
+                if instance._fsdp_state.unit.before_forward():
+                    instance._fsdp_state.runtime.reshard()
+                _settle_inputs(instance)
+            _settle_buffers(self)
+        state.before_call(is_compiled=is_compiled, is_traced=is_traced)
 
-    def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
+    def _fsdp_before_trace(self) -> None:
+        self._fsdp_before_call(is_compiled=False, is_traced=True)
+        instances = self.fsdp_modules(self) if self._is_root else []
+        keepers = [instance._handle for instance in instances if instance._handle is not None]
+        self.__dict__["_fsdp_watched"] = [
+            p for keeper in keepers for p in (keeper.flat_param._params or [keeper.flat_param])
+        ]
+
+    def _fsdp_after_error(self, error: Exception) -> None:
+        if self._is_root and not in_backward():
+            note_raised(error)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the wrapped module, free."""
@@ -190,8 +192,6 @@ class FullyShardedDataParallel(AtRest):
             instance._fsdp_state.unit.publish()
 
 
-watch_calls(FullyShardedDataParallel.__call__.__code__)
-never_traced_alone(FullyShardedDataParallel.__call__)
 never_traced_alone(FullyShardedDataParallel.forward)
 
 
@@ -236,28 +236,6 @@ def _rest_first(module: Any, *_: object) -> None:
     rest(module)
 
 
-@untraced
-def _before_call(
-    wrapper: FullyShardedDataParallel, is_compiled: bool, is_traced: bool = False
-) -> Callable[..., Any]:
-    """Outside any graph, before an instance is called: what stock does before forward, and what the
-    core does.
-    """
-    stock.lazy_init(wrapper, wrapper)
-    state: State = wrapper._fsdp_state
-    if wrapper._is_root and not in_backward():
-        state.runtime.tree.recover()
-        instances: Any = wrapper._all_fsdp_states
-        for instance in instances:
-            instance.training_state = TrainingState.IDLE
-            if instance._fsdp_state.unit.before_forward():
-                instance._fsdp_state.runtime.reshard()
-            _settle_inputs(instance)
-        _settle_buffers(wrapper)
-    state.before_call(is_compiled=is_compiled, is_traced=is_traced)
-    return call_of(wrapper)
-
-
 def _settle_inputs(instance: Any) -> None:
     """Whether forward is to cast or move its inputs, as plain attributes: compiled code guards on
     them.
@@ -294,19 +272,3 @@ def _settle_buffers(root: Any) -> None:
         buffers, dtypes = stock.buffers_for_computation(root, root)
         stock.cast_buffers(buffers, dtypes, root.compute_device)
         root._needs_buffer_dtype_restore_check = False
-
-
-@untraced
-def _after_error(wrapper: FullyShardedDataParallel, error: Exception) -> None:
-    if wrapper._is_root and not in_backward():
-        note_raised(error)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _before_trace(key: str) -> None:
-    module: Any = module_by_key(key)
-    _before_call(module, is_compiled=False, is_traced=True)
-    instances = module.fsdp_modules(module) if module._is_root else []
-    keepers = [instance._handle for instance in instances if instance._handle is not None]
-    watched = [p for keeper in keepers for p in (keeper.flat_param._params or [keeper.flat_param])]
-    module.__dict__["_fsdp_watched"] = watched

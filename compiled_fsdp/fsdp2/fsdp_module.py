@@ -16,21 +16,17 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from compiled_fsdp.eager.finalization import GradientReductionHandle
 from compiled_fsdp.frontend.arguments import check_bool
 from compiled_fsdp.frontend.beside_stock import NotInsideTheWrapper
-from compiled_fsdp.frontend.entry import call_of
-from compiled_fsdp.frontend.leave import leave_graph
-from compiled_fsdp.frontend.limits import watch_calls
+from compiled_fsdp.frontend.called import Called
 from compiled_fsdp.frontend.quantizing import check_supported
-from compiled_fsdp.frontend.state import get_state, module_by_key, states_below
-from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.frontend.state import get_state, states_below
+from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.modules import forgets_gradients
 from compiled_fsdp.units.registered import named_in_trace
 from compiled_fsdp.units.unit import originals
-from compiled_fsdp.wire.leaving import LeftGraph
 
 from .setters import Setters, states_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from compiled_fsdp.eager.runtime import Runtime
 
@@ -54,13 +50,10 @@ class UnshardHandle(StockUnshardHandle):
             runtime.keep()
 
 
-class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
+class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
     """A sharded module: what `fully_shard` makes of the modules it is given. Subclasses torch's own
     `FSDPModule`.
     """
-
-    _fsdp_watched: list[nn.Parameter]
-    _fsdp_key: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a plain object of the original class: slicing a sharded `nn.Sequential` does
@@ -70,30 +63,18 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
         plain.__init__(*args, **kwargs)
         return plain
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call`
-        begins one, hooks included.
+    # -- calls
 
-        If this one is traced after all, from a larger function that is compiled, then what else
-        happens before each call happens while tracing, and the graph guards on what it looked at.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            _before_trace(self._fsdp_key)
-            for parameter in self._fsdp_watched:
-                parameter.requires_grad  # noqa: B018
-            return self._fsdp_call(args, kwargs)
-        call = _before_call(self, is_call_compiled(self))
-        while True:
-            try:
-                return call(self, args, kwargs)
-            except LeftGraph as error:
-                leave_graph(self, error)
-            except Exception as error:
-                _after_error(self, error)
-                raise
+    def _fsdp_before_call(self, *, is_compiled: bool) -> None:
+        self._fsdp_own().before_call(is_compiled=is_compiled)
 
-    def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+    def _fsdp_before_trace(self) -> None:
+        self._fsdp_own().before_trace(self)  # type: ignore[arg-type]
+
+    def _fsdp_after_error(self, error: Exception) -> None:
+        self._fsdp_own().after_error(error)
+
+    # -- parameters
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -102,8 +83,6 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
         if torch.compiler.is_dynamo_compiling():
             return named_in_trace(self, prefix, recurse, remove_duplicate)  # type: ignore[arg-type]
         return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
-
-    # -- parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's unit now, not those below; with `async_op`, in the background until
@@ -189,27 +168,6 @@ class FSDPModule(NotInsideTheWrapper, Setters, StockFSDPModule):
             return GradientReductionHandle() if async_op else None
         state.unit.options.consume("finalize_backward", "set_manual_backward_finalization")
         return state.runtime.tree.finalization.finalize(state.runtime, is_async=async_op)
-
-
-watch_calls(FSDPModule.__call__.__code__)
-never_traced_alone(FSDPModule.__call__)
-
-
-@untraced
-def _after_error(module: FSDPModule, error: Exception) -> None:
-    module._fsdp_own().after_error(error)
-
-
-@untraced
-def _before_call(module: FSDPModule, is_compiled: bool) -> Callable[..., Any]:
-    module._fsdp_own().before_call(is_compiled=is_compiled)
-    return call_of(module)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _before_trace(key: str) -> None:
-    module: Any = module_by_key(key)
-    module._fsdp_own().before_trace(module)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

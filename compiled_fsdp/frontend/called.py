@@ -1,0 +1,91 @@
+"""Calls of sharded modules, of either front end: what happens outside any graph, before and after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
+from compiled_fsdp.wire.leaving import LeftGraph
+
+from .entry import call_of
+from .leave import leave_graph
+from .limits import watch_calls
+from .state import module_by_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+class Called:
+    """A module whose calls its unit knows of. Stands before the module's own class.
+
+    _fsdp_key: names the module, in a trace too.
+    _fsdp_watched: parameters whose `requires_grad` a graph around the call is to guard on.
+    """
+
+    _fsdp_key: str
+    _fsdp_watched: list[nn.Parameter]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; two frames of our own: this one stays outside any graph, `_fsdp_call`
+        begins one, hooks included.
+
+        If this one is traced after all, from a larger function that is compiled, then what else
+        happens before each call happens while tracing, and the graph guards on what it looked at.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            _before_trace(self._fsdp_key)
+            for parameter in self._fsdp_watched:
+                parameter.requires_grad  # noqa: B018  # the graph guards on it
+            return self._fsdp_call(args, kwargs)
+        call = _before_call(self, is_call_compiled(self))
+        while True:
+            try:
+                return call(self, args, kwargs)
+            except LeftGraph as error:
+                leave_graph(self, error)
+            except Exception as error:
+                _after_error(self, error)
+                raise
+
+    def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _fsdp_before_call(self, *, is_compiled: bool) -> None:
+        """Outside any graph; is_compiled: whether it is a call that `torch.compile` traces."""
+        raise NotImplementedError
+
+    def _fsdp_before_trace(self) -> None:
+        """As before a call, while a larger function is traced, which is not called yet. Leaves
+        `_fsdp_watched`.
+        """
+        raise NotImplementedError
+
+    def _fsdp_after_error(self, error: Exception) -> None:
+        """The call has raised; may raise something clearer."""
+        raise NotImplementedError
+
+
+watch_calls(Called.__call__.__code__)
+never_traced_alone(Called.__call__)
+
+
+@untraced
+def _before_call(module: Any, is_compiled: bool) -> Callable[..., Any]:
+    module._fsdp_before_call(is_compiled=is_compiled)
+    return call_of(module)
+
+
+@untraced
+def _after_error(module: Any, error: Exception) -> None:
+    module._fsdp_after_error(error)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _before_trace(key: str) -> None:
+    module: Any = module_by_key(key)
+    module._fsdp_before_trace()
