@@ -57,7 +57,6 @@ def refusal(unit: Unit) -> str:
         ),
         "CPU offload beside an accelerator, which": bool(unit.offload and unit.offload.device),
         "an int reshard_after_forward, which": bool(unit.post_meshes),
-        "overlap_optimizer, which": bool(settings.overlap),
         "set_custom_all_gather, which": bool(gathers and settings.all_gather),
         "set_custom_reduce_scatter, which": bool(reduces and settings.reduce_scatter),
     }

@@ -39,7 +39,6 @@ from compiled_fsdp import (
     FullyShardedDataParallel,
     explain,
     fully_shard,
-    overlap_optimizer,
     planned,
 )
 from compiled_fsdp.ir.regions import find_regions
@@ -442,8 +441,6 @@ def refused(what: str) -> str:
         model.set_custom_all_gather(Comm())
     elif what == "reduce":
         model.set_custom_reduce_scatter(Comm())
-    elif what == "overlap":
-        overlap_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with planned(**BOTH), pytest.raises(NotImplementedError) as error:
         model(torch.ones(2, 64))
     return str(error.value)
@@ -455,7 +452,6 @@ def refused(what: str) -> str:
         ("flat", "FullyShardedDataParallel, whose flat parameters are"),
         ("gather", "set_custom_all_gather"),
         ("reduce", "set_custom_reduce_scatter"),
-        ("overlap", "overlap_optimizer"),
     ],
 )
 def test_what_is_refused(two: Pool, what: str, named: str) -> None:
