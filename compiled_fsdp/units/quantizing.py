@@ -56,7 +56,6 @@ def refusal(unit: Unit) -> str:
             unit.has_extensions
         ),
         "CPU offload beside an accelerator, which": bool(unit.offload and unit.offload.device),
-        "an int reshard_after_forward, which": bool(unit.post_meshes),
         "set_custom_all_gather, which": bool(gathers and settings.all_gather),
         "set_custom_reduce_scatter, which": bool(reduces and settings.reduce_scatter),
     }

@@ -257,6 +257,33 @@ def test_hsdp(four: Pool) -> None:
     four.run(compiled_as_eager, Options("equal_units", steps=2, mesh="hsdp"), BOTH)
 
 
+def gathered_again_from_slices() -> None:
+    """Backward computes with what forward's codes stand for, so that the numbers are those of a
+    unit that is gathered again as a whole, or not at all.
+    """
+    with planned(**BOTH):
+        whole, *sliced = (
+            trace_of(kind, Options("equal_units", steps=2, reshard=reshard))
+            for kind, reshard in (("eager", True), ("eager", 2), ("compiled", 2))
+        )
+        model, _, _ = make("eager", Options("equal_units", reshard=2))
+        said = str(explain(model))
+    for ours in sliced:
+        check_equal(observed(ours), observed(whole), "slices")
+    coded, again = 3 * (1024 + 4 * 4 + 16 * 4), (2048 + 32) * 4
+    exact = 3 * (1024 + 16) * 4
+    assert (
+        f"sends {coded + again} bytes a step instead of {exact + again} ({again} of them for "
+        "backward, of slices, which travel as they are)" in said
+    )
+    plain = trace_of("eager", Options("equal_units", steps=2, reshard=2))
+    assert plain.losses != whole.losses, "nothing was rounded"
+
+
+def test_int_reshard(four: Pool) -> None:
+    four.run(gathered_again_from_slices)
+
+
 def under_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
@@ -433,8 +460,6 @@ def refused(what: str) -> str:
 
     if what == "flat":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    elif what == "int":
-        fully_shard(model, reshard_after_forward=2)
     else:
         fully_shard(model)
     if what == "gather":
@@ -458,10 +483,6 @@ def test_what_is_refused(two: Pool, what: str, named: str) -> None:
     text = two.run(refused, what)[0]
     assert named in text
     assert "Plan(gather_quantized=torch.int8)" in text
-
-
-def test_int_reshard_is_refused(four: Pool) -> None:
-    assert "int reshard_after_forward" in four.run(refused, "int")[0]
 
 
 def under_inductor() -> None:
