@@ -134,7 +134,7 @@ def _unit(
         groups=list(dict.fromkeys(name for info in infos for name in _groups(info))),
         gathers=_shared(unit, [record.gathers for record in graphs], keys),
         reductions=_shared(unit, [record.reductions for record in graphs], keys),
-        wire=[*_wire([p.spec for p in unit.params]), *_checked(unit)],
+        wire=[*(_wire([p.spec for p in unit.params]) or _exact(unit)), *_checked(unit)],
     )
 
 
@@ -173,6 +173,20 @@ def _wire(specs: list[ParamSpec]) -> list[str]:
             f"the largest in {whose} block"
         )
     return found
+
+
+def _exact(unit: Unit) -> list[str]:
+    """That nothing of a unit travels as codes, though the plan asks for them; and why that may be."""
+    settings = unit.settings
+    asked = settings.gather_quantized or settings.reduce_quantized
+    if not (asked and unit.flats):
+        return []
+    if all(flat.mesh_info.shard_size == 1 for flat in unit.flats):
+        return ["nothing travels as codes: its parameters are not sharded over several ranks"]
+    return [
+        "nothing travels as codes: its parameters have fewer than two dims, fewer than "
+        f"{quantized.BLOCK} elements on each rank or more than 32 bits, or Plan.exact names them"
+    ]
 
 
 def _checked(unit: Unit) -> list[str]:

@@ -26,6 +26,7 @@ from kit.harness import (
     trace_of,
 )
 from kit.models import loss_of
+from kit.rounded import BLOCK, coded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
@@ -36,7 +37,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compiled_fsdp import (
-    FullyShardedDataParallel,
     explain,
     fully_shard,
     planned,
@@ -49,19 +49,7 @@ if TYPE_CHECKING:
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 BOTH: dict[str, Any] = {"gather_quantized": INT8, "reduce_quantized": INT8}
-LIMIT = {INT8: 127.0, FP8: 448.0}
-BLOCK, LEAST_NUMEL = 256, 256
-
-
-def coded(x: Tensor, codes: torch.dtype) -> Tensor:
-    """What codes of the elements of `x` stand for, block by block."""
-    blocks = []
-    for block in x.flatten().split(BLOCK):
-        scale = (block.abs().max() * (1 / LIMIT[codes])).clamp_min(2.0**-126)
-        ratio = block * scale.reciprocal()
-        code = ratio.round() if codes is INT8 else ratio
-        blocks.append(code.to(codes).float() * scale)
-    return torch.cat(blocks).view(x.shape)
+LEAST_NUMEL = 256
 
 
 def by_rank(x: Tensor, codes: torch.dtype | None) -> Tensor:
@@ -458,10 +446,7 @@ def refused(what: str) -> str:
 
         def __call__(self, **_: Any) -> None: ...
 
-    if what == "flat":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    else:
-        fully_shard(model)
+    fully_shard(model)
     if what == "gather":
         model.set_custom_all_gather(Comm())
     elif what == "reduce":
@@ -474,7 +459,6 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("flat", "FullyShardedDataParallel, whose flat parameters are"),
         ("gather", "set_custom_all_gather"),
         ("reduce", "set_custom_reduce_scatter"),
     ],
