@@ -560,7 +560,7 @@ def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
     taken = Counter(_piece(node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
     seen: Counter[tuple[object, ...]] = Counter()
     for node in find(gm.graph, GATHER_NEXT):
-        flat, piece = node.args[0], _piece(node.args)
+        flat, piece = cast("Node", node.args[0]), _piece(node.args)
         seen[piece] += 1
         if taken[piece] != 1 or seen[piece] > 1:
             yield node, f"%{node.name} gathers what no gather_ahead takes over, or a second time"
