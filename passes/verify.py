@@ -184,7 +184,7 @@ def _described(start: Node) -> str:
     target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
         shard, _, _, sizes, _, group_size, group, *_ = args
-        others = group_size, group
+        others = [group_size, group]
         is_whole = len(sizes) == 1
         target, args = (
             (comm.ALL_GATHER, (shard, *others))
