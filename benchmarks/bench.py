@@ -12,6 +12,7 @@
     plan      seconds to plan a 405 B Llama on 1,024 ranks that do not exist
     plan_experts  the same for DeepSeek-V3 on 2,048 ranks
     graphs    how many graphs a model wrapped by FSDP1 is, ours and stock's
+    coding    what codes on the wire cost a processor
     page      bytes of the report and of its dump, at 4 and 32 layers
     simulate  a step on two hosts against the same step simulated; needs root
     gpu       a 1.1 B Llama as one rank of 8 and 64 that do not exist; needs a CUDA device
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import ahead
 import budget
+import coding
 import compile as compile_
 import depth
 import experts
@@ -42,6 +44,7 @@ import page
 import plan
 import simulated
 import wire
+from gpt import SIZES
 from hosts import HostsError, ProcessError, parse_rate
 from results import Report, show, write
 from screen import Screen
@@ -62,6 +65,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "plan": plan.run,
     "plan_experts": plan.run_experts,
     "graphs": graphs.run,
+    "coding": coding.run,
     "page": page.run,
     "simulate": simulated.run,
     "gpu": gpu.run,
@@ -134,6 +138,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rates", nargs="+", type=parse_rate, metavar="GBIT|none")
     parser.add_argument("--rounds", type=positive)
+    parser.add_argument("--size", choices=SIZES, help="of the model, for wire")
+    parser.add_argument("--steps", type=positive, help="timed in each round, for wire")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT")
     parser.add_argument("--depths", nargs="+", type=positive, metavar="LAYERS", help="for compile")
     parser.add_argument("--layers", nargs="+", type=positive, metavar="LAYERS", help="for plan")

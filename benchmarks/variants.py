@@ -410,6 +410,16 @@ VARIANTS["ours_int8"] = Variant(
     "ours, parameters gathered and gradients reduced as int8",
     CODED_TOLERANCE,
 )
+VARIANTS["ours_fp8"] = Variant(
+    partial(
+        build_ours_planned,
+        gather_quantized=torch.float8_e4m3fn,
+        reduce_quantized=torch.float8_e4m3fn,
+    ),
+    "local_compile",
+    "ours, parameters gathered and gradients reduced as fp8 (e4m3)",
+    CODED_TOLERANCE,
+)
 VARIANTS["ours_checked"] = Variant(
     partial(build_ours_planned, check="checksums"),
     "local_compile",

@@ -21,11 +21,10 @@ from variants import Job
 
 def run(settings: Settings, screen: Screen) -> Report:
     """Every rate, every variant."""
-    size = "tiny" if settings.quick else "30m"
+    size = settings.size or ("tiny" if settings.quick else "30m")
     job = Job(SIZES[size], batch=2, length=32 if settings.quick else 256)
-    comparison = Comparison(
-        job, settings.sides(), settings.rounds or 3, steps=1 if settings.quick else 3
-    )
+    steps = settings.steps or (1 if settings.quick else 3)
+    comparison = Comparison(job, settings.sides(), settings.rounds or 3, steps)
     tables, panels = [], []
     for rate in settings.rates:
         screen.line(f"wire, {rate_name(rate)}")

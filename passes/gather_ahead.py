@@ -13,6 +13,7 @@ After:
 Requires: a finished graph: nothing but the op that starts the gather changes.
 Ensures: in forward, each all-gather of a piece of one flat buffer goes through its unit, which
     hands over what is under way for the very values that the buffer has now, or starts the gather.
+    Where codes travel, it is told which.
 Leaves alone: backward; units that did not ask for it (`overlap`); custom all-gathers; buckets from
 several flat buffers.
 """
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.ir.collectives import ALL_GATHER, GATHERS
 from compiled_fsdp.ir.graph import Builder, is_backward, value
+from compiled_fsdp.ir.quantized import codes_of_gather, numels_of_gather
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import GATHER_AHEAD
 from compiled_fsdp.ir.spec import NEXT
@@ -66,6 +68,18 @@ def _replace(region: Region) -> None:
     else:
         shard, sizes, group_size, group = start.args
     run = Builder(start, start, region.tag)
-    ahead = run(GATHER_AHEAD, shard, region.source, region.spec.offset, sizes, group_size, group)
+    specs = region.tag.specs
+    ahead = run(
+        GATHER_AHEAD,
+        shard,
+        region.source,
+        region.spec.offset,
+        sizes,
+        region.spec.dtype,
+        group_size,
+        group,
+        numels_of_gather(specs),
+        codes_of_gather(specs),
+    )
     start.replace_all_uses_with(ahead)
     start.graph.erase_node(start)

@@ -34,7 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import Builder, find, order, output, value
+from compiled_fsdp.ir.graph import Builder, find, order, output
 from compiled_fsdp.ir.meta import CommTag, get_tag
 from compiled_fsdp.ir.schema import GATHER_AHEAD, GATHER_NEXT, UPDATE, UPDATE_MATRICES
 
@@ -56,13 +56,13 @@ def gather_next(gm: GraphModule, plan: Plan) -> GraphModule:
     behind: Node | None = None
     for gather in gathers:
         position = order(gm.graph)
-        shard, flat, start, sizes, *group = gather.args
+        _, flat, *piece = gather.args
         last = [*updates[flat], *([] if behind is None else [behind])]
         behind = max(last, key=lambda node: position[node])
         tag = get_tag(gather)
         assert tag is not None
         run = Builder(behind.next, behind, CommTag("next", tag.region, tag.specs))
-        behind = run(GATHER_NEXT, flat, start, sizes, value(shard).dtype, *group)  # type: ignore[arg-type]
+        behind = run(GATHER_NEXT, flat, *piece)
     return gm
 
 

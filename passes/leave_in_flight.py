@@ -37,6 +37,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import Builder, downstream, erase_all, output, value
+from compiled_fsdp.ir.quantized import codes_of_reduction
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import MARK_GRADS, REDUCE_LATER
 from compiled_fsdp.planning.planner import UNITS_IN_FLIGHT
@@ -97,7 +98,9 @@ def _leave(region: Region, end: Node) -> None:
     (mark,) = [user for user in root.users if user.target is MARK_GRADS]
     wait = region.waits[-1]
     _, flat, offsets = mark.args
-    Builder(end, wait, region.tag)(REDUCE_LATER, wait.args[0], flat, offsets, *region.spec.args())
+    codes = codes_of_reduction(region.tag.specs)
+    run = Builder(end, wait, region.tag)
+    run(REDUCE_LATER, wait.args[0], flat, offsets, codes, *region.spec.args())
     end.args = (tuple(None if entry is root else entry for entry in end.args[0]),)  # type: ignore[union-attr]
     mark.graph.erase_node(mark)
     after = downstream(wait)

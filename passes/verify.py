@@ -68,7 +68,7 @@ from compiled_fsdp.verification.invariant import GraphInvariantError
 from compiled_fsdp.verification.meaning import Captured, interface
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -183,7 +183,8 @@ def _described(start: Node) -> str:
     """
     target, args, _ = comm.as_in_torch(start)
     if target is GATHER_AHEAD:
-        shard, _, _, sizes, *others = args
+        shard, _, _, sizes, _, group_size, group, *_ = args
+        others = [group_size, group]
         is_whole = len(sizes) == 1
         target, args = (
             (comm.ALL_GATHER, (shard, *others))
@@ -556,11 +557,10 @@ def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
     """
     position = order(gm.graph)
     updates = find(gm.graph, UPDATE, UPDATE_MATRICES)
-    taken = Counter(_piece(node, node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
+    taken = Counter(_piece(node.args[1:]) for node in find(gm.graph, GATHER_AHEAD))
     seen: Counter[tuple[object, ...]] = Counter()
     for node in find(gm.graph, GATHER_NEXT):
-        flat, start, sizes, dtype, *group = cast("tuple[Any, ...]", node.args)
-        piece = (flat, start, str(list(sizes)), *group, dtype)
+        flat, piece = cast("Node", node.args[0]), _piece(node.args)
         seen[piece] += 1
         if taken[piece] != 1 or seen[piece] > 1:
             yield node, f"%{node.name} gathers what no gather_ahead takes over, or a second time"
@@ -572,9 +572,9 @@ def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
                 yield node, f"%{node.name} gathers %{flat.name} before %{update.name} writes it"
 
 
-def _piece(node: Node, args: Any) -> tuple[object, ...]:
-    flat, start, sizes, *group = args
-    return flat, start, str(list(sizes)), *group, value(node).dtype
+def _piece(args: Sequence[object]) -> tuple[object, ...]:
+    """A buffer, and what of it is gathered how; lists as texts."""
+    return tuple(str(list(a)) if isinstance(a, list | tuple) else a for a in args)
 
 
 def summed_up(gm: GraphModule, plan: Plan) -> Violations:

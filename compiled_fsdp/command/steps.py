@@ -186,9 +186,11 @@ class Steps:
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         if optimizer is self.optimizers[0]:
+            self.world.settle()
             self.ends.append((time.perf_counter(), len(self.world.carried)))
             self.probe.after(len(self.ends))
             if len(self.ends) == self.skip:  # what looking took is in no step
+                self.world.settle()
                 self.ends[-1] = (time.perf_counter(), len(self.world.carried))
 
     def memory(self) -> Memory:

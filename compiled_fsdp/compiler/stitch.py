@@ -275,9 +275,7 @@ def _first_gathered(graph: Graph, plan: Plan, room: float) -> list[Node]:
         room -= num_bytes
         if room < 0:
             break
-        is_plain = not any(
-            s.gather_algorithm or s.device or s.gather_quantized or s.forward_after for s in specs
-        )
+        is_plain = not any(s.gather_algorithm or s.device or s.forward_after for s in specs)
         is_input = all(node.args[0].op == "placeholder" for node in nodes)  # type: ignore[union-attr]
         if is_plain and is_input and num_bytes >= plan.bucket_limit(specs[0].group):
             found += nodes

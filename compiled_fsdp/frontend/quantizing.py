@@ -74,7 +74,7 @@ def check_supported(unit: Unit) -> None:
 def check_names(units: Iterable[Unit]) -> None:
     """Announce names of `Plan.exact` that no parameter of a model has."""
     patterns = current_plan().exact
-    names = [param.fqn for unit in units for param in unit.params]
+    names = [name for unit in units for param in unit.params for name in param.names]
     missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if missing:
         warn_once(

@@ -18,7 +18,7 @@ from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
 
 from .gradients import accumulate, low_precision, reads_at_once, set_grad, show_unsharded_grads
-from .stock import log_post_backward
+from .stock import clean_tensor_name, log_post_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +104,17 @@ class FlatShard(ShardedParam):
         """See `ShardedParam`; the originals, with `use_orig_params`."""
         flat: Any = self.keeper.flat_param
         return list(flat._params) if self.keeper._use_orig_params else [self.sharded]
+
+    @property
+    def names(self) -> list[str]:
+        """See `ShardedParam`; the originals, without what the wrappers add."""
+        above = self.fqn.removesuffix("_flat_param")
+        return [clean_tensor_name(above + name) for name in self.keeper.flat_param._fqns]
+
+    @property
+    def num_dims(self) -> int:
+        """See `ShardedParam`."""
+        return max(len(shape) for shape in self.keeper.flat_param._shapes)
 
     @property
     def is_shard_whole(self) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as StockFSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState as HandleTrainingState
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.fsdp._common_utils import _log_post_backward_hook as log_post_backward
+from torch.distributed.fsdp._common_utils import clean_tensor_name as clean_tensor_name
 from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo as annotate_modules
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
 from torch.distributed.fsdp._flat_param import FlatParamHandle as FlatParamHandle
@@ -59,6 +60,7 @@ __all__ = [
     "buffers_for_computation",
     "cast_buffers",
     "check_all_flattened",
+    "clean_tensor_name",
     "default_hooks",
     "init_buffer_state",
     "init_core_state",

@@ -18,6 +18,8 @@ from compiled_fsdp.ir.collectives import CUSTOM
 from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.units.settings import Settings
 
+from .hook_stream import HookOnStream
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -269,20 +271,21 @@ class Setters:
         """Call `hook(reduced)` with the unit's flat reduced gradient, before the last division; it
         may change it in place.
 
+        stream: to call it on, behind the reduction; as in stock, hooks that are set later without
+            one run on it too.
+
         Raises:
             ValueError: several meshes in the unit, or a `stream` with HSDP.
-            NotImplementedError: `stream` without HSDP.
+            TypeError: `hook` cannot be called, or `stream` is none.
         """
         unit = self._fsdp_single_mesh("set_all_reduce_hook", "The hook").unit
         check_callable("set_all_reduce_hook", "hook", hook)
-        if stream is not None:
-            if unit.mesh_info.replicate_size > 1:
-                raise ValueError("stream cannot be set when using native HSDP")
-            raise NotImplementedError(
-                "set_all_reduce_hook: stream is not supported yet; the hook runs on the current "
-                "stream"
-            )
-        self._fsdp_set(recurse=False, all_reduce_hook=REGISTRY.key(hook))
+        if stream is not None and unit.mesh_info.replicate_size > 1:
+            raise ValueError("stream cannot be set when using native HSDP")
+        stream = unit.hook_stream if stream is None else stream
+        called = hook if stream is None else HookOnStream.of(hook, stream)
+        unit.hook_stream = stream
+        self._fsdp_set(recurse=False, all_reduce_hook=REGISTRY.key(called))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with `comm`: `allocate(size, dtype=, device=)` and `comm(output_tensor=,
@@ -347,8 +350,9 @@ class Setters:
         """
         self._fsdp_no_custom("set_symm_mem_for_comm")
         raise NotImplementedError(
-            f"FSDPModule.set_symm_mem_for_comm({backend!r}): not supported; nothing was changed. "
-            "Leave it out"
+            f"FSDPModule.set_symm_mem_for_comm({backend!r}): not supported, since what a graph "
+            "gathers lies in memory that its compiler plans, not in NCCL's symmetric memory; "
+            "nothing was changed. Leave it out: the numbers are the same"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:

@@ -134,7 +134,7 @@ def _unit(
         groups=list(dict.fromkeys(name for info in infos for name in _groups(info))),
         gathers=_shared(unit, [record.gathers for record in graphs], keys),
         reductions=_shared(unit, [record.reductions for record in graphs], keys),
-        wire=[*_wire([p.spec for p in unit.params]), *_checked(unit)],
+        wire=[*(_wire([p.spec for p in unit.params]) or _exact(unit)), *_checked(unit)],
     )
 
 
@@ -150,6 +150,8 @@ def _wire(specs: list[ParamSpec]) -> list[str]:
         (s, s.reduce_quantized, n, s.reduce_dtype, 1)
         for s, n in zip(specs, quantized.reduced_payloads(specs), strict=True)
     ]
+    slices = [(s, s.over_post_group()) for s in specs if s.reshard == "slice"]
+    again = sum((s.post_size - 1) * part.shard_numel * s.dtype.itemsize for s, part in slices)
     found = []
     for what, whose, way in (("gathered", "its", gathers), ("reduced", "a rank's", reductions)):
         dtypes = [codes for _, codes, *_ in way if codes is not None]
@@ -160,13 +162,31 @@ def _wire(specs: list[ParamSpec]) -> list[str]:
             (s.group_size - 1) * s.shard_numel * dtype.itemsize * often
             for s, _, _, dtype, often in way
         )
+        whole = ""
+        if way is gathers and again:
+            sent, exact = sent + again, exact + again
+            whole = f" ({again} of them for backward, of slices, which travel as they are)"
         found.append(
             f"{what} as {_dtype(dtypes[0])}: {len(dtypes)} of {len(way)} parameters, with a scale "
             f"for each {quantized.BLOCK} elements; a rank sends {sent} bytes a step instead of "
-            f"{exact}; an element is off by at most 1/{round(1 / quantized.ERROR[dtypes[0]])} of "
+            f"{exact}{whole}; an element is off by at most 1/{round(1 / quantized.ERROR[dtypes[0]])} of "
             f"the largest in {whose} block"
         )
     return found
+
+
+def _exact(unit: Unit) -> list[str]:
+    """That nothing of a unit travels as codes, though the plan asks for them; and why that may be."""
+    settings = unit.settings
+    asked = settings.gather_quantized or settings.reduce_quantized
+    if not (asked and unit.flats):
+        return []
+    if all(flat.mesh_info.shard_size == 1 for flat in unit.flats):
+        return ["nothing travels as codes: its parameters are not sharded over several ranks"]
+    return [
+        "nothing travels as codes: its parameters have fewer than two dims, fewer than "
+        f"{quantized.BLOCK} elements on each rank or more than 32 bits, or Plan.exact names them"
+    ]
 
 
 def _checked(unit: Unit) -> list[str]:

@@ -259,13 +259,25 @@ def _divide(run: Run, x: Value, how: Reduction) -> Value:
     return run(schema.HOOK, x, how.hook.removeprefix(MEAN)) if is_mean else x
 
 
-def finish_bucket(run: Run, started: Value, spec: ParamSpec, dtype: torch.dtype) -> Value:
+def finish_bucket(
+    run: Run,
+    started: Value,
+    spec: ParamSpec,
+    dtype: torch.dtype,
+    numels: Sequence[int],
+    codes: Sequence[str],
+) -> Value:
     """Do what `reduce_bucket` does from the start of its last collective on: await it, add up,
     divide, cast to `dtype`.
+
+    numels, codes: of each parameter, the elements of its shard, and the codes in which its gradient
+        travels; no codes: the bucket travels as it is.
     """
     how = spec.reduction
     x = run(WAIT, started)
-    if how.algorithm == "all_to_all" and how.replicate_size == 1:
+    if codes and how.replicate_size == 1:
+        x = _sum_of_bytes(run, x, numels, codes, how.dtype)
+    elif how.algorithm == "all_to_all" and how.replicate_size == 1:
         x = run(aten.sum.dim_IntList, x, [0])
     return convert(run, _divide(run, x, how), spec.reduce_dtype, dtype)
 
@@ -390,9 +402,10 @@ def _payload(run: Run, members: Sequence[tuple[Source, ParamSpec]]) -> Value:
         if spec.gather_quantized is None:
             shard = convert(run, shard, source.dtype, spec.dtype)
         pieces.append(run(aten.view.default, shard, [1, numel]))
-    names = [quantized.NAMES[spec.gather_quantized] for _, spec in members]
-    total = sum(quantized.gathered_payloads([spec for _, spec in members]))
-    return run(aten.view.default, run(schema.ENCODE, pieces, names), [total])
+    specs = [spec for _, spec in members]
+    total = sum(quantized.gathered_payloads(specs))
+    coded = run(schema.ENCODE, pieces, quantized.codes_of_gather(specs))
+    return run(aten.view.default, coded, [total])
 
 
 def gather_messages(specs: Sequence[ParamSpec]) -> list[Message]:
@@ -514,14 +527,23 @@ def _exchange_bytes(run: Run, rows: Sequence[Value], specs: Sequence[ParamSpec])
         for each in specs:
             rows.append(run(aten.slice.Tensor, whole, 1, start, start + each.shard_numel))
             start += each.shard_numel
-    names = [quantized.NAMES[each.reduce_quantized] for each in specs]
+    names = quantized.codes_of_reduction(specs)
     coded = run(schema.ENCODE, list(rows), names)
     received = run(WAIT, run(ALL_TO_ALL, [coded], size, spec.reduce_group))
+    return _sum_of_bytes(run, received, [each.shard_numel for each in specs], names, how.dtype)
+
+
+def _sum_of_bytes(
+    run: Run, received: Value, numels: Sequence[int], names: Sequence[str], dtype: torch.dtype
+) -> Value:
+    """The sums over ranks of what the bytes of these parameters stand for, [group_size, bytes]:
+    [sum of numels] of `dtype`.
+    """
     sums, start = [], 0
-    widths = quantized.reduced_payloads(specs)
-    for each, name, width in zip(specs, names, widths, strict=True):
-        payload = run(aten.slice.Tensor, received, 1, start, start + width)
-        sums.append(run(schema.DECODE_SUM, payload, each.shard_numel, how.dtype, name))
+    for numel, name in zip(numels, names, strict=True):
+        width = quantized.payload(numel, dtype, quantized.CODES[name])
+        part = run(aten.slice.Tensor, received, 1, start, start + width)
+        sums.append(run(schema.DECODE_SUM, part, numel, dtype, name))
         start += width
     return sums[0] if len(sums) == 1 else run(aten.cat.default, sums)
 

@@ -57,6 +57,21 @@ def reduces_bytes(specs: Sequence[ParamSpec]) -> bool:
     return is_sent and any(spec.reduce_quantized for spec in specs)
 
 
+def codes_of_gather(specs: Sequence[ParamSpec]) -> list[str]:
+    """The names of the codes in which each of these is gathered; [] if they are not as bytes."""
+    return [NAMES[s.gather_quantized] for s in specs] if gathers_bytes(specs) else []
+
+
+def numels_of_gather(specs: Sequence[ParamSpec]) -> list[int]:
+    """The elements of each of these in one rank's part of a gather of bytes; [] of elements."""
+    return [s.shard_numel for s in specs] if gathers_bytes(specs) else []
+
+
+def codes_of_reduction(specs: Sequence[ParamSpec]) -> list[str]:
+    """The names of the codes in which each of these is reduced; [] if they are not as bytes."""
+    return [NAMES[s.reduce_quantized] for s in specs] if reduces_bytes(specs) else []
+
+
 def payload(numel: int, dtype: torch.dtype, codes: torch.dtype | None) -> int:
     """Bytes that `numel` elements of `dtype` take on the wire; `codes` None: as they are."""
     num_bytes = (

@@ -12,7 +12,7 @@ them.
 | `add_retained_(grads, flat, offsets, where)` | adds what was kept, and forgets it |
 | `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
-| `reduce_later_(started, flat, offsets, spec)` | the unit finishes a reduction under way, once its gradient is read |
+| `reduce_later_(started, flat, offsets, codes, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
 | `update_(flat_grad, flat, offsets, step, found_inf)` | the optimizer of a whole step updates these, unless `found_inf` is 1 |
 | `momentum_(flat_grad, flat, offsets, step, ...) -> pieces` | matrices: adds to their momentum; pieces of what is orthogonalized |
@@ -86,7 +86,7 @@ SCHEMAS = (
     "custom_all_gather(Tensor shard, SymInt group_size, str group, str algorithm) -> Tensor",
     "custom_reduce_scatter(Tensor rows, str op, SymInt group_size, str group, str algorithm) -> "
     "Tensor",
-    f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, {SPEC}) -> ()",
+    f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, str[] codes, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
     "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
     "-> ()",
@@ -100,10 +100,10 @@ SCHEMAS = (
     "what='') -> Tensor",
     "update_matrices_(Tensor(a!) pieces, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
     "shard_norms(Tensor flat_grad, Tensor flat, SymInt[] offsets) -> Tensor",
-    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, SymInt group_size, str "
-    "group) -> Tensor",
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt "
+    "group_size, str group, SymInt[] numels, str[] codes) -> Tensor",
     "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt group_size, "
-    "str group) -> ()",
+    "str group, SymInt[] numels, str[] codes) -> ()",
     "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
     "copy_columns(Tensor columns) -> Tensor",
     "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
@@ -184,7 +184,7 @@ OURS = {
     "all_reduce_hook":        "0  -      -              kernel    -      no  no  -       no  yes",
     "custom_all_gather":      "0  -      gather         bandwidth -      no  no  -       no  yes",
     "custom_reduce_scatter":  "0  -      reduce_scatter bandwidth -      no  no  -       no  yes",
-    "reduce_later_":          "3  -      -              kernel    unit   no  no  program yes yes",
+    "reduce_later_":          "4  -      -              kernel    unit   no  no  program yes yes",
     "step_":                  "0  -      -              none      -      no  no  program yes yes",
     "update_":                "0  -      -              kernel    -      no  no  program no  yes",
     "momentum_":              "0  -      -              kernel    -      no  no  program no  yes",

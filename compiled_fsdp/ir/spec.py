@@ -245,13 +245,16 @@ class ParamSpec:
         )
 
     def over_post_group(self) -> ParamSpec:
-        """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`)."""
+        """The same parameter cut for the smaller post-forward mesh (`reshard == "slice"`); a slice
+        holds what the codes stand for, and travels as it is.
+        """
         return replace(
             self,
             offset=0,
             group_size=self.post_size,
             group=self.post_group,
             gather_algorithm="",
+            gather_quantized=None,
             device="",  # what is kept of a full parameter is where that was
         )
 

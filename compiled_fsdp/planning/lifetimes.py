@@ -212,7 +212,7 @@ class Lifetimes:
         """What is gathered for the next step is alive until the end."""
         tag = get_tag(node)
         assert tag is not None
-        num_bytes = sum(spec.full_bytes() for spec in tag.specs)
+        num_bytes = quantized.gathered_bytes(tag.specs)
         kept = Storage(node, num_bytes, GATHERED, tag.unit.split("#")[0], is_kept=True)
         self.storages.append(kept)
 

@@ -196,7 +196,9 @@ class FlatBuffer:
             if kept is not None:
                 piece.add_(kept)
 
-    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+    def reduce_later(
+        self, started: Tensor, offsets: Sequence[int], codes: Sequence[str], spec: ParamSpec
+    ) -> None:
         """See `ops.Owner`."""
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
@@ -205,7 +207,8 @@ class FlatBuffer:
         specs = [p.spec for p in params]
         group = spec.replicate_group if spec.replicate_size > 1 else spec.reduce_group
         run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
-        reduced = comm.finish_bucket(run, started, spec, self.data.dtype)
+        numels = [s.shard_numel for s in specs]
+        reduced = comm.finish_bucket(run, started, spec, self.data.dtype, numels, codes)
         led_to = self._led_to(offsets)
         placed = comm.place_bucket(run, reduced, specs, self.layout.numel)
         self.deliver_later(run, placed, _trained(p for p in params if p.layout.offset in led_to))
@@ -450,7 +453,7 @@ class FlatBuffer:
         with torch.no_grad():
             rests = self.data.detach()[piece.start : piece.start + piece.numel]
             here = comm.from_host(launch.call, rests, self.params[0].spec)
-            shard = here.to(piece.dtype)
+            shard = _payload(here, piece) if piece.codes else here.to(piece.dtype)
             self.ahead[piece] = (
                 self.version(),
                 self.checksum(),
@@ -533,6 +536,16 @@ class FlatBuffer:
                 f"{'; '.join(wrong)}. A rank's shard keeps its size; load a state dict to change "
                 "values"
             )
+
+
+def _payload(shard: Tensor, piece: Piece) -> Tensor:
+    """What a rank sends of a piece of which bytes travel: [bytes]."""
+    parts = [
+        (part if name else part.to(piece.dtype)).view(1, -1)
+        for part, name in zip(shard.split(list(piece.numels)), piece.codes, strict=True)
+    ]
+    payload: Tensor = schema.ENCODE(parts, list(piece.codes))
+    return payload.view(-1)
 
 
 def checksum(tensor: Tensor) -> Tensor:

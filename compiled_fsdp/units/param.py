@@ -151,6 +151,16 @@ class ShardedParam:
     def end_backward(self) -> None:
         """The unit's backward has ended; `unsharded` may still be there."""
 
+    @property
+    def names(self) -> list[str]:
+        """What users call what it is made of."""
+        return [self.fqn]
+
+    @property
+    def num_dims(self) -> int:
+        """The dims of what it is made of, at most."""
+        return len(self.layout.shape)
+
     def is_held_in(self, modules: set[nn.Module]) -> bool:
         """Whether one of these modules holds it."""
         return any(module in modules for module, _ in self.owners)

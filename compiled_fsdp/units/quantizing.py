@@ -24,16 +24,18 @@ def codes_of(unit: Unit, info: MeshInfo, param: ShardedParam) -> tuple[Codes, Co
     as it is.
 
     Exact are: what has fewer than two dims (norms, biases), or less than a block on each rank; what
-    is no floating point, or of 64 bits; what the user has named; and where nothing travels.
+    is no floating point, or of 64 bits; what the user has named; and where nothing travels. A flat
+    parameter of FSDP1 travels as a whole: exact if none of its originals has two dims, or if some
+    is named.
     """
     settings, dtype = unit.settings, param.sharded.dtype
     is_exact = (
         info.shard_size == 1
-        or len(param.layout.shape) < 2
+        or param.num_dims < 2
         or param.layout.numel < BLOCK
         or not dtype.is_floating_point
         or dtype.itemsize > 4
-        or any(fnmatchcase(param.fqn, pattern) for pattern in settings.exact)
+        or any(fnmatchcase(name, p) for name in param.names for p in settings.exact)
         or bool(refusal(unit))
     )
     return (None, None) if is_exact else (settings.gather_quantized, settings.reduce_quantized)
@@ -51,22 +53,16 @@ def refusal(unit: Unit) -> str:
         if codes
     )
     reasons = {
-        "FullyShardedDataParallel, whose flat parameters": unit.is_flat,
-        "all-gather extensions of tensor subclasses (fsdp_pre_all_gather), which": (
-            unit.has_extensions
-        ),
-        "CPU offload beside an accelerator, which": bool(unit.offload and unit.offload.device),
-        "an int reshard_after_forward, which": bool(unit.post_meshes),
-        "overlap_optimizer, which": bool(settings.overlap),
-        "set_custom_all_gather, which": bool(gathers and settings.all_gather),
-        "set_custom_reduce_scatter, which": bool(reduces and settings.reduce_scatter),
+        "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)": unit.has_extensions,
+        "CPU offload beside an accelerator": bool(unit.offload and unit.offload.device),
+        "set_custom_all_gather": bool(gathers and settings.all_gather),
+        "set_custom_reduce_scatter": bool(reduces and settings.reduce_scatter),
+        "a communication hook (register_comm_hook)": reduces and unit.is_reduced_by_user,
     }
     found = next((what for what, applies in reasons.items() if applies), "")
     if not found:
         return ""
-    what, _, whose = found.partition(", ")
-    verb = "are" if whose.endswith("parameters") else "is"
     return (
-        f"{asked}: unit {unit.name!r} uses {what}, {whose} {verb} not supported with it yet. Leave "
-        "out one of the two"
+        f"{asked}: unit {unit.name!r} uses {found}, which is not supported with it yet. Leave out "
+        "one of the two"
     )

@@ -139,6 +139,8 @@ class Unit:
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.
         self.on_end_of_backward: Callable[[], None] = _nothing
+        # The stream of the user's all-reduce hook.
+        self.hook_stream: Any = None
         self.post_meshes: dict[MeshInfo, DeviceMesh] = {}
         self.reduce_groups: dict[MeshInfo, str] = {}
         # Units whose explicit prefetch lists name this one.

@@ -25,6 +25,12 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.graph import CAT, find, is_sum, output, placeholders, sum_root, value
 from compiled_fsdp.ir.meta import get_tag
+from compiled_fsdp.ir.quantized import (
+    codes_of_gather,
+    codes_of_reduction,
+    gathered_payloads,
+    numels_of_gather,
+)
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import called_by
 from compiled_fsdp.ir.schema import (
@@ -40,7 +46,7 @@ from compiled_fsdp.ir.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.fx import Graph, Node
 
@@ -97,12 +103,12 @@ class Expressions:
 
 
 class Ahead:
-    """Makes the expressions of a gather that may have started ahead, of a flat buffer from `offset`
-    on.
+    """Makes the expressions of a gather of these, neighbours in a flat buffer, that may have
+    started ahead.
     """
 
-    def __init__(self, run: Expressions, flat: Expr, offset: int, numel: int) -> None:
-        self.run, self.flat, self.offset, self.numel = run, flat, offset, numel
+    def __init__(self, run: Expressions, flat: Expr, specs: Sequence[ParamSpec]) -> None:
+        self.run, self.flat, self.specs = run, flat, specs
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
         """The expression `op(*args, **kwargs)`, of the start as the pass `gather_ahead` writes
@@ -111,14 +117,20 @@ class Ahead:
         if op not in comm.GATHERS:
             return self.run(op, *args, **kwargs)
         shard, *sizes, group_size, group = args
+        specs = self.specs
+        numels = numels_of_gather(specs)
+        numel = sum(gathered_payloads(specs) if numels else [s.shard_numel for s in specs])
         return self.run(
             GATHER_AHEAD,
             shard,
             self.flat,
-            self.offset,
-            *(sizes or [[self.numel]]),
+            specs[0].offset,
+            *(sizes or [[numel]]),
+            specs[0].dtype,
             group_size,
             group,
+            numels,
+            codes_of_gather(specs),
         )
 
 
@@ -316,7 +328,7 @@ class Captured:
         specs, first = region.tag.specs, members[0].source
         run: Callable[..., Expr] = self.run
         if any(node.target is GATHER_AHEAD for node in region.nodes):
-            run = Ahead(self.run, first.flat, specs[0].offset, sum(s.shard_numel for s in specs))
+            run = Ahead(self.run, first.flat, specs)
         if len(specs) == 1:
             full = comm.unshard(run, first.flat, first.numel, first.dtype, specs[0])
             lowered.add(full, specs, members[0].result)
@@ -345,10 +357,10 @@ class Captured:
             started = run.effects[
                 -1
             ]  # the last collective; a hook, which could follow it, is never left to the unit
-            run(
-                REDUCE_LATER, started, first.flat, sorted(s.offset for s in specs), *specs[0].args()
-            )
-            if comm.finish_bucket(run, started, specs[0], first.dtype) is reduced:
+            offsets, codes = sorted(s.offset for s in specs), codes_of_reduction(specs)
+            run(REDUCE_LATER, started, first.flat, offsets, codes, *specs[0].args())
+            numels = [s.shard_numel for s in specs]
+            if comm.finish_bucket(run, started, specs[0], first.dtype, numels, codes) is reduced:
                 lowered.left.add(result)
             return
         if len(specs) == 1:

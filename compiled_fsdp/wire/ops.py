@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 class Piece:
     """Elements `start` to `start + numel` of a flat buffer, gathered in `dtype` over a group, in
     messages of these sizes.
+
+    numels, codes: where bytes travel, the elements of each parameter and the codes that stand for
+        them ("": it travels in `dtype`); `sizes` are in bytes then. Else neither.
     """
 
     start: int
@@ -44,11 +47,13 @@ class Piece:
     dtype: torch.dtype
     group_size: int
     group: str
+    numels: tuple[int, ...] = ()
+    codes: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
         """Elements of this rank's part."""
-        return sum(self.sizes)
+        return sum(self.numels or self.sizes)
 
 
 class Owner(unused_outputs.Buffer, Protocol):
@@ -70,9 +75,11 @@ class Owner(unused_outputs.Buffer, Protocol):
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
         """Add what was kept of these to `grads`, in place, and forget it."""
 
-    def reduce_later(self, started: Tensor, offsets: Sequence[int], spec: ParamSpec) -> None:
+    def reduce_later(
+        self, started: Tensor, offsets: Sequence[int], codes: Sequence[str], spec: ParamSpec
+    ) -> None:
         """A reduction of these under way, with `spec.reduction`: its result is needed when somebody
-        reads the gradients.
+        reads the gradients. `codes`: those in which each travels, if bytes do.
         """
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
@@ -320,9 +327,11 @@ def _add_retained(grads: Tensor, flat: Tensor, offsets: Sequence[int], where: st
 
 
 @_kernel("reduce_later_")
-def _reduce_later(started: Tensor, flat: Tensor, offsets: Sequence[int], *args: object) -> None:
+def _reduce_later(
+    started: Tensor, flat: Tensor, offsets: Sequence[int], codes: Sequence[str], *args: object
+) -> None:
     if owner := _reached(flat, "reduce_later_"):
-        owner.reduce_later(started, offsets, ParamSpec.of(args))
+        owner.reduce_later(started, offsets, codes, ParamSpec.of(args))
     else:
         launch.call(comm.WAIT, started)  # nobody will
 
@@ -466,16 +475,31 @@ def _shard_norms_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -
 
 @_kernel("gather_ahead")
 def _gather_ahead(
-    shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
+    shard: Tensor,
+    flat: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    group_size: int,
+    group: str,
+    numels: Sequence[int],
+    codes: Sequence[str],
 ) -> Tensor:
-    return owner_of(flat, "gather_ahead").gather(
-        shard, Piece(start, tuple(sizes), shard.dtype, group_size, group)
-    )
+    piece = Piece(start, tuple(sizes), dtype, group_size, group, tuple(numels), tuple(codes))
+    return owner_of(flat, "gather_ahead").gather(shard, piece)
 
 
 @_fake("gather_ahead")
 def _gather_ahead_fake(
-    shard: Tensor, flat: Tensor, start: int, sizes: Sequence[int], group_size: int, group: str
+    shard: Tensor,
+    flat: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    group_size: int,
+    group: str,
+    numels: Sequence[int],
+    codes: Sequence[str],
 ) -> Tensor:
     return shard.new_empty(group_size * shard.numel())
 
@@ -488,8 +512,11 @@ def _gather_next(
     dtype: torch.dtype,
     group_size: int,
     group: str,
+    numels: Sequence[int],
+    codes: Sequence[str],
 ) -> None:
-    owner_of(flat, "gather_next").gather_ahead(Piece(start, tuple(sizes), dtype, group_size, group))
+    piece = Piece(start, tuple(sizes), dtype, group_size, group, tuple(numels), tuple(codes))
+    owner_of(flat, "gather_next").gather_ahead(piece)
 
 
 @_kernel("all_reduce_hook")

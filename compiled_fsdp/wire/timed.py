@@ -28,10 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.torch_private.groups import PythonGroup, PythonWork
+from compiled_fsdp.torch_private.streams import SPINNING
+
+from . import timed_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
+    from typing import TypeAlias
+
+    Started: TypeAlias = "Transfer | timed_device.OnDevice"
 
 BACKEND = "timed"
 SPIN = 2e-4  # seconds before the end at which a wait stops to sleep: the system wakes late
@@ -58,11 +64,13 @@ class Wire:
                 f"of {self.latency} s: the bandwidth must be above 0 and the latency not below"
             )
 
-    def carry(self, num_bytes: float) -> float:
-        """Occupy it, from now or when it is free; returns for how many seconds."""
-        seconds = self.latency + num_bytes / self.bandwidth
+    def seconds(self, num_bytes: float) -> float:
+        """For how long a collective that sends so many bytes occupies it."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def occupy(self, seconds: float) -> None:
+        """Occupy it, from now or when it is free."""
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        return seconds
 
 
 @dataclass(slots=True)
@@ -95,6 +103,7 @@ class World:
     ranks_per_node: as many, from rank 0 on, reach each other over `link`; all others over
         `network`.
     carried: every collective so far.
+    devices: other than the CPU, on which there were collectives.
 
     Raises:
         ValueError: the rank is not among them, or nodes are not full.
@@ -106,6 +115,7 @@ class World:
     link: Wire
     ranks_per_node: int = 1
     carried: list[Carried] = field(default_factory=list)
+    devices: set[torch.device] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -116,6 +126,11 @@ class World:
                 f"a timed world of {self.size} ranks cannot have {each} on each node: nodes must "
                 "be full"
             )
+
+    def settle(self) -> None:
+        """Let the host wait for devices, so that what was blocked on them is known."""
+        for device in self.devices:
+            timed_device.settle(device)
 
     def wire_of(self, ranks: Sequence[int]) -> Wire:
         """What a group of these ranks communicates over: the slowest that it needs."""
@@ -182,7 +197,9 @@ class Transfer(PythonWork):  # type: ignore[misc]
 
 
 class TimedGroup(PythonGroup):  # type: ignore[misc]
-    """Some ranks of the current timed world; CPU tensors only."""
+    """Some ranks of the current timed world; tensors on the CPU, or on a device whose streams can
+    be occupied (`timed_device.py`).
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -231,18 +248,22 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         times: float,
         results: Sequence[Tensor],
         deliver: Callable[[], object],
-    ) -> Transfer:
+    ) -> Started:
         """`times` the bytes of `tensors` are sent by this rank; `deliver` fills the `results`."""
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                raise NotImplementedError(
-                    f"a timed world carries tensors on the CPU, and {kind} got one on "
-                    f"{tensor.device}: run the script on the CPU"
-                )
+        devices = {t.device for t in (*tensors, *results) if t.device.type != "cpu"}
+        if any(not timed_device.can_spin(device) for device in devices) or len(devices) > 1:
+            raise NotImplementedError(
+                f"a timed world carries tensors on the CPU, or on one CUDA device, and {kind} got "
+                f"some on {', '.join(sorted(map(str, devices)))}: run the script on the CPU"
+            )
         num_bytes = times * sum(t.numel() * t.element_size() for t in tensors)
         wire = self.wire
-        carried = Carried(kind, self.group_name, wire.name, num_bytes, wire.carry(num_bytes))
+        carried = Carried(kind, self.group_name, wire.name, num_bytes, wire.seconds(num_bytes))
         self._world.carried.append(carried)
+        if devices:
+            self._world.devices |= devices
+            return timed_device.begin(carried, tensors, results, deliver)
+        wire.occupy(carried.seconds)
         done_at = wire.free_at
         begin = time.perf_counter()
         deliver()
@@ -256,7 +277,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
-    ) -> Transfer:
+    ) -> Started:
         """`outputs[i]` is `inputs[i]`, `size()` times."""
 
         def deliver() -> None:
@@ -265,13 +286,13 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("all_gather", outputs, self._others, outputs, deliver)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor, opts: object = None) -> Transfer:
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: object = None) -> Started:
         """Of one tensor."""
         return self.all_gather_single_coalesced([output], [mine])
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
-    ) -> Transfer:
+    ) -> Started:
         """Into a tensor for each rank."""
 
         def deliver() -> None:
@@ -284,7 +305,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Transfer:
+    ) -> Started:
         """`outputs[i]` is this rank's part of `inputs[i]`, as often as there are ranks."""
 
         def deliver() -> None:
@@ -294,13 +315,13 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("reduce_scatter", inputs, self._others, outputs, deliver)
 
-    def reduce_scatter_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Transfer:
+    def reduce_scatter_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Started:
         """Of one tensor."""
         return self.reduce_scatter_single_coalesced([output], [mine], opts)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> Transfer:
+    ) -> Started:
         """From a tensor for each rank."""
 
         def deliver() -> None:
@@ -311,7 +332,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         flat = [t for each in inputs for t in each]
         return self._carry("reduce_scatter", flat, self._others, outputs, deliver)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """In place."""
         return self._carry(
             "all_reduce", tensors, 2 * self._others, tensors, lambda: self._reduce(tensors, opts)
@@ -332,15 +353,13 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         output_splits: list[int] | None = None,
         input_splits: list[int] | None = None,
         opts: object = None,
-    ) -> Transfer:
+    ) -> Started:
         """What is sent to others comes back: rows of the input, and zeros where more are awaited."""
         return self._carry(
             "all_to_all", [mine], self._others, [output], lambda: _come_back(output, mine)
         )
 
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
-    ) -> Transfer:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> Started:
         """A tensor for each rank."""
 
         def deliver() -> None:
@@ -349,17 +368,17 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("all_to_all", inputs, self._others, outputs, deliver)
 
-    def broadcast(self, tensors: list[Tensor], opts: object = None) -> Transfer:
+    def broadcast(self, tensors: list[Tensor], opts: object = None) -> Started:
         """All have this one's."""
         return self._carry("broadcast", tensors, 1.0, tensors, _nothing)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Transfer:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         """As `allreduce`; only one rank needs it."""
         return self._carry("reduce", tensors, 1.0, tensors, lambda: self._reduce(tensors, opts))
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
-    ) -> Transfer:
+    ) -> Started:
         """On one rank."""
 
         def deliver() -> None:
@@ -371,7 +390,7 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None
-    ) -> Transfer:
+    ) -> Started:
         """From one rank; zeros from another."""
 
         def deliver() -> None:
@@ -380,15 +399,15 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
 
         return self._carry("scatter", outputs, 1.0, outputs, deliver)
 
-    def barrier(self, opts: object = None) -> Transfer:
+    def barrier(self, opts: object = None) -> Started:
         """Of no bytes."""
         return self._carry("barrier", [], 0.0, [], _nothing)
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Transfer:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Started:
         """To one rank."""
         return self._carry("send", tensors, 1.0, tensors, _nothing)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Transfer:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Started:
         """Zeros, after the latency: when the other rank sends is not known."""
         return self._carry(
             "recv", tensors, 0.0, tensors, lambda: [tensor.zero_() for tensor in tensors]
@@ -421,4 +440,4 @@ def _make(store: object, rank: int, size: int, timeout: timedelta) -> TimedGroup
     return TimedGroup(rank, size)
 
 
-dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, _make, devices=["cpu", *SPINNING])

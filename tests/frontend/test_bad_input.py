@@ -137,6 +137,7 @@ CASES: dict[str, Callable[[], object]] = {
         NoAllocate()
     ),
     "memory by word": lambda: sharded().set_allocate_memory_from_process_group_for_comm("yes"),
+    "a stream that is none": lambda: sharded().set_all_reduce_hook(print, stream=3),
     "symmetric memory": lambda: sharded().set_symm_mem_for_comm(),
     "reset inside": lambda: nested()[0].reset_iter_state(),
     "deepcopy": lambda: __import__("copy").deepcopy(sharded()),
@@ -404,10 +405,16 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         TypeError,
         "set_allocate_memory_from_process_group_for_comm: enable is str 'yes'; should be a bool",
     ),
+    "a stream that is none": (
+        TypeError,
+        "set_all_reduce_hook: stream is int 3, which has no wait_stream(); should be a stream of "
+        "the device that the parameters are on, such as a torch.cuda.Stream",
+    ),
     "symmetric memory": (
         NotImplementedError,
-        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported; nothing was changed. Leave it "
-        "out",
+        "FSDPModule.set_symm_mem_for_comm('NCCL'): not supported, since what a graph gathers lies "
+        "in memory that its compiler plans, not in NCCL's symmetric memory; nothing was changed. "
+        "Leave it out: the numbers are the same",
     ),
     "reset inside": (
         RuntimeError,

@@ -45,7 +45,7 @@ class TestSpec(TestCase):
             (REDUCE_GRAD, 2),
             (KEEP_SLICE, 1),
             (UNSHARD_SLICE, 1),
-            (REDUCE_LATER, 3),
+            (REDUCE_LATER, 4),
         ):
             self.assertEqual([a.name for a in op._schema.arguments][num_tensors:], ["spec"])
 

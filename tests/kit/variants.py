@@ -77,6 +77,10 @@ VARIANTS = {
         "[gpt_of_one_layer-1073741824]"
     ),
     "numerics/test_quantized.py::test_codes_do_not_depend_on_buckets[shared, from costs]": "[parts]",
+    "numerics/test_quantized_fsdp1.py::test_hybrid": "::test_graphs_as_eager[kept, no_sync]",
+    "numerics/test_quantized_fsdp1.py::test_whole_step": (
+        "::test_as_the_unsharded_model_with_the_same_codes"
+    ),
     "numerics/test_quantized.py::test_graphs_as_eager[bf16 gradients]": "[fp16 gradients]",
     f"numerics/test_orders.py::test_decisions_with_other_batches[{ALL_FROM_COSTS}]": (
         "[{'memory_budget': 0.5}]"

@@ -11,6 +11,7 @@ with the device after every collective.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpt import GPT, GPTConfig
+from kit.timed import ranks
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -36,7 +38,7 @@ from compiled_fsdp import (
 )
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.torch_private.dtensors import local_tensor
-from compiled_fsdp.wire import copies
+from compiled_fsdp.wire import copies, timed_device
 
 if TYPE_CHECKING:
     from compiled_fsdp.eager.runtime import Runtime
@@ -487,3 +489,38 @@ def moved_off() -> None:
             move(model)
             with pytest.raises(RuntimeError, match="should be materialized on CPU"):
                 model(x)
+
+
+# -- a timed world
+
+
+def test_a_timed_world_occupies_a_stream() -> None:
+    in_process(timed_world_on_the_device)
+
+
+def timed_world_on_the_device() -> None:
+    """A collective takes its time on a stream, which is hidden by what is computed meanwhile, and
+    no time of the host.
+    """
+    with ranks(8, bandwidth=7e7, latency=0.0) as world:
+        mine, everyones = (
+            torch.ones(1_000_000, device="cuda"),
+            torch.zeros(8_000_000, device="cuda"),
+        )
+        dist.all_gather_into_tensor(everyones, mine)  # its clock is measured
+        assert torch.equal(everyones, torch.ones_like(everyones))
+        world.settle()
+        (first,) = world.carried
+        assert first.seconds == pytest.approx(0.4)  # 28 MB are sent
+        assert first.blocked == pytest.approx(0.4, rel=0.2)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        begin = time.perf_counter()
+        marks[0].record()
+        work = dist.all_gather_into_tensor(everyones, mine, async_op=True)
+        torch.cuda._sleep(round(0.2 * timed_device.cycles_per_second(everyones.device)))
+        work.wait()
+        marks[1].record()
+        assert time.perf_counter() - begin < 0.2, "the host does not wait"
+        world.settle()
+        assert marks[0].elapsed_time(marks[1]) == pytest.approx(400, rel=0.2)
+        assert world.carried[1].blocked == pytest.approx(0.2, rel=0.4)

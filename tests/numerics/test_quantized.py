@@ -26,6 +26,7 @@ from kit.harness import (
     trace_of,
 )
 from kit.models import loss_of
+from kit.rounded import BLOCK, coded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
@@ -36,10 +37,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compiled_fsdp import (
-    FullyShardedDataParallel,
     explain,
     fully_shard,
-    overlap_optimizer,
     planned,
 )
 from compiled_fsdp.ir.regions import find_regions
@@ -50,19 +49,7 @@ if TYPE_CHECKING:
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 BOTH: dict[str, Any] = {"gather_quantized": INT8, "reduce_quantized": INT8}
-LIMIT = {INT8: 127.0, FP8: 448.0}
-BLOCK, LEAST_NUMEL = 256, 256
-
-
-def coded(x: Tensor, codes: torch.dtype) -> Tensor:
-    """What codes of the elements of `x` stand for, block by block."""
-    blocks = []
-    for block in x.flatten().split(BLOCK):
-        scale = (block.abs().max() * (1 / LIMIT[codes])).clamp_min(2.0**-126)
-        ratio = block * scale.reciprocal()
-        code = ratio.round() if codes is INT8 else ratio
-        blocks.append(code.to(codes).float() * scale)
-    return torch.cat(blocks).view(x.shape)
+LEAST_NUMEL = 256
 
 
 def by_rank(x: Tensor, codes: torch.dtype | None) -> Tensor:
@@ -258,6 +245,33 @@ def test_hsdp(four: Pool) -> None:
     four.run(compiled_as_eager, Options("equal_units", steps=2, mesh="hsdp"), BOTH)
 
 
+def gathered_again_from_slices() -> None:
+    """Backward computes with what forward's codes stand for, so that the numbers are those of a
+    unit that is gathered again as a whole, or not at all.
+    """
+    with planned(**BOTH):
+        whole, *sliced = (
+            trace_of(kind, Options("equal_units", steps=2, reshard=reshard))
+            for kind, reshard in (("eager", True), ("eager", 2), ("compiled", 2))
+        )
+        model, _, _ = make("eager", Options("equal_units", reshard=2))
+        said = str(explain(model))
+    for ours in sliced:
+        check_equal(observed(ours), observed(whole), "slices")
+    coded, again = 3 * (1024 + 4 * 4 + 16 * 4), (2048 + 32) * 4
+    exact = 3 * (1024 + 16) * 4
+    assert (
+        f"sends {coded + again} bytes a step instead of {exact + again} ({again} of them for "
+        "backward, of slices, which travel as they are)" in said
+    )
+    plain = trace_of("eager", Options("equal_units", steps=2, reshard=2))
+    assert plain.losses != whole.losses, "nothing was rounded"
+
+
+def test_int_reshard(four: Pool) -> None:
+    four.run(gathered_again_from_slices)
+
+
 def under_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
@@ -432,18 +446,11 @@ def refused(what: str) -> str:
 
         def __call__(self, **_: Any) -> None: ...
 
-    if what == "flat":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    elif what == "int":
-        fully_shard(model, reshard_after_forward=2)
-    else:
-        fully_shard(model)
+    fully_shard(model)
     if what == "gather":
         model.set_custom_all_gather(Comm())
     elif what == "reduce":
         model.set_custom_reduce_scatter(Comm())
-    elif what == "overlap":
-        overlap_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with planned(**BOTH), pytest.raises(NotImplementedError) as error:
         model(torch.ones(2, 64))
     return str(error.value)
@@ -452,20 +459,14 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("flat", "FullyShardedDataParallel, whose flat parameters are"),
         ("gather", "set_custom_all_gather"),
         ("reduce", "set_custom_reduce_scatter"),
-        ("overlap", "overlap_optimizer"),
     ],
 )
 def test_what_is_refused(two: Pool, what: str, named: str) -> None:
     text = two.run(refused, what)[0]
     assert named in text
     assert "Plan(gather_quantized=torch.int8)" in text
-
-
-def test_int_reshard_is_refused(four: Pool) -> None:
-    assert "int reshard_after_forward" in four.run(refused, "int")[0]
 
 
 def under_inductor() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from compiled_fsdp.passes.bucket_all_gather import bucket_all_gather
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.lower import lower
@@ -42,8 +43,13 @@ class TestGatherAhead(GraphTest):
 
     def test_pieces(self):
         """Where in the flat buffer the piece begins; the shard says how long it is."""
-        self.assertEqual(pieces(gather_ahead(gathers("abc"), PLAN)), [(0, [6], 2, "shard")])
-        self.assertEqual(pieces(gather_ahead(gathers("bc"), PLAN)), [(2, [4], 2, "shard")])
+        self.assertEqual(
+            pieces(gather_ahead(gathers("abc"), PLAN)),
+            [(0, [6], torch.float32, 2, "shard", [], [])],
+        )
+        self.assertEqual(
+            pieces(gather_ahead(gathers("bc"), PLAN)), [(2, [4], torch.float32, 2, "shard", [], [])]
+        )
 
     def test_costs_what_it_did(self):
         """Bytes sent and time on the wire, whether the shard is the flat buffer or a part of it."""

@@ -67,10 +67,10 @@ class TestGatherNext(GraphTest):
             """\
 %mul_tensor_1: f32[2] = mul(%g0, %factor)
 update_(%mul_tensor_1, %flat0, [0], 'step0')
-gather_next(%flat0, 0, [2], f32, 2, 'shard')  # u0: next
+gather_next(%flat0, 0, [2], f32, 2, 'shard', [], [])  # u0: next
 %mul_tensor: f32[2] = mul(%g1, %factor)
 update_(%mul_tensor, %flat1, [0], 'step0')
-gather_next(%flat1, 0, [2], f32, 2, 'shard')  # u1: next""",
+gather_next(%flat1, 0, [2], f32, 2, 'shard', [], [])  # u1: next""",
         )
 
     def test_what_it_says_of_itself(self):

@@ -25,7 +25,14 @@ from compiled_fsdp.ir.graph import Builder, find, output
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.printer import provenance, show
 from compiled_fsdp.ir.regions import find_regions
-from compiled_fsdp.ir.schema import ALL_TO_ALL, DECODE, DECODE_SUM, ENCODE
+from compiled_fsdp.ir.schema import (
+    ALL_TO_ALL,
+    DECODE,
+    DECODE_SUM,
+    ENCODE,
+    GATHER_AHEAD,
+    REDUCE_LATER,
+)
 from compiled_fsdp.planning.costs import traffic
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan
@@ -218,6 +225,18 @@ class TestVerify(GraphTest):
             node.args = (node.args[0], ["float8_e4m3fn", ""])
 
         self.assertIn("is not what was captured", self.refusal(as_fp8))
+
+    def test_overlapped_as_another_dtype(self):
+        """What the unit gathers ahead, or finishes, has other codes than what was captured."""
+        self.captured = lambda: graph_of(*(replace(s, overlap="step") for s in weight_and_bias()))
+        for op, at in ((GATHER_AHEAD, 8), (REDUCE_LATER, 3)):
+
+            def as_fp8(gm: GraphModule, op=op, at=at) -> None:
+                (node,) = find(gm.graph, op)
+                self.assertEqual(node.args[at], ["int8", ""])
+                node.args = (*node.args[:at], ["float8_e4m3fn", ""], *node.args[at + 1 :])
+
+            self.assertIn("captured", self.refusal(as_fp8).split("\n")[0])
 
     def test_columns_of_another_parameter(self):
         def shifted(gm: GraphModule) -> None:

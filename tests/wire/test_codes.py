@@ -74,6 +74,32 @@ def test_what_is_no_number_is_loud_in_its_block_alone(codes: torch.dtype, odd: f
     assert not found.isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_code_of_fp8(dtype: torch.dtype) -> None:
+    """What torch's own cast reads, whatever the scale, where denormal numbers are zeros too; the
+    two codes of nan stand beside a scale of nan alone.
+    """
+    table = torch.arange(BLOCK, dtype=torch.int32).to(torch.uint8)
+    is_nan = table.view(FP8).float().isnan()
+    table[is_nan] = 0
+    for scale in (LEAST, 3e-5, 1.0, torch.finfo(torch.float32).max / 448, torch.nan):
+        scales = torch.tensor([scale, 0.0])  # filled up to a multiple of eight bytes
+        sent = torch.cat([table, scales.view(torch.uint8)]).unsqueeze(0)
+        wanted = (table.view(FP8).float() * scale).to(dtype)
+        found = DECODE(sent, BLOCK, dtype, "float8_e4m3fn")[0]
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        assert found.isnan().all() == (scale != scale)
+    halves = module._halves(table.view(FP8))
+    try:
+        torch.set_flush_denormal(True)
+        assert torch.equal(halves.float() * module.HALVES, table.view(FP8).float())
+    finally:
+        torch.set_flush_denormal(False)
+    with_nan = through(torch.full((1, BLOCK), torch.nan), dtype, FP8)
+    assert with_nan.isnan().all()
+
+
 @pytest.mark.parametrize("codes", [INT8, FP8], ids=str)
 def test_extremes(codes: torch.dtype) -> None:
     """Zeros are zeros; the largest and the smallest numbers neither overflow nor turn around."""

@@ -383,6 +383,40 @@ def all_reduce_hook_with_hsdp(api: Api) -> Any:
     return found, before, calls, grads(model)
 
 
+class Stream(torch.cpu.Stream):
+    """The CPU's double of a stream: what it was told to wait for."""
+
+    num_waits = 0
+
+    def wait_stream(self, stream: Any) -> None:
+        self.num_waits += 1
+
+
+@rows("12.10")
+def test_all_reduce_hook_on_a_stream(two: Pool) -> None:
+    """It runs on the stream that was given, behind the reduction; so do hooks that are set later."""
+    two.run(same, all_reduce_hook_on_a_stream)
+
+
+def all_reduce_hook_on_a_stream(api: Api) -> Any:
+    model = api.fully_shard(net())
+    stream = Stream()
+    seen: list[Any] = []
+
+    def hook(reduced: Tensor) -> None:
+        seen.append((torch.cpu.current_stream() is stream, stream.num_waits))
+        reduced.mul_(3.0)
+
+    model.set_all_reduce_hook(hook, stream=stream)
+    call = api.compile(model)
+    train_step(call)
+    found = grads(model)
+    model.set_all_reduce_hook(lambda reduced: hook(reduced))
+    train_step(call, 1)
+    assert torch.cpu.current_stream() is not stream
+    return seen, found, grads(model)
+
+
 @rows("12.11")
 def test_all_reduce_hook_sees_the_mean(two: Pool) -> None:
     two.run(same, all_reduce_hook_sees_the_mean)
