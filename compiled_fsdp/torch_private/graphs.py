@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx.graph as fx_graph
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -31,6 +30,7 @@ PLAIN = frozenset(
     )
 )
 LISTS = (tuple, list, immutable_list)
+fx_graph: Any = torch.fx.graph  # with the names that it imports
 # Whether torch looks for symbols among a node's arguments when it creates it, which takes longer
 # than all the rest: 2.13 does.
 LOOKS_FOR_SYMBOLS = (

@@ -48,7 +48,7 @@ def quick_hints() -> Iterator[None]:
     ) -> int:
         def put_in(env: Any, expr: Any) -> Any:
             applicable = _applicable(expr, equalities_of(env))
-            with mock.patch.object(hinting, "_get_unbacked_replacements", lambda _: applicable):
+            with mock.patch.object(hinting, "_get_unbacked_replacements", return_value=applicable):
                 expr = substituted(env, expr)
             return _put_in(env, expr, fallback)
 
