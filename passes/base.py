@@ -212,7 +212,9 @@ def run_pipeline(
 
     What the graph was before the first pass is kept with it meanwhile, for `verify`, and so is the
     context, which has the options that were consumed when the passes have run. A trial, or a graph
-    without anything of ours, is neither linted nor compiled, and has nothing to be verified by.
+    without anything of ours, is neither linted nor compiled, and has nothing to be verified by. Nor
+    is a graph compiled that nobody runs as it is: a joint one, and one that Inductor gets, which
+    makes code of it itself.
 
     Raises:
         TypeError: a pass returned something else than the graph module that it was given.
@@ -237,6 +239,6 @@ def run_pipeline(
             after_pass(gm, entry)
     set_captured(gm, None)
     set_context(gm, None)
-    if is_checked:
+    if is_checked and is_half and not context.is_fused:
         gm.recompile()
     return gm

@@ -23,7 +23,7 @@ those that should need the least. What is compiled in the end is measured too: e
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING
 
@@ -103,11 +103,13 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
         or not is_settled(split_once)
     )
 
+    run = partial(run_fitted, forward=[])
+
     def trial(num: int) -> Trial:
         under = record(num)
         anew = num and is_split_anew
         halves = split(gm, under, step) if anew else with_kept(split_once, under.kept)
-        return schedule(halves, under, is_fused=is_fused, run=run_fitted, step=into)
+        return schedule(halves, under, is_fused=is_fused, run=run, step=into)
 
     first = trial(0)
     expected = PeakModel.of(first, candidates).peaks()

@@ -34,7 +34,7 @@ from compiled_fsdp.planning.chunks import settle
 from compiled_fsdp.planning.consensus import settle_costs
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import Plan, current_plan
-from compiled_fsdp.torch_private.compiling import collect_rarely
+from compiled_fsdp.torch_private.compiling import hurry
 from compiled_fsdp.torch_private.dynamo import trace_again_from_backend
 from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.torch_private.subgraphs import why_inline
@@ -115,7 +115,7 @@ def _run_ours(gm: GraphModule, context: Context) -> GraphModule:
         )
     note_expected(gm.graph)  # an inference graph has been in no joint one
     half = f"{phase_of(gm.graph)} graph"
-    collect_rarely()
+    hurry()
     progress.at(f"{half}, before its passes")
     asked = current_plan().executed_by(is_fused=context.is_fused)
     plan = fit_split(gm, settle_costs(gm.graph, asked))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import STARTS
-from compiled_fsdp.ir.graph import find
+from compiled_fsdp.ir.graph import find, phase_of
 from compiled_fsdp.ir.schema import REDUCE_GRAD, TO_LOWER, UNSHARD, param_spec
 from compiled_fsdp.passes.base import Context, Stage, run_pipeline
 from compiled_fsdp.passes.pipeline import current
@@ -40,26 +40,42 @@ def fit_split(gm: GraphModule, plan: Plan) -> Plan:
         return plan
     key = _key(gm.graph, plan)
     if key not in _decided:
-        _tried(gm, plan)
+        _tried(copied(gm), plan, key)
     return replace(plan, split_bytes=_decided[key])
 
 
-def run_fitted(gm: GraphModule, plan: Plan) -> GraphModule:
+def run_fitted(gm: GraphModule, plan: Plan, forward: list[int] | None = None) -> GraphModule:
     """A trial of this half, or of a whole step, under the plan that `fit_split` makes of this one;
     the graph is used up.
+
+    forward: what the first trial of several decided for forward, or nothing yet. It stays for the
+        others, which keep other parameters for backward: what forward gathers and computes is the
+        same in all.
     """
+    trial = Context(is_trial=True)
     if plan.split_bytes is not None or plan.costs is None:
-        return run_pipeline(gm, plan, current(Stage.HALF), context=Context(is_trial=True))
-    return _tried(gm, plan)
+        return run_pipeline(gm, plan, current(Stage.HALF), context=trial)
+    key = _key(gm.graph, plan)
+    if forward is None or phase_of(gm.graph) != "forward":
+        return _tried(gm, plan, key)
+    if not forward:
+        tried = _tried(gm, plan, key)
+        forward.append(_decided[key])
+        return tried
+    _decide(key, forward[0])
+    under = replace(plan, split_bytes=forward[0])
+    return run_pipeline(gm, under, current(Stage.HALF), context=trial)
 
 
-def _tried(gm: GraphModule, plan: Plan) -> GraphModule:
-    """Decide for this graph, and return the copy on which the decision was tried."""
+def _tried(gm: GraphModule, plan: Plan, key: int) -> GraphModule:
+    """Decide for this graph, which is used up, and return the copy on which the decision was tried;
+    key: of the graph.
+    """
     assert plan.costs is not None
     trial = Context(is_trial=True)
     lower, *others = (entry for entry in current(Stage.HALF) if entry.runs_in(trial))
-    lowered = run_pipeline(copied(gm), plan, [lower], context=trial)  # the same for every size
     largest = _largest(gm.graph)
+    lowered = run_pipeline(gm, plan, [lower], context=trial)  # the same for every size
     tried, seconds = {}, {}
     sizes = list(dict.fromkeys((0, *(largest // n for n in PARTS))))
     for size in sizes:
@@ -69,10 +85,15 @@ def _tried(gm: GraphModule, plan: Plan) -> GraphModule:
         seconds[size] = predict(tried[size].graph, plan.costs).total
     best = min(seconds, key=lambda size: (seconds[size], -size))
     chosen = best if seconds[best] < seconds[0] * (1 - WORTH) else 0
+    _decide(key, chosen)
+    return tried[chosen]
+
+
+def _decide(key: int, split_bytes: int) -> None:
+    _decided.pop(key, None)
     while len(_decided) >= MOST_DECIDED:
         del _decided[next(iter(_decided))]
-    _decided[_key(gm.graph, plan)] = chosen
-    return tried[chosen]
+    _decided[key] = split_bytes
 
 
 def _key(graph: Graph, plan: Plan) -> int:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch.fx import Graph
-
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
 from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
@@ -23,7 +21,7 @@ from compiled_fsdp.planning.consensus import note_costs
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_inputs, saved_places
 from compiled_fsdp.planning.memory import lifetimes_of, profile_of
-from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
+from compiled_fsdp.torch_private.graphs import copied_graph, graph_module_without_code, without_code
 
 from .partition import partition
 from .stitch import stitch
@@ -31,7 +29,7 @@ from .stitch import stitch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
 
     from compiled_fsdp.planning.lifetimes import Lifetimes
     from compiled_fsdp.planning.memory import MemoryProfile
@@ -63,8 +61,8 @@ class Trial:
 
 def copied(gm: GraphModule) -> GraphModule:
     """A copy of the graph, around the same module."""
-    graph = Graph()
-    meta.take_over(graph.output(graph.graph_copy(gm.graph, {})), output(gm.graph))
+    graph = copied_graph(gm.graph)
+    meta.take_over(output(graph), output(gm.graph))
     return graph_module_without_code(gm, graph)
 
 

@@ -5,6 +5,7 @@ additions, and phases.
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,16 +88,24 @@ def is_view(node: Node) -> bool:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if is_undeclared_alias(node):
-        return True
-    returns = node.target._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return _yields_views(node.target)
 
 
 def is_undeclared_alias(node: Node) -> bool:
     """Whether the result is the first argument, though the op's schema does not say so."""
-    is_view_of_torch = node.target is torch.ops.aten._unsafe_view.default
-    return is_view_of_torch or traits_of(node.target).is_alias
+    return _is_undeclared_alias(node.target)
+
+
+def _is_undeclared_alias(op: object) -> bool:
+    return op is torch.ops.aten._unsafe_view.default or traits_of(op).is_alias
+
+
+@cache
+def _yields_views(op: torch._ops.OpOverload) -> bool:
+    if _is_undeclared_alias(op):
+        return True
+    returns = op._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def aliases(node: Node) -> list[Node]:

@@ -16,6 +16,7 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from .dynamo import trace_number
+from .graphs import with_quick_nodes, without_quick_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,15 @@ def at_end(fn: Callable[[], None]) -> None:
         fn()
 
     callback_handler.register_end_callback(end)
+
+
+def hurry() -> None:
+    """Until the compilation under way ends, leave out what takes long and changes nothing: see
+    `collect_rarely` and `with_quick_nodes`; nothing outside of one.
+    """
+    collect_rarely()
+    if trace_number() is not None and with_quick_nodes():
+        at_end(without_quick_nodes)
 
 
 def collect_rarely() -> None:

@@ -5,13 +5,24 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorConfig,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 # shape, stride, offset, dtype, device
 Look = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
+
+# By mode and device: attributes of a new fake tensor (`_fields`).
+_made: WeakKeyDictionary[FakeTensorMode, dict[torch.device, dict[str, Any] | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def mode_of(value: object) -> FakeTensorMode | None:
@@ -53,4 +64,38 @@ def alike(mode: FakeTensorMode, look: Look, base: Any = None) -> FakeTensor:
         plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if base is not None:
             plain.set_(base.untyped_storage(), offset, shape, stride)
-    return FakeTensor(mode, plain, device)
+    made = _made.setdefault(mode, {})
+    if device not in made:
+        fake = FakeTensor(mode, plain, device)
+        made[device] = _fields(fake)
+        return fake
+    fields = made[device]
+    return FakeTensor(mode, plain, device) if fields is None else _with(fields, mode, plain, device)
+
+
+def _fields(fake: FakeTensor) -> dict[str, Any] | None:
+    """The attributes of a new fake tensor, apart from its mode: any other has the same. None if the
+    constructor does more than `_with` makes up for.
+    """
+    mode, device = fake.fake_mode, fake.fake_device
+    if FakeTensorConfig.debug:
+        return None
+    fields = {name: value for name, value in vars(fake).items() if name != "fake_mode"}
+    again = _with(fields, mode, torch.empty(0, device="meta"), device)
+    is_all = vars(again) == vars(fake) and mode_of(again) is mode and again.fake_device == device
+    return fields if is_all else None
+
+
+def _with(fields: dict[str, Any], mode: FakeTensorMode, plain: Tensor, device: Any) -> FakeTensor:
+    """What the constructor of fake tensors makes, in a third of the time: with the attributes of
+    one that it has made.
+    """
+    fake: FakeTensor = Tensor._make_subclass(
+        FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(fields, fake_mode=mode)
+    return fake

@@ -5,16 +5,38 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.immutable_collections import immutable_list
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from torch.fx import Graph, GraphModule
+    from torch.fx import GraphModule
+
+# Types of arguments that are no symbols and have none inside, and of lists of arguments.
+PLAIN = frozenset(
+    (
+        *(Node, int, float, bool, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+LISTS = (tuple, list, immutable_list)
+fx_graph: Any = torch.fx.graph  # with the names that it imports
+# Whether torch looks for symbols among a node's arguments when it creates it, which takes longer
+# than all the rest: 2.13 does.
+LOOKS_FOR_SYMBOLS = (
+    getattr(fx_graph, "pytree", None) is pytree
+    and "tree_iter" in Graph.create_node.__code__.co_names
+)
 
 
 def without_code() -> AbstractContextManager[None]:
@@ -74,3 +96,52 @@ def outputs_of_tangents(node: Any) -> list[int]:
             found.append(len(changed) + i)
     start = len(changed) + of.num_outputs
     return [*found, *range(start, start + of.num_intermediate_bases)]
+
+
+def with_quick_nodes() -> bool:
+    """Let torch create nodes of graphs in half the time, until `without_quick_nodes`; whether that
+    began now.
+
+    What it looks through for symbols, to warn of them, is left out where there can be none. The
+    nodes are the same.
+    """
+    if not LOOKS_FOR_SYMBOLS or fx_graph.pytree is not pytree:
+        return False
+    quick: Any = ModuleType(pytree.__name__)
+    vars(quick).update(vars(pytree), tree_iter=_unlike_plain)
+    fx_graph.pytree = quick
+    return True
+
+
+def without_quick_nodes() -> None:
+    """Let torch create nodes as it does."""
+    fx_graph.pytree = pytree
+
+
+def _unlike_plain(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterable[Any]:
+    """All leaves of a node's arguments; none if they are plain."""
+    args, kwargs = arguments
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        if type(each) not in PLAIN and not (
+            type(each) in LISTS and PLAIN.issuperset(map(type, each))
+        ):
+            return pytree.tree_iter(arguments)
+    return ()
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """A copy of a graph, its output's metadata left out, as `Graph.graph_copy` makes it: metadata is
+    put into the new nodes' dicts, where to set another dict has torch look up each node twice.
+    """
+    copy, copies = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        args = map_arg(node.args, copies.__getitem__)
+        if node.op == "output":
+            copy.output(args[0])
+            break
+        kwargs = map_arg(node.kwargs, copies.__getitem__)
+        copies[node] = new = copy.create_node(
+            node.op, node.target, args, kwargs, node.name, node.type
+        )
+        new.meta.update(node.meta)
+    return copy

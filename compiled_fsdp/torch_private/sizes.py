@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What is replaced; 2.15 puts values in at once.
 IS_SLOW = (
     hasattr(hinting, "_sub_unbacked_exprs")
+    and hasattr(hinting, "_get_unbacked_replacements")
     and hasattr(symbolic, "_optimization_hint_base")
     and not hasattr(hinting, "_hint_bounds_from_runtime_asserts")
 )
@@ -32,19 +33,24 @@ def quick_hints() -> Iterator[None]:
 
     The tokens that come from 64 ranks are a sum of 64 symbols. Torch 2.13 takes a fifth of a second
     to put its guesses into such a sum one after another, for each value of such a size; here all go
-    in at once (`xreplace`, as in 2.15), and an expression is looked at once.
+    in at once (`xreplace`, as in 2.15), and an expression is looked at once. Nor is every equality
+    that the program asserts, some for each layer, tried on the sums of every layer.
     """
     if not IS_SLOW:
         yield
         return
     hint_of, substituted = hinting._optimization_hint_base, hinting._sub_unbacked_exprs
+    equalities_of = hinting._get_unbacked_replacements
     known: dict[tuple[Any, ...], int] = {}
 
     def hint(
         env: Any, expr: Any, precomputed_replacements: Any, fallback: int | None = None
     ) -> int:
         def put_in(env: Any, expr: Any) -> Any:
-            return _put_in(env, substituted(env, expr), fallback)
+            applicable = _applicable(expr, equalities_of(env))
+            with mock.patch.object(hinting, "_get_unbacked_replacements", return_value=applicable):
+                expr = substituted(env, expr)
+            return _put_in(env, expr, fallback)
 
         key = (env, expr, type(expr), fallback)
         if key not in known:
@@ -54,6 +60,17 @@ def quick_hints() -> Iterator[None]:
 
     with mock.patch.object(symbolic, "_optimization_hint_base", hint):
         yield
+
+
+def _applicable(expr: Any, equalities: dict[Any, Any]) -> dict[Any, Any]:
+    """Those that may change an expression, in their order: it has all symbols of what they replace,
+    or will have when others have been applied.
+    """
+    symbols, left, found = set(expr.free_symbols), dict(equalities), set()
+    while more := [old for old in left if old.free_symbols <= symbols]:
+        found.update(more)
+        symbols.update(*(left.pop(old).free_symbols for old in more))
+    return {old: new for old, new in equalities.items() if old in found}
 
 
 def _put_in(env: Any, expr: Any, fallback: int | None) -> Any:

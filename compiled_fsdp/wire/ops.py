@@ -20,7 +20,7 @@ from compiled_fsdp.ir.quantized import WIRE
 from compiled_fsdp.ir.schema import REDUCE_GRAD, SCHEMAS, START_COPY, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
-from compiled_fsdp.torch_private.compiling import collect_rarely
+from compiled_fsdp.torch_private.compiling import hurry
 from compiled_fsdp.torch_private.dynamo import before_backend, is_dynamo_faking
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
@@ -227,7 +227,7 @@ def _unshard_fake(flat: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args)
     TRACED.add(spec.unit)
     progress.seen(spec.unit)
-    collect_rarely()
+    hurry()
     for settle in _settle_first:
         before_backend(settle)
     return flat.new_empty(spec.shape, dtype=spec.dtype, device=spec.device or flat.device)

@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compiled_fsdp
 from compiled_fsdp import MixedPrecisionPolicy, compile_step, errors, fully_shard, planned
-from compiled_fsdp.compiler import backend, budget, driver
+from compiled_fsdp.compiler import backend, budget, driver, splitting
 from compiled_fsdp.compiler.trial import copied
+from compiled_fsdp.ir.graph import phase_of
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.memory import profile, profile_step
 from compiled_fsdp.planning.plan import Plan
@@ -195,6 +196,33 @@ def test_what_is_compiled_fits(case: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert peak <= 1.05 * room, "the greatest peak is as expected, not tried"
             assert not said, (seed, share, peaks)
     assert any(least_by_keeping) or case != "halves", "nothing that could have gone wrong"
+
+
+@pytest.mark.usefixtures("four")
+def test_parts_of_forward_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first trial, for the others and for what is compiled; counted."""
+    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
+    subject = Subject(3, is_step=False, has_costs=True, is_sliced=False)
+    peak, _ = subject.compiled(1 << 40, 0)
+    tried, decided = [], []
+    original, fit_split = splitting._tried, driver.fit_split
+
+    def counted(gm: GraphModule, *arguments: Any) -> GraphModule:
+        tried.append(phase_of(gm.graph))
+        return original(gm, *arguments)
+
+    def noted(gm: GraphModule, plan: Plan) -> Plan:
+        fitted = fit_split(gm, plan)
+        decided.append((phase_of(gm.graph), fitted.split_bytes))
+        return fitted
+
+    monkeypatch.setattr(splitting, "_tried", counted)
+    monkeypatch.setattr(driver, "fit_split", noted)
+    splitting._decided.clear()
+    subject.compiled(peak - 1)
+    assert tried.count("forward") == 1, tried
+    assert tried.count("backward") > 1, tried
+    assert dict(decided)["forward"] in splitting._decided.values()
 
 
 @pytest.mark.usefixtures("four")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -11,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_fsdp.ir import fakes
+from compiled_fsdp.torch_private import fakes as private
 
 aten = torch.ops.aten
 
@@ -85,3 +89,23 @@ def test_near_miss() -> None:
             assert fakes.run(aten.zero_.default, (x,), {}) is x
         assert aten.zero_.default in asked.ops
     assert not isinstance(fakes.run(aten.add.Tensor, (torch.ones(2), 1), {}), type(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_made_without_the_constructor_as_by_it(device: str) -> None:
+    """Attributes and dispatch keys, of the first, which is made by it, and of those behind it."""
+    with FakeTensorMode() as mode:
+        for shape in ((6, 4), (3,)):
+            for dtype in (torch.float32, torch.int64):
+                expected = torch.empty(shape, dtype=dtype, device=device)
+                seen = private.look(expected)
+                assert seen is not None
+                made = private.alike(mode, seen)
+                assert private.look(made) == seen
+                assert vars(made) == vars(expected)
+                assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(expected)
+    assert private._made[mode][torch.device(device)] is not None, "all by the constructor"
+    forgotten = weakref.ref(mode)
+    del mode, expected, made
+    gc.collect()
+    assert forgotten() is None
