@@ -228,7 +228,7 @@ def some_ranks_have_no_graph(way: str) -> None:
         assert any("runs eagerly from now on, on all ranks: " in text for text in texts), texts
 
 
-@pytest.mark.parametrize("way", (*WAYS, TIED))
+@pytest.mark.parametrize("way", [*WAYS, TIED])
 def test_some_ranks_have_no_graph(two: Pool, way: str) -> None:
     """They have not begun theirs when they find out, leave it, and train on as stock does."""
     two.run(some_ranks_have_no_graph, way)
