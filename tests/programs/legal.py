@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 GRADIENTS = re.compile(
     r"grad\b|grads|backward|optimizer|gradient"
 )  # what another backward than the loop's own is about
+CONTROL_FLOW = {"cond", "cond_read", "cond_two", "scan", "while_loop", "map"}
+TRANSFORMED = {
+    "func_grad",
+    "func_grad_own",
+    "per_sample",
+    "vmap",
+    "jvp",
+    "vjp",
+    "jacobian",
+    "ensemble",
+}
 NAMES_INSIDE = re.compile(r"functional_call|_parameters\[|state_dict\(\)\[")  # of what is wrapped
 COLLECTIVES = {"all_to_all", "all_to_all_twice", "all_reduce", "dist_all_reduce"}
 
@@ -120,6 +131,9 @@ def _fits(program: Program) -> bool:
         is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,
         "wrap_checkpoint" in names and any(map(NAMES_INSIDE.search, said)),
         program.replicas and program.world != 4,
+        # torch's control flow takes no graph with hooks of a module's backward, nor saved tensor hooks
+        names & CONTROL_FLOW and {"backward_hook", "backward_pre_hook"} & names,
+        "wrap_checkpoint" in names and names & TRANSFORMED,
         # what the loss does not use has no state to be saved
         program.heads and "checkpoint_states" in names,
     )
