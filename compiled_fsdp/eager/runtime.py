@@ -123,7 +123,9 @@ class Runtime(FullParams):
                 self.has_run.clear()
             if not in_backward():
                 self.tree.forget_double()
-                self.drop_stale()
+                for runtime in (*self.lenders, self):
+                    if not runtime.is_in_forward:
+                        runtime.drop_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
                 runtime.open()

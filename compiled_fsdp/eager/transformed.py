@@ -35,8 +35,9 @@ def enter(runtime: Runtime) -> None:
         )
     with outside_transforms():
         runtime.tree.recover()
-        runtime.drop_stale()
         for gathered in (*runtime.lenders, runtime):
+            if not gathered.is_in_forward:
+                gathered.drop_stale()
             gathered.unshard()
             gathered.open()
             runtime.tree.transformed.setdefault(gathered)

@@ -126,7 +126,9 @@ class State:
     def note_eager(self) -> None:
         """The unit runs outside a graph: say why, if Dynamo gave one up."""
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
-        self.runtime.asks_anew |= note_eager_unit(self.unit, units)
+        if note_eager_unit(self.unit, units):
+            for runtime in (*self.runtime.lenders, self.runtime):  # whichever is gathered first
+                runtime.asks_anew = True
         if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
 

@@ -10,6 +10,7 @@ import torch
 
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import SPECS
+from compiled_fsdp.torch_private.autograd import is_transformed
 from compiled_fsdp.torch_private.dynamo import trace_number, traced_as_it_is
 
 from .extension import WHY_EAGER
@@ -77,13 +78,14 @@ def traced(module: Any, name: str) -> Any:
     """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this
     function.
 
-    Not while an eager forward has it registered.
+    Not while an eager forward has it registered. Inside of `torch.vmap` it is gathered although it is
+    there: Dynamo's version of a function with a backward of its own has no rule for that.
     """
     handle = module._fsdp_handles[name]
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
         return module._parameters[name]
-    if handle.is_resident:
+    if handle.is_resident and not _is_transformed():
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
@@ -91,6 +93,12 @@ def traced(module: Any, name: str) -> Any:
     full = view_of_flat(full, handle.view) if handle.view else full
     full = full.detach() if handle.is_frozen else full
     return as_dtensor(full, handle.full) if handle.full else full
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_transformed() -> bool:
+    """Whether the trace that is being made is inside of one of `torch.func`'s transformations."""
+    return is_transformed()
 
 
 # Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace

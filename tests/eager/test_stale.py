@@ -113,6 +113,25 @@ def kept_after_backward(options: dict[str, bool]) -> None:
     )
 
 
+def tied() -> nn.Sequential:
+    """The first layer reads the last one's weight, before that runs itself."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].weight = model[2].weight
+    return model
+
+
+def test_kept_by_the_unit_of_a_tied_parameter(two: Pool) -> None:
+    two.run(kept_by_another)
+
+
+def kept_by_another() -> None:
+    """Stale there, too, for whoever reads it."""
+    model, reference = seeded(tied), seeded(tied)
+    shard(model, model[2]).set_reshard_after_backward(False)
+    found = losses_of(model, model)
+    assert found == pytest.approx(losses_of(reference, reference), rel=1e-5)
+
+
 def test_kept_and_written(two: Pool) -> None:
     two.run(kept_and_written)
 

@@ -73,7 +73,7 @@ class Net(nn.Module):
 def train(make: Callable[[], Any], kind: str, same: bool, apart: bool) -> list[Tensor]:
     """Losses, evaluations, and, but for FSDP1, whose parameters are views, parameters in the end.
 
-    kind: "unsharded", or words among "fsdp1", "eager" and "compiled".
+    kind: "unsharded", or words among "fsdp1", "eager", "compiled" and "kept".
     same: the ranks' batches are the same; otherwise each has its own.
     apart: layers are units of their own.
     """
@@ -87,7 +87,9 @@ def train(make: Callable[[], Any], kind: str, same: bool, apart: bool) -> list[T
         model = flat(model)
     elif kind != "unsharded":
         for layer in (*layers, model):
-            fully_shard(layer)
+            fully_shard(layer, reshard_after_forward=False if "kept" in kind else None)
+        if "kept" in kind:
+            model.set_reshard_after_backward(False)
     call = model
     if "compiled" in kind:
         call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)
@@ -131,6 +133,7 @@ def transformations() -> None:
     for name in TRANSFORMATIONS:
         is_read_outside = name == "adapted"  # of the layer's own forward
         more = ("fsdp1 eager", "fsdp1 compiled") if name == "grad" else ()
+        more = ("kept compiled",) if name == "vmap" else more
         compare(lambda name=name: Net(TRANSFORMATIONS[name]), *more, apart=not is_read_outside)
 
 

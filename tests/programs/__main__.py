@@ -74,6 +74,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--only", default="", help="programs that say one of these statements, by comma"
     )
     parser.add_argument("--skip", default="", help="but none of these")
+    parser.add_argument(
+        "--without", default="", help="kinds that are not run, by comma: inductor takes the longest"
+    )
     parser.add_argument("--plant", default="", help="a fault of planted.py, in every program")
     parser.add_argument(
         "--find-plants",
@@ -209,7 +212,8 @@ def _programs(options: argparse.Namespace) -> Iterator[Program]:
         program = listed[seed] if listed else made(seed)
         said = program.names() | {program.way, program.optimizer}
         if (not only or only & said) and not skip & said:
-            yield program
+            without = options.without.split(",")
+            yield replace(program, kinds=tuple(k for k in program.kinds if k not in without))
 
 
 def _script(program: Program) -> Script:

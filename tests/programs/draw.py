@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from programs.legal import is_legal
 from programs.program import LAYERS, Program
 from programs.source import WAYS
-from programs.statements import ALONE, FORWARD, LOOP, OPTIMIZERS, ROUTED, SETUP
+from programs.statements import ALONE, FORWARD, LOOP, OPERATORS, OPTIMIZERS, PLAIN, ROUTED, SETUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,12 +28,13 @@ WITH = {
     "tie_head": "embed",
 }  # what a statement is about
 DRAWN = [name for name in FORWARD if name not in (ROUTED, ALONE)]
+MEMBER = re.compile(r"self\.(\w+) = .*nn\.")
 # Every 8th program and so on; Inductor compiles C++ for seconds.
-FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION = 8, 3, 10, 13
+FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION, WHOLE_STEP, OPERATOR = 8, 3, 10, 13, 9, 2
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused
 # before it can show much.
 TOUCHES = re.compile(
-    r"(\{m\}|self\.embed|self\.slow)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
+    r"(\{m\}|self\.embed|self\.slow|self\.bounded)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
 )
 FOREIGN = 0.2  # of the programs all the same
 PATIENCE = 50  # draws, before the seed's turn in one of them is let go
@@ -41,9 +42,14 @@ PATIENCE = 50  # draws, before the seed's turn in one of them is let go
 
 def make(seed: int) -> Program:
     """The program of a seed; of those that do not make sense another is drawn."""
+    return make_step(seed, seed // WHOLE_STEP) if seed % WHOLE_STEP == 4 else _make(seed)
+
+
+def _make(seed: int) -> Program:
     r = random.Random(seed)
     turns = {
-        "forward": _turn(seed, DRAWN),
+        "forward": _turn(seed, [name for name in DRAWN if name in PLAIN]),
+        "operator": _turn(seed // OPERATOR, list(OPERATORS)) if seed % OPERATOR == 0 else "",
         "loop": _turn(seed, list(LOOP)),
         "setup": _turn(seed, [*SETUP, ""]),
         "way": _turn(seed, [*WAYS, "model", "model"]),
@@ -69,6 +75,8 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
     names = LAYERS[: len(layers)]
     forward = [f"call@{n}" for n in names]
     loop = _chosen(r, LOOP, turns.get("loop", ""))
+    if "checkpoint_load" in loop:
+        loop = tuple(name for name in LOOP if name in {*loop, "checkpoint_save"})
     setup = _chosen(r, SETUP, turns.get("setup", ""), *(["ema"] if "update_ema" in loop else []))
     about = [
         name
@@ -78,6 +86,7 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
     others = [n for n in DRAWN if not _is_write(n) or r.random() < 0.4]
     for name in (
         turns.get("forward", "call"),
+        *filter(None, [turns.get("operator")]),
         *about,
         *(r.choice(others) for _ in range(r.choice((0, 0, 1, 1, 2)))),
     ):
@@ -94,7 +103,7 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
     members = [
         *names,
         "head",
-        *(m for m in ("embed", "slow") if any(m in line for n in said for line in FORWARD[n].init)),
+        *sorted({m for n in said for line in FORWARD[n].init for m in MEMBER.findall(line)}),
     ]
     foreign = set() if r.random() < FOREIGN else _touched(forward)
     return Program(
@@ -111,6 +120,8 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
         low_precision=seed % LOW_PRECISION == 6,
         reshard=r.choice((None, None, True, False)),
         fullgraph=r.random() < 0.5,
+        dynamic=r.random() < 0.1,
+        replicas=seed % FOUR_RANKS == 5 and r.random() < 0.5,
         dim=r.choice((4, 4, 5, 3)),
         steps=r.choice((2, 2, 3)),
         world=4 if seed % FOUR_RANKS == 5 else 2,
@@ -122,7 +133,7 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
 
 def make_routed(seed: int) -> Program:
     """The program of a seed with a routed layer somewhere in it, or two."""
-    program, r = make(seed), random.Random(seed)
+    program, r = _make(seed), random.Random(seed)
     while True:
         forward = list(program.forward)
         for _ in range(r.choice((1, 1, 2))):
@@ -131,7 +142,7 @@ def make_routed(seed: int) -> Program:
         routed = replace(program, forward=tuple(forward))
         if is_legal(routed):
             return routed
-        program = make(r.randrange(1 << 16))  # its statements do not go with another that has init
+        program = _make(r.randrange(1 << 16))  # its statements do not go with another that has init
 
 
 # A larger function around the model cannot be left, and says so.
@@ -142,7 +153,7 @@ def make_alone(seed: int) -> Program:
     """A program whose graph Dynamo breaks on rank 0 alone, in the model or in a block."""
     r = random.Random(seed)
     while True:
-        program = make(r.randrange(1 << 16))
+        program = _make(r.randrange(1 << 16))
         said = {*program.forward, *program.block}
         if any(s.breaks for s in program.statements()) or any(map(_is_write, said)):
             continue  # what is left of a forward behind another break cannot be called again
@@ -172,14 +183,17 @@ STEPS = (
     "clip=0.5, accumulate=2",
     "clip=0.5, scaler=scaler",
     "accumulate=2, reduce_once=True, scaler=scaler",
+    "keep_grads=True",
+    "schedule=schedule",
+    "accumulate=2, keep_grads=True, schedule=schedule",
 )
 
 
-def make_step(seed: int) -> Program:
+def make_step(seed: int, turn: int | None = None) -> Program:
     """A program whose loop is a whole step, with each of the options in turn."""
     r = random.Random(seed)
     while True:
-        program = make(r.randrange(1 << 16))
+        program = _make(r.randrange(1 << 16))
         step = replace(
             program,
             seed=seed,
@@ -187,7 +201,7 @@ def make_step(seed: int) -> Program:
             loop=tuple(n for n in program.loop if LOOP[n].at in ("start", "end")),
             way="model",
             fullgraph=False,
-            step=_turn(seed, list(STEPS)),
+            step=_turn(seed if turn is None else turn, list(STEPS)),
             kinds=("eager", "compiled"),
         )
         if is_legal(step):

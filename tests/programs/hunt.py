@@ -65,6 +65,7 @@ class Hunter:
     def _call(self, script: Script, kinds: tuple[str, ...], folder: str) -> str:
         pool = self.pools[script.world]
         arguments = (script.source, script.dim, script.bucket, script.budget, self.plant)
+        arguments += (script.mesh,)
         longest = START + self.limit * sum(SLOW.get(kind, 1) for kind in kinds)
         try:
             is_whole = all(

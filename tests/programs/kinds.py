@@ -28,11 +28,23 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from kit.harness import local, mean_over_ranks, mesh_of
 from kit.pool import begin, forget
+from programs.given import Scaled, WrittenOut, disabled, raise_error, save_products
 from programs.planted import planted
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as map_rows
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
@@ -80,8 +92,9 @@ class Outcome:
 class Run:
     """The names that a script uses, for one kind."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, folder: str = "", mesh: str = "1d") -> None:
         self.kind, self.outcome = kind, Outcome()
+        self.folder, self.mesh = folder, mesh_of(mesh)
         self.roots: list[nn.Module] = []
         self.sharded: dict[str, nn.Parameter] = {}  # also while full parameters are registered
 
@@ -94,7 +107,13 @@ class Run:
             "fully_shard": self.fully_shard, "compiled": self.compiled, "compile_in_place": self.compile_in_place,
             "overlap_optimizer": self.overlap_optimizer, "whole_step": self.whole_step,
             "batch": batch, "record": self.record, "note": self.note,
-            "disabled": disabled, "raise_error": raise_error,
+            "disabled": disabled, "raise_error": raise_error, "scaled": Scaled.apply,
+            "scan": scan, "while_loop": while_loop, "map_rows": map_rows,
+            "checkpoint_wrapper": checkpoint_wrapper, "save_products": save_products,
+            "dcp": dcp, "folder": f"{self.folder}/saved by {self.kind}", "StateDictOptions": StateDictOptions,
+            "get_state_dict": get_state_dict, "set_state_dict": set_state_dict,
+            "get_model_state_dict": get_model_state_dict, "set_model_state_dict": set_model_state_dict,
+            "muon": compiled_fsdp.Muon,
         }  # fmt: skip
 
     # -- what scripts call
@@ -105,7 +124,7 @@ class Run:
             apply: Callable[..., Any] = (
                 stock_fully_shard if self.kind == "stock" else compiled_fsdp.fully_shard
             )
-            apply(module, mesh=mesh_of("1d"), **options)
+            apply(module, mesh=self.mesh, **options)
             self.sharded = dict(getattr(module, "_orig_mod", module).named_parameters())
             return module
         for name in dir(compiled_fsdp.FSDPModule):
@@ -131,49 +150,14 @@ class Run:
             compiled_fsdp.overlap_optimizer(model, optimizer, **options)
 
     def whole_step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Tensor],
-        *,
-        clip: float | None = None,
-        accumulate: int = 1,
-        reduce_once: bool = False,
-        scaler: Any = None,
+        self, model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], **options: Any
     ) -> Callable[..., Tensor]:
         """A compiled step, or the loop that it stands for."""
         if self.kind == "compiled":
-            return compiled_fsdp.compile_step(
-                model,
-                optimizer,
-                loss_fn,
-                clip=clip,
-                accumulate=accumulate,
-                reduce_once=reduce_once,
-                scaler=scaler,
-                backend=BACKENDS["compiled"],
-            )
-        scale = scaler or torch.amp.GradScaler("cpu", enabled=False)
-
-        def step(*batch: Any) -> Tensor:
-            total = torch.zeros(())
-            batches = batch[0] if accumulate > 1 else [batch]
-            for i, each in enumerate(batches):
-                if reduce_once and self.kind not in UNSHARDED:
-                    model.set_requires_gradient_sync(i == accumulate - 1)  # type: ignore[operator]
-                loss = loss_fn(model, *each)
-                loss = loss / accumulate if accumulate > 1 else loss
-                scale.scale(loss).backward()
-                total = total + loss.detach()
-            if clip is not None:
-                scale.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scale.step(optimizer)
-            scale.update()
-            optimizer.zero_grad()
-            return total
-
-        return step
+            backend = BACKENDS["compiled"]
+            return compiled_fsdp.compile_step(model, optimizer, loss_fn, backend=backend, **options)
+        syncs = self.kind not in UNSHARDED
+        return WrittenOut(model, optimizer, loss_fn, syncs, **options)
 
     def record(self, model: nn.Module, loss: Tensor | None = None) -> None:
         """Loss, gradients, parameters and buffers of this moment."""
@@ -208,8 +192,9 @@ class Run:
         assert mine is not None
         if isinstance(tensor, DTensor):
             return mine
-        rows = math.ceil(mine.shape[0] / dist.get_world_size())
-        return mine[dist.get_rank() * rows : (dist.get_rank() + 1) * rows].clone()
+        axis = self.mesh.ndim - 1
+        rows, rank = math.ceil(mine.shape[0] / self.mesh.size(axis)), self.mesh.get_local_rank(axis)
+        return mine[rank * rows : (rank + 1) * rows].clone()
 
     # -- averaging, for the unsharded model
 
@@ -231,7 +216,7 @@ class Run:
                     p.grad = grad
             for (p, grad), new in zip(before, found, strict=True):
                 if new is not None:
-                    mean = mean_over_ranks(new, mesh_of("1d"))
+                    mean = mean_over_ranks(new, self.mesh)
                     p.grad = mean if grad is None else grad + mean
 
         return wrapped
@@ -263,15 +248,6 @@ class Settings:
     dim = 4
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
-def disabled(x: Tensor) -> Tensor:
-    return x * 0.5
-
-
-def raise_error(grad: Tensor) -> Tensor:
-    raise ValueError("as asked, in backward")
-
-
 def _nothing(*_: object, **__: object) -> Any:
     return types.SimpleNamespace(wait=_nothing)
 
@@ -286,7 +262,7 @@ def run_kinds(kinds: tuple[str, ...], folder: str, limit: float, *arguments: Any
     """
     for kind in kinds:
         faulthandler.dump_traceback_later(limit * SLOW.get(kind, 1), exit=True)
-        outcome = run(kind, *arguments)
+        outcome = run(kind, *arguments, folder=folder)
         is_same = _ended_alike(Path(folder), kind, outcome)
         faulthandler.cancel_dump_traceback_later()
         if not is_same or (outcome.error and kind == "unsharded"):
@@ -322,10 +298,17 @@ def place_of(folder: Path, kind: str, rank: int) -> Path:
 
 
 def run(
-    kind: str, source: str, dim: int, bucket: int, budget: float | None = None, plant: str = ""
+    kind: str,
+    source: str,
+    dim: int,
+    bucket: int,
+    budget: float | None = None,
+    plant: str = "",
+    mesh: str = "1d",
+    folder: str = "",
 ) -> Outcome:
-    """A script as one kind."""
-    this = Run(kind)
+    """A script as one kind. folder: one that all ranks have, for what scripts save."""
+    this = Run(kind, folder, mesh)
     Settings.dim = dim
     torch.manual_seed(1)
     before = torch._dynamo.config.get_config_copy()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from programs.program import LAYERS
 from programs.source import init
-from programs.statements import FORWARD, LOOP
+from programs.statements import FORWARD, LOOP, OTHERS
 
 if TYPE_CHECKING:
     from programs.program import Program
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 GRADIENTS = re.compile(
     r"grad\b|grads|backward|optimizer|gradient"
 )  # what another backward than the loop's own is about
+CONTROL_FLOW = {"cond", "cond_read", "cond_two", "scan", "while_loop", "map"}
+TRANSFORMED = {
+    "func_grad",
+    "func_grad_own",
+    "per_sample",
+    "vmap",
+    "jvp",
+    "vjp",
+    "jacobian",
+    "ensemble",
+}
+NAMES_INSIDE = re.compile(r"functional_call|_parameters\[|state_dict\(\)\[")  # of what is wrapped
 COLLECTIVES = {"all_to_all", "all_to_all_twice", "all_reduce", "dist_all_reduce"}
 
 
@@ -28,7 +40,8 @@ def is_legal(program: Program) -> bool:
             return False
     if not layers or any(unit not in members(program) for unit in program.units):
         return False
-    return all(_has(need.needs, program) for need in program.statements()) and _fits(program)
+    needs = {need for statement in program.statements() for need in statement.needs}
+    return all(_has(need, program) for need in needs) and _fits(program)
 
 
 def members(program: Program) -> set[str]:
@@ -45,7 +58,6 @@ def members(program: Program) -> set[str]:
 def _has(need: str, program: Program) -> bool:
     names = program.names()
     known = {
-        "": True,
         "ab": program.linears >= {"a", "b"},
         "embed": "embed" in members(program),
         "meta": not any(
@@ -58,10 +70,22 @@ def _has(need: str, program: Program) -> bool:
         "raises": any(n.startswith("raises@") for n in program.forward),
         "hook_raises": any(n.startswith("hook_raises@") for n in program.forward),
         "ema": "ema" in names,
+        "pure": all(_is_pure(n.partition("@")[0]) for n in program.block),
+        "saved": "checkpoint_save" in names,
         "no_all_to_all": not names & {"all_to_all", "all_to_all_twice"},
         "no_collective": not names & COLLECTIVES,
     }
     return known[need]
+
+
+def _is_pure(name: str) -> bool:
+    """Whether a block that says it can be transformed: nothing is written or sent."""
+    statement = FORWARD[name]
+    said = "\n".join(statement.lines)
+    is_plain = (
+        not statement.init and not statement.breaks and not re.search(r"_\(|\.data|no_grad", said)
+    )
+    return is_plain and name not in COLLECTIVES and "raises" not in name and name != "index_write"
 
 
 def _fits(program: Program) -> bool:
@@ -74,8 +98,10 @@ def _fits(program: Program) -> bool:
         "input_backward",
         "input_grad_after",
         "accumulate_input_grad",
+        "penalty",
     } & names
     is_step = program.step is not None
+    said = [line for s in program.statements() for line in s.lines]
     wrong = (
         is_step and any(s.breaks for s in program.statements()),
         is_step and program.way != "model",
@@ -100,5 +126,15 @@ def _fits(program: Program) -> bool:
         # two rows are normalized to 1 and -1, whatever they are: gradients before that are rounding
         "batch_norm" in names and {"one_row", "half_batch"} & names,
         program.low_precision and program.way == "functional",  # what is substituted would be fp32
+        "post_grad_hook" in names
+        and (is_step or "no_zero" in names or program.optimizer in OTHERS),
+        is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,
+        "wrap_checkpoint" in names and any(map(NAMES_INSIDE.search, said)),
+        program.replicas and program.world != 4,
+        # torch's control flow takes no graph with hooks of a module's backward, nor saved tensor hooks
+        names & CONTROL_FLOW and {"backward_hook", "backward_pre_hook"} & names,
+        "wrap_checkpoint" in names and names & TRANSFORMED,
+        # what the loss does not use has no state to be saved
+        program.heads and "checkpoint_states" in names,
     )
     return not any(wrong)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 PLANTS: dict[str, Plant] = {}
-# What a program says in which each can show: statements, ways to compile, optimizers, "heads" or
-# "budget"; "+": both.
+# What a program says in which each can show: statements, ways to compile, optimizers, "heads",
+# "budget" or "step"; "+": both.
 SHOWN_BY = {
     "substitutions_are_ignored": {
         "substitute",
@@ -68,6 +68,9 @@ SHOWN_BY = {
     },
     "each_rank_fits_its_own_budget": {"rank_batch+budget", "one_row+budget"},
     "a_traced_backward_is_not_refused": {"train_traced"},
+    "reads_stay_inside_of_branches": {"cond", "cond_read", "cond_two", "scan", "map"},
+    "what_is_transformed_is_not_reduced": {"func_grad", "vmap", "jvp", "vjp", "jacobian"},
+    "whole_steps_keep_gradients": {"step"},
 }
 
 
@@ -75,6 +78,7 @@ def can_show(program: Program, name: str) -> bool:
     """Whether a program says something that this fault breaks."""
     said = program.names() | {program.way, program.optimizer}
     also = {"heads": program.heads, "budget": program.budget is not None}
+    also["step"] = program.step is not None
     said |= {word for word, is_so in also.items() if is_so}
     return any({*words.split("+")} <= said for words in SHOWN_BY[name])
 
@@ -223,4 +227,37 @@ def a_traced_backward_is_not_refused() -> Iterator[None]:
         blind,
         mock.patch.object(_ours("wire.ops"), "is_dynamo_faking", return_value=False),
     ):
+        yield
+
+
+@plant
+def reads_stay_inside_of_branches() -> Iterator[None]:
+    """What a function of `torch.cond` or `scan` reads is gathered where it is read, by ranks that
+    come there.
+    """
+    with mock.patch.object(_ours("frontend.writes"), "hoist_reads", return_value=None):
+        yield
+
+
+@plant
+def what_is_transformed_is_not_reduced() -> Iterator[None]:
+    """A unit that is called inside of `torch.vmap` or `torch.func.grad` is not told of the backward
+    that comes through it.
+    """
+    transformed = _ours("eager.transformed")
+    enter = transformed.enter
+
+    def forget(runtime: Any) -> None:
+        enter(runtime)
+        runtime.tree.transformed.clear()
+
+    with mock.patch.object(transformed, "enter", forget):
+        yield
+
+
+@plant
+def whole_steps_keep_gradients() -> Iterator[None]:
+    """`compile_step` leaves `.grad` to be added to, as if it had been asked to."""
+    always = property(lambda _: True, lambda _, value: None)
+    with mock.patch.object(_ours("frontend.step").Step, "keeps_grads", always, create=True):
         yield

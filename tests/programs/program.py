@@ -22,6 +22,7 @@ class Program:
     way: how it is compiled (`source.WAYS`). heads: the model returns two outputs, of which the loss
         uses one.
     step: options of `compile_step`, which the loop is then; None: it is written out.
+    dynamic: compiled for every number of rows. replicas: of four ranks, two pairs shard.
     bucket, budget: of the plan. kinds: which ways of running it are compared with the unsharded
         model.
     """
@@ -40,6 +41,8 @@ class Program:
     low_precision: bool = False
     reshard: bool | None = None
     fullgraph: bool = False
+    dynamic: bool = False
+    replicas: bool = False
     dim: int = 4
     steps: int = 2
     world: int = 2

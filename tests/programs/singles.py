@@ -28,8 +28,9 @@ def _forward() -> Iterator[Program]:
     for name, statement in FORWARD.items():
         entry, loop = f"{name}@a", RAISING.get(name, ())
         for units in ((), ("a",)):
+            read = () if units else ("read@a",)  # a parameter of another unit is refused
             yield Program(
-                forward=("read@a", entry, "call@a"), layers=("linear",), units=units, loop=loop
+                forward=(*read, entry, "call@a"), layers=("linear",), units=units, loop=loop
             )
         block = ("read@up", f"{name}@up", "call@up")
         yield Program(layers=("block",), block=block, forward=("call@a",))
@@ -52,8 +53,9 @@ def _loop() -> Iterator[Program]:
     raising = {"caught": "raises@a", "caught_backward": "hook_raises@a"}
     for name in LOOP:
         forward = ("call@a", *([raising[name]] if name in raising else []), "call@b")
+        saved = ("checkpoint_save",) if name == "checkpoint_load" else ()
         program = Program(
-            forward=forward, loop=(name,), setup=("ema",) if name == "update_ema" else ()
+            forward=forward, loop=(*saved, name), setup=("ema",) if name == "update_ema" else ()
         )
         yield program
         yield replace(program, setup=(*program.setup, "overlap"), optimizer="adamw")

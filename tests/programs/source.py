@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from programs.grammar import parse
 from programs.program import LAYERS, Program
-from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP, Statement, parse
+from programs.statements import FORWARD, LOOP, OPTIMIZERS, OTHERS, SETUP, Statement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -81,13 +82,14 @@ class Script:
     budget: float | None = None
     low_precision: bool = False
     is_whole: bool = False
+    mesh: str = "1d"
     kinds: tuple[str, ...] = ("eager", "compiled")
 
     def header(self) -> str:
         """One line that `read` understands."""
         return (
             f"# run: world={self.world} dim={self.dim} bucket={self.bucket} budget={self.budget} "
-            f"low_precision={self.low_precision} is_whole={self.is_whole} "
+            f"low_precision={self.low_precision} is_whole={self.is_whole} mesh={self.mesh} "
             f"kinds={','.join(self.kinds)}\n"
         )
 
@@ -104,6 +106,7 @@ def read(text: str) -> Script:
         budget=None if said["budget"] == "None" else float(said["budget"]),
         low_precision=said["low_precision"] == "True",
         is_whole=said["is_whole"] == "True",
+        mesh=said["mesh"],
         kinds=tuple(said["kinds"].split(",")),
     )
 
@@ -118,7 +121,9 @@ def script(program: Program) -> Script:
     )
     is_whole = program.way in WHOLE and not program.names() & RUNS_EAGERLY and not eagerly
     numbers = (program.world, program.dim, program.bucket, program.budget)
-    return Script(render(program), *numbers, program.low_precision, is_whole, program.kinds)
+    is_low = program.low_precision or "autocast" in program.names()
+    mesh = "hsdp" if program.replicas else "1d"
+    return Script(render(program), *numbers, is_low, is_whole, mesh, program.kinds)
 
 
 def _around(program: Program) -> list[Statement]:
@@ -155,13 +160,14 @@ def render(program: Program) -> str:
         *at("forward", way, way),
         words["optimizer"],
         *at("ready", SETUP, program.setup),
+        *(fill(line, words) for n in program.loop for line in LOOP[n].init),
         *(_made(program, words["loss"]) if program.step is not None else []),
         f"for step in range({program.steps}):",
     ]
     given = f"x, ids = batch(step{', torch.float64' if 'to_float64' in program.setup else ''})"
     if program.step is not None:
         start, end = (at(place, LOOP, program.loop) for place in ("start", "end"))
-        body = [given, *start, *_taken(program), *end, "record(model)"]
+        body = [given, *start, *_taken(program), *end]
         return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"
     forward, backward = _call(program, words["loss"])
     loop = [
@@ -183,9 +189,14 @@ def _made(program: Program, loss: str) -> list[str]:
     """A whole step."""
     assert program.step is not None
     scaler = ["scaler = torch.amp.GradScaler('cpu', init_scale=256.0, growth_interval=1)"]
+    schedule = ["schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)"]
     more = f", {program.step}" if program.step else ""
-    made = f"take = whole_step(model, optimizer, lambda model, x, ids: {loss}{more})"
-    return [*(scaler if "scaler" in program.step else []), made]
+    is_several = program.optimizer in OTHERS
+    others = [f"others = {OTHERS[program.optimizer]}"] if is_several else []
+    optimizers = "[optimizer, others]" if is_several else "optimizer"
+    made = f"take = whole_step(model, {optimizers}, lambda model, x, ids: {loss}{more})"
+    scaler = scaler if "scaler" in program.step else []
+    return [*scaler, *(schedule if "schedule" in program.step else []), *others, made]
 
 
 def _taken(program: Program) -> list[str]:
@@ -195,7 +206,8 @@ def _taken(program: Program) -> list[str]:
     if "scaler" in program.step:
         lines.append("x = x * (float('inf') if step == 1 and rank == 1 else 1.0)")
     is_several = "accumulate" in program.step
-    lines.append(f"note(take({'[(x, ids), (x * 0.5, ids)]' if is_several else 'x, ids'}))")
+    given = "[(x, ids), (x * 0.5, ids)]" if is_several else "x, ids"
+    lines.append(f"record(model, take({given}))")
     return [*lines, *(["note(torch.tensor(scaler.get_scale()))"] if len(lines) == 3 else [])]
 
 
@@ -216,9 +228,10 @@ def init(names: Iterable[str], dim: int) -> list[str]:
 
 def _words(program: Program) -> dict[str, str]:
     names = LAYERS[: len(program.layers)]
+    full = ", fullgraph=True" if program.fullgraph else ""
     return {
         "layers": ", ".join(f"model.{n}" for n in names) + ("," if len(names) == 1 else ""),
-        "full": ", fullgraph=True" if program.fullgraph else "",
+        "full": f"{full}, dynamic=True" if program.dynamic else full,
         "loss": f"model(x, ids){'[0]' if program.heads else ''}.square().mean()",
         "d": str(program.dim),
         "optimizer": f"optimizer = {OPTIMIZERS[program.optimizer]}",

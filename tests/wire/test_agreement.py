@@ -166,6 +166,7 @@ def test_two_known_branches(broken: Pool) -> None:
 # -- ranks of which some have no graph
 
 WAYS = ("printing", "printing, a root of no parameters", "printing at first", "not compiled")
+TIED = "printing in its own forward, tied"  # the root reads a parameter of another unit, which is gathered first
 
 
 class Telling(Branchy):
@@ -175,7 +176,10 @@ class Telling(Branchy):
         super().__init__()
         self.way, self.num_calls = way, 0
         self.out = nn.Identity() if "no parameters" in way else nn.Linear(4, 4)
-        self.left.register_forward_hook(self.tell)
+        if way == TIED:
+            self.out.weight = self.left.weight
+        else:
+            self.left.register_forward_hook(self.tell)
 
     def tell(self, *_: object) -> None:
         is_due = "print" in self.way and (self.num_calls < 1 or "at first" not in self.way)
@@ -183,6 +187,8 @@ class Telling(Branchy):
             print(end="")
 
     def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        if self.way == TIED:
+            self.tell()
         x = self.out(super().forward(x, way))
         self.num_calls += 1
         return x
@@ -207,17 +213,22 @@ def train(way: str, shard: Callable[[nn.Module], None], *, compiles: bool) -> li
 
 
 def some_ranks_have_no_graph(way: str) -> None:
-    expected = train(way, torch.distributed.fsdp.fully_shard, compiles=False)
+    """What runs eagerly before is known to all ranks; of ties over units stock cannot say what is
+    right.
+    """
+    shard = fully_shard if way == TIED else torch.distributed.fsdp.fully_shard
+    expected = train(way, shard, compiles=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = train(way, fully_shard, compiles=way != "not compiled" or dist.get_rank() > 0)
-    assert found == expected
+    # Of a parameter that two units read, each reads and reduces by itself in a graph.
+    assert found == (pytest.approx(expected, rel=1e-5) if way == TIED else expected)
     texts = [str(warning.message) for warning in told]
     if dist.get_rank() > 0:  # has left its graph
         assert any("runs eagerly from now on, on all ranks: " in text for text in texts), texts
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, TIED])
 def test_some_ranks_have_no_graph(two: Pool, way: str) -> None:
     """They have not begun theirs when they find out, leave it, and train on as stock does."""
     two.run(some_ranks_have_no_graph, way)
