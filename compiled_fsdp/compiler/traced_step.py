@@ -12,7 +12,8 @@ updates leave gradients.
 What does not allow for that breaks the graph at the call, in another trace, or raises with
 `fullgraph=True`.
 
-What nodes of Dynamo's graphs stand for was read on 2.13.
+What nodes of Dynamo's graphs stand for was read on 2.13. Private torch used here (tried on 2.13):
+`torch._inductor.config`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.ir.meta import traced_value
+from compiled_fsdp.ir.meta import real_input, traced_value
 from compiled_fsdp.ir.schema import BACKWARD
 from compiled_fsdp.torch_private.dynamo import (
     before_backend,
@@ -66,8 +67,9 @@ def step_of(options: Mapping[str, Any]) -> WholeStep | None:
     return WholeStep.of(options) or (_compiling[-1] if _compiling else None)
 
 
-def _take_over(leaves: list[Any]) -> str | list[int] | None:
+def _take_over(nodes: list[Node]) -> str | list[int] | None:
     """Called when Dynamo comes to `loss.backward()`, see `in_backwards`."""
+    leaves = [real_input(node) for node in nodes]
     if not any(hasattr(leaf, "_fsdp_owner") for leaf in leaves):
         return None
     backend = current_backend()

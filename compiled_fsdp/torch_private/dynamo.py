@@ -82,8 +82,8 @@ def before_backend(fn: Callable[[GraphModule], None]) -> None:
 
 
 def in_backwards(ask: Callable[[list[Any]], str | list[int] | None]) -> None:
-    """When Dynamo traces `loss.backward()`, without arguments, call `ask` with all leaves that may get a gradient. It
-    returns None to let it be traced as ever. Else nothing is added to the `.grad` of any: it returns
+    """When Dynamo traces `loss.backward()`, without arguments, call `ask` with all leaves that may
+    get a gradient, as nodes. It returns None to let it be traced as ever. Else nothing is added to the `.grad` of any: it returns
     the numbers of some, and the graph gets a call of `torch.autograd.grad` for these, which nobody
     uses; or why not, a text, which breaks the graph, or is an error with `fullgraph=True`. Tried on
     2.13; where Dynamo has no such place, it is not called.
@@ -100,9 +100,7 @@ def _backward_asking(
         inputs = [*tx.output.leaf_var_creation_order, *tx.output.input_source_to_var.values()]
         plain = traces_autograd() and not (args or kwargs)
         leaves = self._collect_backward_inputs(inputs) if plain else []
-        held = [leaf.as_proxy().node.meta.get("grapharg") for leaf in leaves]
-        values = [None if each is None else each.example for each in held]
-        answer = ask(values)
+        answer = ask([leaf.as_proxy().node for leaf in leaves])
         if answer is None:
             return traced(self, tx, *args, **kwargs)
         if isinstance(answer, str):
