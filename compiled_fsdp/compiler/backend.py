@@ -31,6 +31,7 @@ from .driver import run_half, run_joint
 from .inductor import install_passes, joint_pass_of
 from .partition import StepPartitioner, partition
 from .stitch import WholeStep, stitch
+from .traced_step import step_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +115,7 @@ def without_inductor(
     def compile_inference(gm: GraphModule, inputs: Any) -> Any:
         return compile_half(run_joint(gm), inputs)
 
-    step = WholeStep.of(options)
+    step = step_of(options)
     options.pop("options", None)
     compile_graph = aot_autograd(
         fw_compiler=compile_half,

@@ -67,7 +67,7 @@ class WholeStep:
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: all parameters by unit and name, in the order in which their norms are put together.
     mesh: of parameters that are tensor-parallel, if there are any.
-    units: of the model, by what they are called in graphs.
+    units: of the model, by what they are called in graphs; none: any.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
     is_scaled: whether losses are scaled; before them, the graph returns the inverse of the scale.
@@ -76,6 +76,7 @@ class WholeStep:
         gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
     matrices: that are updated whole, each at its owner.
+    doing: what the user did, for errors.
     """
 
     name: str
@@ -90,6 +91,7 @@ class WholeStep:
     scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
     matrices: tuple[Matrix, ...] = ()
+    doing: str = "compile_step"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> WholeStep | None:
@@ -106,7 +108,7 @@ class WholeStep:
         Raises:
             NotImplementedError: it is not; the text says what to write instead.
         """
-        _tangents(joint.graph, self.batches)
+        _tangents(joint.graph, self)
 
 
 def stitch(
@@ -130,10 +132,10 @@ def stitch(
     """
     graph, end = forward.graph, output(forward.graph)
     pairs = returned(end)
-    into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]])
+    into = _saved(backward.graph, [node for node, _ in pairs[num_outputs:]], step)
     set_returned(end, pairs[:num_outputs])
     kept = _gathered_last(graph, plan)
-    tangents = _tangents(backward.graph, step.batches)
+    tangents = _tangents(backward.graph, step)
     places = places_of(tangents, end, num_outputs)
     inverse = pairs[places[0] - 1][0] if step.is_scaled else None
     into.update({tangent: _one(tangent, end, inverse) for tangent in tangents})
@@ -149,7 +151,7 @@ def stitch(
     ]
     if not grads:
         raise NotImplementedError(
-            "compile_step: backward yields no gradient of any parameter of the model's units, so "
+            f"{step.doing}: backward yields no gradient of any parameter of the model's units, so "
             "there is nothing to update. Compute the loss from the sharded model's output"
         )
     _update(end, grads, step, inverse, is_fused=is_fused)
@@ -225,7 +227,7 @@ def _update(
         updated_whole(run, node, grad.flat, owned, step.name)
 
 
-def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
+def _saved(backward: Graph, saved: list[Node | None], step: WholeStep) -> dict[Node, Node]:
     """What each input of backward is in forward: first the symbols, then the tensors, each in
     order.
     """
@@ -234,7 +236,7 @@ def _saved(backward: Graph, saved: list[Node | None]) -> dict[Node, Node]:
     given += [n for n in saved if n is not None and not _is_symbol(n)]
     if len(taken) != len(given) or any(_type(a) != _type(b) for a, b in zip(taken, given)):  # noqa: B905
         raise NotImplementedError(
-            f"compile_step: backward takes {[p.name for p in taken]}, which are not what forward "
+            f"{step.doing}: backward takes {[p.name for p in taken]}, which are not what forward "
             f"saves, {[n.name for n in given]}: states of random generators, as when dropout is "
             f"computed again on a GPU, are not supported in the graph of a whole step. {INSTEAD}"
         )
@@ -319,18 +321,19 @@ def _type(node: Node) -> str:
     return f"{val.dtype}{list(val.shape)}" if isinstance(val, torch.Tensor) else type(val).__name__
 
 
-def _tangents(backward: Graph, count: int) -> list[Node]:
+def _tangents(backward: Graph, step: WholeStep) -> list[Node]:
     """The gradients of the losses, one for each micro-batch.
 
     Raises:
         NotImplementedError: there are others, or fewer.
     """
     found = [p for p in placeholders(backward) if p.name.startswith("tangents")]
+    count = step.batches
     if len(found) != count or any(value(p).numel() != 1 for p in found):
         shapes = [list(value(p).shape) for p in found]
         each = " for each micro-batch" if count > 1 else ""
         raise NotImplementedError(
-            f"compile_step: values of the shapes {shapes} require a gradient behind loss_fn; it "
+            f"{step.doing}: values of the shapes {shapes} require a gradient behind loss_fn; it "
             f"should be one{each}, the loss, of one element. Let loss_fn return the loss alone, "
             "and write to no input or buffer what requires a gradient"
         )
@@ -367,23 +370,23 @@ def _flat_grad(root: Node, kind: object, step: WholeStep) -> FlatGrad:
     terms = [term for of_batch in batch_leaves(root) for term in sum_leaves(of_batch)]
     if any(term.target is not REDUCE_GRAD for term in terms):
         raise NotImplementedError(
-            f"compile_step: backward yields a gradient of shape {list(value(root).shape)} that is "
+            f"{step.doing}: backward yields a gradient of shape {list(value(root).shape)} that is "
             f"of no sharded parameter ({kind}): an input that requires a gradient, or a parameter "
             "that fully_shard was told to ignore. Shard all parameters, detach the inputs, or "
-            f"leave compile_step out. {INSTEAD}"
+            f"leave {step.doing} out. {INSTEAD}"
         )
     specs = {replace(param_spec(term), batch=0): None for term in terms}
     for spec in specs:
-        if spec.unit not in step.units:
+        if step.units and spec.unit not in step.units:
             raise NotImplementedError(
-                f"compile_step: backward yields a gradient of {spec.fqn} in unit "
+                f"{step.doing}: backward yields a gradient of {spec.fqn} in unit "
                 f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and whose "
                 "optimizer is another. Freeze that model for this step (requires_grad_(False)), "
                 f"or detach what it computes. {INSTEAD}"
             )
         if spec.sync != "reduce" or spec.is_accumulating:
             raise NotImplementedError(
-                f"compile_step: gradients of {spec.fqn} are not reduced in every backward "
+                f"{step.doing}: gradients of {spec.fqn} are not reduced in every backward "
                 "(set_requires_gradient_sync, set_requires_all_reduce, or a pipeline schedule), "
                 f"and a step without gradients updates nothing. {INSTEAD}"
             )

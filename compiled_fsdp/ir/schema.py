@@ -263,6 +263,8 @@ def set_param_spec(node: Node, spec: ParamSpec) -> None:
     node.args = (*node.args[:at], *spec.args())
 
 
+BACKWARD = "backward"  # the `step` of an `update_` that leaves gradients, instead of an optimizer
+
 UNSHARD = fsdp.unshard.default
 REDUCE_GRAD = fsdp.reduce_grad.default
 KEEP_SLICE = fsdp.keep_slice.default

@@ -81,6 +81,63 @@ def before_backend(fn: Callable[[GraphModule], None]) -> None:
         functions.append(fn)
 
 
+def in_backwards(ask: Callable[[list[Any]], str | list[int] | None]) -> None:
+    """When Dynamo traces `loss.backward()`, without arguments, call `ask` with all leaves that may
+    get a gradient, as nodes. It returns None to let it be traced as ever. Else nothing is added to the `.grad` of any: it returns
+    the numbers of some, and the graph gets a call of `torch.autograd.grad` for these, which nobody
+    uses; or why not, a text, which breaks the graph, or is an error with `fullgraph=True`. Tried on
+    2.13; where Dynamo has no such place, it is not called.
+    """
+    kind: Any = torch._dynamo.variables.TensorVariable
+    if TRACES_TO_DTENSORS and hasattr(kind, "_collect_backward_inputs"):
+        kind.method_backward = _backward_asking(kind.method_backward, ask)
+
+
+def _backward_asking(
+    traced: Callable[..., Any], ask: Callable[[list[Any]], str | list[int] | None]
+) -> Callable[..., Any]:
+    def method_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = [*tx.output.leaf_var_creation_order, *tx.output.input_source_to_var.values()]
+        plain = traces_autograd() and not (args or kwargs)
+        leaves = self._collect_backward_inputs(inputs) if plain else []
+        answer = ask([leaf.as_proxy().node for leaf in leaves])
+        if answer is None:
+            return traced(self, tx, *args, **kwargs)
+        if isinstance(answer, str):
+            raise Unsupported(answer)
+        build = torch._dynamo.variables.base.VariableTracker.build
+        wanted = build(tx, [leaves[number] for number in answer])
+        grad = build(tx, torch.autograd.grad)
+        grad.call_function(tx, [self, wanted], {"allow_unused": build(tx, True)})
+        return build(tx, None)
+
+    return method_backward
+
+
+def change_backend(change: Callable[[Any], Any]) -> None:
+    """From `before_backend`: let the graph be compiled by what `change` makes of its backend. Tried
+    on 2.13 and 2.15.
+    """
+    output = InstructionTranslator.current_tx().output
+    output.compiler_fn = change(output.compiler_fn)
+
+
+def current_backend() -> Any:
+    """What will compile the graph that Dynamo is tracing. Tried on 2.13 and 2.15."""
+    return InstructionTranslator.current_tx().output.compiler_fn
+
+
+def touches_grads() -> bool:
+    """Whether the graph that Dynamo is tracing reads, or assigns, `.grad` of some tensor from
+    outside. Tried on 2.13 and 2.15.
+    """
+    output = InstructionTranslator.current_tx().output
+    assigned = output.side_effects.store_attr_mutations.values()
+    return any("grad" in names for names in assigned) or any(
+        getattr(guard.originating_source, "member", "") == "grad" for guard in output.guards
+    )
+
+
 def give_up_graph(text: str) -> NoReturn:
     """From `before_backend`: let Dynamo run the frame as it is, or raise this text with
     `fullgraph=True`. Tried on 2.13.

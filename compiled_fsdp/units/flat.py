@@ -231,7 +231,11 @@ class FlatBuffer:
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.unit.on_update[step](self, flat_grad, params, found_inf)
+            if step == schema.BACKWARD:
+                self.unit.on_gradients()
+                self.accumulate_grad(flat_grad.clone(), params)  # a compiler may use it again
+            else:
+                self.unit.on_update[step](self, flat_grad, params, found_inf)
 
     def momentum(
         self,

@@ -5,6 +5,7 @@ unit.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -146,6 +147,36 @@ def before_traced_reads(fn: Callable[[GraphModule], None]) -> None:
     _settle_first.append(fn)
 
 
+_num_updates: Counter[str] = Counter()
+
+
+def num_updates(step: str) -> int:
+    """How often a graph has given gradients to the whole step of this name."""
+    return _num_updates[step]
+
+
+_may_be_traced: list[Callable[[ParamSpec], str]] = []
+
+
+def in_traced_backwards(fn: Callable[[ParamSpec], str]) -> None:
+    """Ask `fn`, when Dynamo traces a backward itself, why the gradient of a parameter cannot leave
+    the graph; "" if it can: then the graph's end delivers it, and Dynamo finds none.
+    """
+    _may_be_traced.append(fn)
+
+
+def refusal(what: str, why: str) -> str:
+    """The error for a compiled function whose own backward would train nothing."""
+    return (
+        f"compiled_fsdp: a compiled function computes the gradient of {what} itself, by "
+        "loss.backward() or torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is True), "
+        f"and it would arrive nowhere: {why}. For a whole step in one graph, write "
+        "step = compiled_fsdp.compile_step(model, optimizer, loss_fn); loss = step(batch). "
+        "Otherwise return the loss from the compiled function and call loss.backward() outside, or "
+        "set trace_autograd_ops to False, and Dynamo breaks the graph there"
+    )
+
+
 # Units that a graph reads, by the name in their ops: what no eager hook sees.
 TRACED: set[str] = set()
 
@@ -265,14 +296,10 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_dense(grad, ParamSpec.of(ctx.spec).fqn)
     if is_dynamo_faking(grad):
         spec = ParamSpec.of(ctx.spec)
-        raise NotImplementedError(
-            f"compiled_fsdp: a compiled function computes the gradient of {spec.fqn} itself, by "
-            "loss.backward() or torch.autograd.grad (torch._dynamo.config.trace_autograd_ops is "
-            "True). Gradients of sharded parameters arrive only in a backward that autograd runs: "
-            "nothing would be trained. For a whole step in one graph, use compiled_fsdp.compile_step. "
-            "Otherwise return the loss from the compiled function and call loss.backward() "
-            "outside, or set trace_autograd_ops to False, and Dynamo breaks the graph there"
-        )
+        why_not = [why for asked in _may_be_traced if (why := asked(spec))]
+        if _may_be_traced and not why_not:
+            return None, *([None] * len(ctx.spec))  # what the graph does with it stands in its end
+        raise NotImplementedError(refusal(spec.fqn, "; ".join(why_not)))
     return REDUCE_GRAD(grad, flat, *ctx.spec), *([None] * len(ctx.spec))
 
 
@@ -350,6 +377,7 @@ def _update(
     step: str,
     found_inf: Tensor | None = None,
 ) -> None:
+    _num_updates[step] += 1
     owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
 
 

@@ -7,6 +7,7 @@ beside the unsharded model.
     make soak ARGS="--routed --steps 200"    # a mixture of experts, routed at random in each step
     make soak ARGS="--whole"                 # every second step is a graph (`compile_step`)
     make soak ARGS="--whole --checked"       # and ranks compare checksums, of each step
+    make soak ARGS="--kinds adamw muon"      # every step is a graph; see `soak_steps.py`
 
 No growth in memory, no recompile after warm-up, and the losses of the unsharded run.
 """
@@ -22,12 +23,14 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import soak_steps
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit import random_fsdp1, routed
 from kit.oracle_fsdp1 import Api
-from kit.random_models import Model, Program, Spec, batch, build, shard
+from kit.random_models import Model, Program, batch, build, shard
+from soak_steps import PROGRAM
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -43,14 +46,6 @@ FRONT_ENDS = ("fully_shard", "fsdp1", "fsdp1_orig")
 WARM_UP = 100
 EVERY = 200  # steps, a line
 NUM_MICRO = 3  # micro-batches of every fifth step
-PROGRAM = Program(
-    0,
-    (
-        Spec(width=11),
-        Spec(kind="scaled", shares=0, width=11),
-        Spec(kind="normed", width=5, reshard=False),
-    ),
-)
 
 
 def resident() -> int:
@@ -226,6 +221,17 @@ def _soak_routing(steps: int) -> bool:
     return is_wrong
 
 
+def _soak_kinds(kinds: list[str], steps: int) -> bool:
+    """Whether something is wrong with any of them."""
+
+    def counts() -> tuple[int, int, int]:
+        return counters["stats"]["unique_graphs"], live_bytes(), resident()
+
+    wrong = [soak_steps.soak(kind, steps, WARM_UP, EVERY, counts, problems_of) for kind in kinds]
+    dist.destroy_process_group()
+    return any(wrong)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,6 +241,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--routed", action="store_true")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--checked", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=soak_steps.KINDS, default=[])
     options = parser.parse_args()
     if options.whole and options.front_end != FRONT_ENDS[0]:
         parser.error(
@@ -269,6 +276,8 @@ def main() -> None:
         set_plan(Plan(check="checksums"))
     if options.routed:
         sys.exit(_soak_routing(options.steps))
+    if options.kinds:
+        sys.exit(_soak_kinds(options.kinds, options.steps))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     soak = Soak(folder[0], options.front_end, is_whole=options.whole)

@@ -43,6 +43,7 @@ VARIANTS = {
     "planning/test_chunks.py::test_trained_in_as_many_as_costs_say": "::test_ranks_decide_together",
     "numerics/test_overlap.py::test_inductor": "::test_models",
     "numerics/test_muon_step.py::test_inductor": "::test_models",
+    "numerics/test_traced_backward.py::test_more_numbers_of_the_loop": "::test_numbers_of_the_loop",
     "numerics/test_muon_step.py::test_four_ranks": "::test_models",
     "numerics/test_scaled_step.py::test_inductor": "::test_numbers",
     "numerics/test_checked_steps.py::test_inductor": "::test_whole_steps",

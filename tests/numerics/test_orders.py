@@ -4,7 +4,6 @@ of eager mode.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.distributed.tensor import distribute_tensor
 from compiled_fsdp import FallbackError, Plan, fully_shard, planned, set_fallback
 from compiled_fsdp.frontend.state import states_below
 from compiled_fsdp.planning.costs import Costs, Link
-from compiled_fsdp.torch_private.dynamo import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -261,106 +259,6 @@ def route_differently() -> None:
 
 def test_experts_with_other_numbers_of_rows(two: Pool) -> None:
     two.run(route_differently)
-
-
-# -- a backward inside the compiled function
-
-
-@pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward"
-)
-def test_backward_inside_the_compiled_function(two: Pool) -> None:
-    two.run(backward_inside)
-
-
-def backward_inside() -> None:
-    eager, model = shard(build()), shard(build())
-
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    x = torch.ones(4, 6)
-    eager(x).square().mean().backward()
-    # torch 2.11: Dynamo ends in an AssertionError without a text, of which a warning tells before
-    if not TRACES_TO_DTENSORS:
-        patch = torch._dynamo.config.patch(trace_autograd_ops=True)
-        with (
-            patch,
-            pytest.warns(UserWarning, match="Call loss.backward"),
-            pytest.raises(AssertionError),
-        ):
-            torch.compile(step, backend="compiled_fsdp_eager")(x)
-        return
-    with torch._dynamo.config.patch(trace_autograd_ops=True), quiet():
-        with pytest.raises(
-            Exception, match=r"computes the gradient of .* itself, by loss.backward"
-        ):
-            torch.compile(step, backend="compiled_fsdp_eager", fullgraph=True)(x)
-        torch.compile(step, backend="compiled_fsdp_eager")(x)  # breaks the graph there
-    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad.to_local(), q.grad.to_local())
-
-
-def whole_step(x: Tensor, model: Any, optimizer: Any, *, spelled: str) -> Tensor:
-    """A training step, with its gradients by one of torch's ways to ask for them."""
-    loss: Tensor = model(x).square().mean()
-    if spelled == "backward":
-        loss.backward()
-    elif spelled == "autograd.backward":
-        torch.autograd.backward(loss)
-    else:
-        params = list(model.parameters())
-        grads = torch.autograd.grad(loss, params, allow_unused=spelled == "grad, unused")
-        if spelled == "grad, unused":
-            return loss.detach()
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-    optimizer.step()
-    return loss.detach()
-
-
-SPELLED = {
-    ("backward", True): "raised",
-    ("backward", False): "trained",
-    ("autograd.backward", True): "raised",
-    ("grad", False): "raised",
-    ("grad, unused", False): "raised",
-}
-
-
-def step_inside() -> dict[tuple[str, bool], str]:
-    """What each spelling of a step inside of a compiled function comes to, with `fullgraph` or
-    without: the loop's numbers, or an error, before which `compile_step` was named.
-    """
-    x, found = torch.ones(4, 6), {}
-    with (
-        torch._dynamo.config.patch(trace_autograd_ops=True),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        for spelled, fullgraph in SPELLED:
-            models = [shard(build(num_blocks=1)) for _ in range(2)]
-            pair = [(m, torch.optim.SGD(m.parameters(), lr=0.5)) for m in models]
-            call = torch.compile(whole_step, backend="compiled_fsdp_eager", fullgraph=fullgraph)
-            try:
-                call(x, *pair[1], spelled=spelled)
-            except Exception as error:  # noqa: BLE001  # of any class of Dynamo's
-                text = "\n".join([str(error), *(str(each.message) for each in caught)])
-                assert "compile_step" in text, text
-                found[spelled, fullgraph] = "raised"
-                continue
-            whole_step(x, *pair[0], spelled=spelled)
-            params = zip(*(m.parameters() for m in models), strict=True)
-            assert all(torch.equal(p.to_local(), q.to_local()) for p, q in params)
-            found[spelled, fullgraph] = "trained"
-    return found
-
-
-@pytest.mark.skipif(not TRACES_TO_DTENSORS, reason="this torch traces no backward to a DTensor")
-def test_step_inside_the_compiled_function(two: Pool) -> None:
-    assert two.run(step_inside)[0] == SPELLED
 
 
 # -- other shapes on other ranks

@@ -87,7 +87,6 @@ FOUND = {
     "full_parameters_outlive_a_step": 44,
     "collectives_of_the_user_are_judged": 36,
     "compiling_in_place_begins_in_torch": 12,
-    "a_traced_backward_is_not_refused": 10,
 }
 
 
