@@ -27,7 +27,6 @@ from compiled_fsdp.units.unit import originals
 from .setters import Setters, states_of
 
 if TYPE_CHECKING:
-
     from compiled_fsdp.eager.runtime import Runtime
 
 
