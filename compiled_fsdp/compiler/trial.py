@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
 from compiled_fsdp.ir import meta
 from compiled_fsdp.ir.graph import backward_nodes, erase_unused, find, output
 from compiled_fsdp.ir.schema import UNSHARD, param_spec, set_param_spec
@@ -21,7 +24,7 @@ from compiled_fsdp.planning.consensus import note_costs
 from compiled_fsdp.planning.costs import nbytes
 from compiled_fsdp.planning.halves import saved_inputs, saved_places
 from compiled_fsdp.planning.memory import lifetimes_of, profile_of
-from compiled_fsdp.torch_private.graphs import copied_graph, graph_module_without_code, without_code
+from compiled_fsdp.torch_private.graphs import graph_module_without_code, without_code
 
 from .partition import partition
 from .stitch import stitch
@@ -29,7 +32,7 @@ from .stitch import stitch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule
 
     from compiled_fsdp.planning.lifetimes import Lifetimes
     from compiled_fsdp.planning.memory import MemoryProfile
@@ -57,6 +60,24 @@ class Trial:
     def num_nodes(self) -> int:
         """Of all graphs."""
         return sum(len(profile.nodes) for profile in self.profiles)
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """A copy of a graph, its output's metadata left out, as `Graph.graph_copy` makes it: metadata is
+    put into the new nodes' dicts, where to set another dict has torch look up each node twice.
+    """
+    copy, copies = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        args = map_arg(node.args, copies.__getitem__)
+        if node.op == "output":
+            copy.output(args[0])
+            break
+        kwargs = map_arg(node.kwargs, copies.__getitem__)
+        copies[node] = new = copy.create_node(
+            node.op, node.target, args, kwargs, node.name, node.type
+        )
+        meta.copy_into(new, node)
+    return copy
 
 
 def copied(gm: GraphModule) -> GraphModule:

@@ -285,6 +285,13 @@ def take_over(node: Node, original: Node) -> None:
     node.meta = dict(original.meta)
 
 
+def copy_into(node: Node, original: Node) -> None:
+    """Add what is known of the original to a new node's: quicker than `take_over`, which has torch
+    look the node up twice.
+    """
+    node.meta.update(original.meta)
+
+
 def keep_strides(output: Node, strides: list[tuple[int, ...]]) -> None:
     """Let Inductor make each result of a subgraph with these strides, as its callers expect it."""
     output.meta["user_visible_output_idxs"] = list(range(len(strides)))

@@ -13,7 +13,6 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.immutable_collections import immutable_list
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -127,21 +126,3 @@ def _unlike_plain(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterable
         ):
             return pytree.tree_iter(arguments)
     return ()
-
-
-def copied_graph(graph: Graph) -> Graph:
-    """A copy of a graph, its output's metadata left out, as `Graph.graph_copy` makes it: metadata is
-    put into the new nodes' dicts, where to set another dict has torch look up each node twice.
-    """
-    copy, copies = Graph(), dict[Node, Node]()
-    for node in graph.nodes:
-        args = map_arg(node.args, copies.__getitem__)
-        if node.op == "output":
-            copy.output(args[0])
-            break
-        kwargs = map_arg(node.kwargs, copies.__getitem__)
-        copies[node] = new = copy.create_node(
-            node.op, node.target, args, kwargs, node.name, node.type
-        )
-        new.meta.update(node.meta)
-    return copy

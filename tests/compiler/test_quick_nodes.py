@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from compiled_fsdp import fully_shard, pipeline
+from compiled_fsdp.compiler import trial
 from compiled_fsdp.torch_private import graphs
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def test_copies_are_torchs() -> None:
         node.meta["val"] = i
     expected = Graph()
     expected.output(expected.graph_copy(graph, {}))
-    found = graphs.copied_graph(graph)
+    found = trial.copied_graph(graph)
     assert str(found) == str(expected)
     pairs = list(zip(found.nodes, graph.nodes, strict=True))[:-1]
     assert [(n.name, n.target, n.type, n.meta) for n, _ in pairs] == [
