@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from .dynamo import trace_number
+from .dynamo import trace_number, untraced
 from .graphs import with_quick_nodes, without_quick_nodes
 
 if TYPE_CHECKING:
@@ -41,8 +41,13 @@ RARELY = (50_000, 20, 100)
 
 
 def at_end(fn: Callable[[], None]) -> None:
-    """Call `fn` when the outermost compilation under way ends, with an error too."""
+    """Call `fn` when the outermost compilation under way ends, with an error too.
 
+    Untraced: where a backward is compiled inside of a function that Dynamo has broken, Dynamo would
+    trace it, and wait forever for this same compilation to end.
+    """
+
+    @untraced
     def end(_: CallbackArgs) -> None:
         callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c is not end]
         fn()
