@@ -56,7 +56,6 @@ FOUND = {
     "full_parameters_outlive_a_step": 795,
     "collectives_of_the_user_are_judged": 176,
     "compiling_in_place_begins_in_torch": 300,
-    "a_traced_backward_leaves_nothing": 38,
     "reads_stay_inside_of_branches": 300,
     "whole_steps_keep_gradients": 49,
 }
