@@ -155,7 +155,7 @@ def orders() -> tuple[list[tuple[str, int]], list[tuple[str, int]], str]:
                 kind = "again" if region.spec.reshard == "again" else region.tag.kind
                 seen.append((kind, region.spec.batch))
 
-        with compiled_fsdp.pipeline(note, before="verify"), planned(prefetch=0, backward_prefetch=0):
+        with compiled_fsdp.pipeline(note, before="verify"), planned(prefetch=0):
             run, step = whole(options, 2, OPTIMIZERS["sgd"], reduce_once=once)
             step(batches(options, 2, 0))
         found.append(seen)

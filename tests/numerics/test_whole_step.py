@@ -371,7 +371,7 @@ def test_seen(two: Pool, tmp_path: Path) -> None:
     text, names = two.run(seen, str(tmp_path / "dump"))[0]
     graphs = [name.partition("_")[2] for name in names if name[0].isdigit()]
     assert graphs == ["joint", "step"]  # their numbers go on from those of other tests
-    assert "step: 3 all-gathers" in text  # of three units: neither the last two nor the first again
+    assert "step: 4 all-gathers" in text  # of three units: neither the last nor a gradient's again
     assert "backward:" not in text
 
 
