@@ -269,10 +269,11 @@ class State:
         if traces_autograd() and TRACES_TO_DTENSORS:
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
-                "module is called in a compiled function. There, torch.autograd.grad raises that its "
-                "parameters are not used, and what else than loss.backward() of a loss that is "
-                "detached before a graph break, or returned, breaks the graph, or raises with "
-                "fullgraph=True. For a whole step in one graph, use compiled_fsdp.compile_step"
+                "module is called in a compiled function. There, one loss.backward() without arguments "
+                "becomes a part of the graph, if the loss is detached before the function returns it "
+                "or goes on to optimizer.step(). Any other backward breaks the graph, or raises with "
+                "fullgraph=True, and torch.autograd.grad raises that parameters are not used. For a "
+                "whole step in one graph, use compiled_fsdp.compile_step"
             )
         elif traces_autograd():
             warn_once(

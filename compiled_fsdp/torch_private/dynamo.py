@@ -83,10 +83,13 @@ def before_backend(fn: Callable[[GraphModule], None]) -> None:
 
 def in_backwards(ask: Callable[[list[Any]], str | list[int] | None]) -> None:
     """When Dynamo traces `loss.backward()`, without arguments, call `ask` with all leaves that may
-    get a gradient, as nodes. It returns None to let it be traced as ever. Else nothing is added to the `.grad` of any: it returns
-    the numbers of some, and the graph gets a call of `torch.autograd.grad` for these, which nobody
-    uses; or why not, a text, which breaks the graph, or is an error with `fullgraph=True`. Tried on
-    2.13; where Dynamo has no such place, it is not called.
+    get a gradient, as nodes. Tried on 2.13; where Dynamo has no such place, `ask` is not called.
+
+    `ask` returns one of these:
+        None: the call is traced as ever.
+        Numbers of leaves: nothing is added to the `.grad` of any leaf. The graph gets a call of
+            `torch.autograd.grad` for these, whose result nobody uses.
+        A text, why it cannot be traced: it breaks the graph, or is an error with `fullgraph=True`.
     """
     kind: Any = torch._dynamo.variables.TensorVariable
     if TRACES_TO_DTENSORS and hasattr(kind, "_collect_backward_inputs"):

@@ -51,6 +51,20 @@ class Piece:
     numels: tuple[int, ...] = ()
     codes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        start: int,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        group_size: int,
+        group: str,
+        numels: Sequence[int],
+        codes: Sequence[str],
+    ) -> Piece:
+        """From the arguments of `gather_ahead` and `gather_next`, which have lists."""
+        return cls(start, tuple(sizes), dtype, group_size, group, tuple(numels), tuple(codes))
+
     @property
     def numel(self) -> int:
         """Elements of this rank's part."""
@@ -502,19 +516,8 @@ def _shard_norms_fake(flat_grad: Tensor, flat: Tensor, offsets: Sequence[int]) -
 
 
 @_kernel("gather_ahead")
-def _gather_ahead(
-    shard: Tensor,
-    flat: Tensor,
-    start: int,
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    group_size: int,
-    group: str,
-    numels: Sequence[int],
-    codes: Sequence[str],
-) -> Tensor:
-    piece = Piece(start, tuple(sizes), dtype, group_size, group, tuple(numels), tuple(codes))
-    return owner_of(flat, "gather_ahead").gather(shard, piece)
+def _gather_ahead(shard: Tensor, flat: Tensor, *piece: Any) -> Tensor:
+    return owner_of(flat, "gather_ahead").gather(shard, Piece.of(*piece))
 
 
 @_fake("gather_ahead")
@@ -525,26 +528,14 @@ def _gather_ahead_fake(
     sizes: Sequence[int],
     dtype: torch.dtype,
     group_size: int,
-    group: str,
-    numels: Sequence[int],
-    codes: Sequence[str],
+    *_: Any,
 ) -> Tensor:
     return shard.new_empty(group_size * shard.numel())
 
 
 @_kernel("gather_next")
-def _gather_next(
-    flat: Tensor,
-    start: int,
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    group_size: int,
-    group: str,
-    numels: Sequence[int],
-    codes: Sequence[str],
-) -> None:
-    piece = Piece(start, tuple(sizes), dtype, group_size, group, tuple(numels), tuple(codes))
-    owner_of(flat, "gather_next").gather_ahead(piece)
+def _gather_next(flat: Tensor, *piece: Any) -> None:
+    owner_of(flat, "gather_next").gather_ahead(Piece.of(*piece))
 
 
 @_kernel("all_reduce_hook")

@@ -5,6 +5,7 @@ model run.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,19 @@ def batch() -> Tensor:
 
 
 def backward_in_a_broken_function() -> None:
-    """Hooks that run in the backward are no code of the user's, and are not compiled."""
+    """Hooks that run in the backward are no code of the user's, and are not compiled; nor is what
+    the compilation of the backward, which is inside of the function's, puts back when it ends.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # Python's own, which compiling raises meanwhile
+    try:
+        train_broken()
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+
+
+def train_broken() -> None:
     model = Broken()
     sharded = shard(model, model.first, model.second)
 
