@@ -312,7 +312,7 @@ class FlatShardBuffer(FlatBuffer):
             self.keeper._use_sharded_grad_views()
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`; in `no_sync` gradients are those that are not reduced yet."""
+        """See `kernels.Owner`; in `no_sync` gradients are those that are not reduced yet."""
         super().retain(grads, offsets, where)
         kept = self.retained.get(("rows", 0))
         if kept is None:

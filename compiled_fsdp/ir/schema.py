@@ -52,7 +52,7 @@ parameter, none overlapped.
 
 Whatever else the program has to know of an op stands in its row of `TRAITS`, once: passes, prices,
 memory model, printer and `verify` ask `traits_of`. A new op is a row in the table above, a schema
-and a row of traits here, its kernel in `wire/ops.py`, and the pass that makes it.
+and a row of traits here, its kernel in `wire/ops.py` or beside it, and the pass that makes it.
 
 Private torch used here (tried on 2.13): the `_c10d_functional` ops (`group` is the group's name).
 They move when `group_name` changes its type, as in 2.13, where a name, a group or an FX node is

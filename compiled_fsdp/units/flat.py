@@ -22,7 +22,7 @@ from compiled_fsdp.torch_private.groups import register_work
 from compiled_fsdp.wire import launch
 from compiled_fsdp.wire.checks import checksums, parts_of
 from compiled_fsdp.wire.deferred import Deferred
-from compiled_fsdp.wire.ops import Piece, set_owner
+from compiled_fsdp.wire.kernels import Piece, set_owner
 
 from .gathers import PieceGather
 from .in_flight import Arrival
@@ -142,11 +142,11 @@ class FlatBuffer:
     # -- called by ops
 
     def is_reached(self) -> bool:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         return accumulates(self.data)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         info = self.mesh_info
         return [
             info.shard_group,
@@ -154,7 +154,7 @@ class FlatBuffer:
         ]
 
     def leave_out(self, run: tuple[int, int], offsets: set[int]) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.left_out = run, offsets
 
     def _led_to(self, offsets: Sequence[int]) -> list[int]:
@@ -167,7 +167,7 @@ class FlatBuffer:
         return [offset for offset in offsets if offset not in out]
 
     def mark(self, offsets: Sequence[int]) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.marked.setdefault(backward_number(), set()).update(self._led_to(offsets))
         if (
             self.unit.settings.is_accumulating
@@ -175,7 +175,7 @@ class FlatBuffer:
             self.unit.on_retained()
 
     def retain(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.unit.on_retained()
         self.unit.on_kept(self)
         led_to = self._led_to(offsets)
@@ -189,7 +189,7 @@ class FlatBuffer:
                 kept.add_(piece)
 
     def add_retained(self, grads: Tensor, offsets: Sequence[int], where: str) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         led_to = self._led_to(offsets)  # what was kept of others waits for the end of this backward
         for offset, piece in self._pieces(grads, offsets):
             kept = self.retained.pop((where, offset), None) if offset in led_to else None
@@ -199,7 +199,7 @@ class FlatBuffer:
     def reduce_later(
         self, started: Tensor, offsets: Sequence[int], codes: Sequence[str], spec: ParamSpec
     ) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
@@ -214,7 +214,7 @@ class FlatBuffer:
         self.deliver_later(run, placed, _trained(p for p in params if p.layout.offset in led_to))
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
@@ -227,7 +227,7 @@ class FlatBuffer:
     def update(
         self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
     ) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -245,7 +245,7 @@ class FlatBuffer:
         numel: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.marked.pop(backward_number(), None)  # as for `update`
         with torch.inference_mode(mode=False), torch.no_grad():
             pieces = flat_grad.new_zeros(numel, dtype=dtype)
@@ -255,7 +255,7 @@ class FlatBuffer:
     def orthogonalize(
         self, received: Tensor, offsets: Sequence[int], owners: Sequence[int], step: str
     ) -> Tensor:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         rank = self.mesh_info.shard_rank
         mine = [param for param, at in zip(self._at(offsets), owners, strict=True) if at == rank]
         numel = sum(param.layout.numel for param in mine)
@@ -277,7 +277,7 @@ class FlatBuffer:
         return updates
 
     def update_matrices(self, pieces: Tensor, offsets: Sequence[int], step: str) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_matrices[step].update_matrices(self, pieces, self._at(offsets))
 
@@ -287,17 +287,17 @@ class FlatBuffer:
         return [params[offset] for offset in offsets]
 
     def norms(self, flat_grad: Tensor, offsets: Sequence[int]) -> Tensor:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         views = [self.local_view(flat_grad, param) for param in self._at(offsets)]
         return torch.stack(list(torch._foreach_norm(views, 2)))
 
     def judge(self, step: str) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.unit.on_verdict[step]()
 
     def rested(self, sums: Tensor, names: Sequence[str], phase: str) -> tuple[int, ...]:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         known = [p.fqn for p in self.params]
         places = [known.index(parts_of(name)[1]) for name in names]
         self.resting.note(places, sums, self.version(), f"its all-gather in {phase}", len(known))
@@ -319,7 +319,7 @@ class FlatBuffer:
         self.resting.note(places, self.sums(), self.version(), when, len(places))
 
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         self.unit.on_gather(PieceGather(self, piece))
         if piece in self.ahead:
             version, checksum, gathered, work = self.ahead.pop(piece)
@@ -451,7 +451,7 @@ class FlatBuffer:
         torch._assert_async(self.checksum() == before, _for_device(text, before.device))
 
     def gather_ahead(self, piece: Piece) -> None:
-        """See `ops.Owner`."""
+        """See `kernels.Owner`."""
         for other in [p for p in self.ahead if p == piece or self.ahead[p][0] != self.version()]:
             self.ahead.pop(other)[-1].wait()  # of values that are no longer these
         with torch.no_grad():

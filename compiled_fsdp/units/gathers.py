@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compiled_fsdp.wire.ops import Piece
+    from compiled_fsdp.wire.kernels import Piece
 
     from .flat import FlatBuffer
 

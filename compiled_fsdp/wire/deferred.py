@@ -14,7 +14,7 @@ from compiled_fsdp.ir.schema import ADD_RETAINED, COPY_TO, HOOK, RETAIN, START_C
 
 from . import launch, ranges
 from .agreement import lost
-from .ops import owner_of
+from .kernels import owner_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

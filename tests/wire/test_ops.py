@@ -25,7 +25,7 @@ from compiled_fsdp.ir.schema import (
     UNSHARD,
     UNSHARD_SLICE,
 )
-from compiled_fsdp.wire.ops import set_owner
+from compiled_fsdp.wire.kernels import set_owner
 
 if TYPE_CHECKING:
     from torch import Tensor
