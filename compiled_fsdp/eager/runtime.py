@@ -321,7 +321,8 @@ class Runtime(FullParams):
         """Free the parameters and reduce what gradients there are; does nothing when called
         again.
         """
-        if self.borrowers and not is_end:  # more gradients of these parameters may come
+        may_come_again = self.borrowers or self in self.tree.transformed
+        if may_come_again and not is_end:  # more gradients of these parameters may come
             return
         self._log("post_backward")
         self.slices.clear()

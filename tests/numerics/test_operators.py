@@ -53,6 +53,7 @@ TRANSFORMATIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "grad": grad_of,
     "jvp": jvp_of,
     "vmap": lambda layer, x: checkpoint(torch.vmap(layer), x, use_reentrant=False),
+    "vmap, and called": lambda layer, x: layer(torch.vmap(layer)(x)),
     "adapted": adapted,
 }
 
