@@ -342,11 +342,16 @@ VARIANTS = {
         "numerics/test_inductor.py::test_gpt"
     ),
     "numerics/test_gather_next.py::test_two_optimizers": "::test_scripts",
+    "programs/test_programs.py::test_random_routed_programs[3]": "[0]",
+    "programs/test_programs.py::test_random_steps[1]": "[0]",
+    "programs/test_programs.py::test_random_programs_of_which_one_rank_has_no_graph[14]": "[1]",
     **{
         f"programs/test_programs.py::test_a_planted_fault_is_found[{name}]": (
             "[iterating_yields_sharded_parameters]"
         )
         for name in (
+            "collectives_of_the_user_are_judged",
+            "compiling_in_place_begins_in_torch",
             "substitutions_are_ignored",
             "ties_after_sharding_are_forgotten",
             "every_backward_counts_as_whole",
