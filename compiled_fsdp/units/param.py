@@ -175,7 +175,11 @@ class ShardedParam:
             module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
 
     def show_full(self, full: Tensor | None) -> None:
-        """Give graphs the full parameter as an input; None takes it away."""
+        """Give graphs the full parameter as an input, of sizes that are known with `dynamic=True`
+        too; None takes it away.
+        """
+        if full is not None:
+            torch._dynamo.mark_static(full)
         for module, name in self.owners:
             module.__dict__.setdefault("_fsdp_full", {})[name] = full
 

@@ -126,3 +126,37 @@ def graphs_of_packed_sequences() -> tuple[int, int]:
 def test_packed_sequences_make_no_more_graphs_than_unsharded(two: Pool) -> None:
     for ours, unsharded in two.run(graphs_of_packed_sequences):
         assert ours == unsharded <= 2
+
+
+def losses_with_parameters_that_stay(kind: str) -> list[Tensor]:
+    """Of batches of other lengths, two backwards for each step."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB))
+    if kind != "unsharded":
+        for part in (*model, model):
+            fully_shard(part, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+    call = model
+    if kind == "compiled":
+        call = torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True, dynamic=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        loss = call(torch.ones(3 + step, DIM)).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def compare_with_parameters_that_stay() -> None:
+    expected, *others = map(losses_with_parameters_that_stay, ("unsharded", "eager", "compiled"))
+    for found in others:
+        assert all(map(torch.equal, found, expected))
+
+
+def test_parameters_that_stay_have_known_sizes(two: Pool) -> None:
+    """In a graph they are inputs, which `dynamic=True` takes for inputs of any size."""
+    two.run(compare_with_parameters_that_stay)

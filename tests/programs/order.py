@@ -14,10 +14,8 @@ from programs.draw import AOT_EAGER, INDUCTOR, make
 if TYPE_CHECKING:
     from programs.program import Program
 
-OPEN = {
-    126,
-    239,
-}  # seeds of programs with a fault that is known: benchmarks/results/random_programs.md
+# Seeds of programs with a fault that is known: benchmarks/results/random_programs.md.
+OPEN = {239}
 TORCHS = {"aot_eager": AOT_EAGER, "inductor": INDUCTOR}  # how often a program has them: `kinds_of`
 
 

@@ -128,8 +128,8 @@ def test_the_programs_cover_everything() -> None:
     """
     programs = [
         *(as_always(make(seed)) for seed in ALWAYS),
-        *map(make_routed, SEEDS_ROUTED),
-        *map(make_alone, SEEDS_ALONE),
+        *map(make_routed, SEEDS_ROUTED[:2]),
+        *map(make_alone, SEEDS_ALONE[:1]),
     ]
     said = set().union(*map(words, programs))
     kinds = {"eager", "compiled", "aot_eager", "inductor"}
