@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from compiled_fsdp import FullyShardedDataParallel, explain, fully_shard
+from compiled_fsdp import FullyShardedDataParallel, explain, fully_shard, overlap_optimizer, planned
 from compiled_fsdp.torch_private.dynamo import TRACES_TO_DTENSORS
 
 if TYPE_CHECKING:
@@ -169,6 +169,26 @@ def other_backend() -> str:
             call(model, batch(0))
     assert all(p.grad is None for p in model.parameters())
     return str(caught.value)
+
+
+def needs_autograds_backward() -> None:
+    """What is done where a backward that autograd runs reaches a unit, or ends."""
+    for why, options in {"overlap_optimizer": {}, "checksums": {"check": "checksums"}}.items():
+        torch._dynamo.reset()
+        patch = torch._dynamo.config.patch(trace_autograd_ops=True)
+        with planned(**options), patch, quiet():
+            model: Any = shard(build(1))
+            if why == "overlap_optimizer":
+                overlap_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            call = torch.compile(once, backend="compiled_fsdp_eager", fullgraph=True)
+            with pytest.raises(Exception, match=rf"(?s)arrive nowhere: .*{why}"):
+                call(model, batch(0))
+        assert all(p.grad is None for p in model.parameters())
+
+
+@needs_traces
+def test_what_needs_a_backward_of_autograds_is_named(two: Pool) -> None:
+    two.run(needs_autograds_backward)
 
 
 @needs_traces
