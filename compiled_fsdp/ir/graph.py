@@ -66,6 +66,11 @@ class Builder:
         return node
 
 
+def op_name(target: object) -> str:
+    """Returns an op's name without namespace and overload, or that of another callable."""
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
 def find(graph: Graph, *targets: object) -> list[Node]:
     """The call nodes with one of these targets, in graph order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]

@@ -14,7 +14,7 @@ import torch
 
 from . import meta
 from .collectives import CONVERT, WAIT
-from .graph import starts
+from .graph import op_name, starts
 from .opaque import Opaque
 from .quantized import gathered_bytes
 from .regions import find_regions
@@ -67,9 +67,7 @@ def _text_of(node: Node) -> str:
         return f"%{node.name}: {_type(node)}"
     if node.op == "get_attr":
         return f"%{node.name} = @{node.target}"
-    name = getattr(node.target, "_opname", None) or getattr(
-        node.target, "__name__", str(node.target)
-    )
+    name = op_name(node.target)
     arguments = ", ".join(
         [*map(_text, _arguments(node)), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from . import meta
 from .collectives import STARTS, WAIT
 from .graph import is_backward, value
+from .schema import REDUCE_LATER
 from .spec import AGAIN
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class Region:
     def waits(self) -> tuple[Node, ...]:
         """The nodes that wait for one."""
         return tuple(n for n in self.nodes if n.target is WAIT)
+
+    @property
+    def is_left_in_flight(self) -> bool:
+        """Whether the unit awaits this reduction, since the graph does not."""
+        return any(node.target is REDUCE_LATER for node in self.nodes)
 
     @property
     def sent_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The error for a graph that breaks a rule."""
+"""What a rule about graphs yields, and the error for a graph that breaks one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.ir.printer import around
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.fx import Node
+
+    Violations = Iterator[tuple[Node, str]]  # where a rule is broken, and how
 
 
 class GraphInvariantError(RuntimeError):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import CAT, find, is_sum, output, placeholders, sum_root, value
+from compiled_fsdp.ir.graph import CAT, find, is_sum, op_name, output, placeholders, sum_root, value
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.quantized import (
     codes_of_gather,
@@ -89,7 +89,7 @@ class Expressions:
     def make(self, *key: Any) -> Expr:
         """The expression with this key."""
         if key not in self._known:
-            self._known[key] = Expr(f"{_name(key[0])} (#{len(self._known)})")
+            self._known[key] = Expr(f"{op_name(key[0])} (#{len(self._known)})")
         return self._known[key]
 
     def sum_of(self, terms: Iterable[Any]) -> Expr:
@@ -475,7 +475,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, slice):
         return "slice", _plain(value.start), _plain(value.stop), _plain(value.step)
     return (type(value).__name__, value) if isinstance(value, bool | int | float) else value
-
-
-def _name(op: Any) -> str:
-    return str(getattr(op, "_opname", None) or getattr(op, "__name__", op))

@@ -53,7 +53,7 @@ def name_of(path: Path, root: Path = ROOT) -> str:
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    return sorted([*(root / "compiled_fsdp").rglob("*.py"), *(root / "passes").glob("*.py")])
+    return sorted([*(root / "compiled_fsdp").rglob("*.py"), *(root / "passes").rglob("*.py")])
 
 
 @cache

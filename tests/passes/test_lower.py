@@ -1,8 +1,8 @@
 """`lower`: each fsdp op becomes the arithmetic and the collectives that its arguments ask for."""
 
 import torch
+from compiled_fsdp.passes.invariants.messages import cast_by_policy
 from compiled_fsdp.passes.lower import lower
-from compiled_fsdp.passes.verify import cast_by_policy
 from kit.passes_harness import PLAN, GraphTest, Hand, numel, ops, unit
 from torch.fx import GraphModule
 

@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 from compiled_fsdp.passes.delay_wait import delay_wait
+from compiled_fsdp.passes.invariants.memory import bounded_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.prefetch_all_gather import prefetch_all_gather
-from compiled_fsdp.passes.verify import bounded_in_flight
 from kit.passes_harness import PLAN, Hand, aten, numel, unit
 from kit.schedules import (
     BYTES,

@@ -160,7 +160,7 @@ def unused_heads_get_zeros() -> Iterator[None]:
 @plant
 def collectives_of_the_user_are_judged() -> Iterator[None]:
     """The verifier refuses a collective of the user's that is awaited twice."""
-    with mock.patch.object(_ours("passes.verify"), "_ours", side_effect=list):
+    with mock.patch.object(_ours("passes.invariants.messages"), "_ours", side_effect=list):
         yield
 
 

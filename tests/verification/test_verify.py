@@ -17,17 +17,12 @@ from compiled_fsdp.passes.await_verdict import await_verdict
 from compiled_fsdp.passes.base import Pass, Property, Stage, run_pipeline
 from compiled_fsdp.passes.gather_ahead import gather_ahead
 from compiled_fsdp.passes.gather_next import gather_next
+from compiled_fsdp.passes.invariants.gradients import gathered_after_update, judged_first
 from compiled_fsdp.passes.leave_in_flight import leave_in_flight
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import HALF
 from compiled_fsdp.passes.step_in_backward import step_in_backward
-from compiled_fsdp.passes.verify import (
-    INVARIANTS,
-    check,
-    gathered_after_update,
-    judged_first,
-    verify,
-)
+from compiled_fsdp.passes.verify import INVARIANTS, check, verify
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
 

@@ -1,0 +1,1 @@
+"""What `verify` checks: rules about messages, memory and gradients, each one function."""
