@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.graph import Builder, erase_all, value
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.regions import Region, find_regions, together
@@ -129,11 +129,11 @@ def _merge(bucket: list[Region]) -> None:
     specs = tuple(r.spec for r in ordered)
     tag = CommTag("gather", first.tag.region, specs)
     members = []
-    sources = {f: comm.Source(f, value(f).numel(), value(f).dtype) for f in flats}
+    sources = {f: transfers.Source(f, value(f).numel(), value(f).dtype) for f in flats}
     for region in ordered:
         members.append((sources[region.source], region.spec))
-    gathered = comm.gather_bucket(Builder(first.nodes[0], first.nodes[0], tag), members)
-    layout = comm.GatheredBucket(specs)
+    gathered = transfers.gather_bucket(Builder(first.nodes[0], first.nodes[0], tag), members)
+    layout = transfers.GatheredBucket(specs)
     for place, region in enumerate(ordered):
         run = Builder(region.nodes[0], region.nodes[0], tag)
         region.result.replace_all_uses_with(layout.copy_out(run, gathered, place))

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.graph import (
     ADD,
     CAT,
@@ -154,8 +155,8 @@ def _share(units: list[Unit]) -> None:
     start = 0
     for unit, bucket, mark in zip(units, ordered, marks, strict=True):
         stop = start + sum(r.spec.shard_numel for r in bucket)
-        part = comm.part_of_bucket(run, reduced, start, stop)
-        placed = comm.place_bucket(
+        part = transfers.part_of_bucket(run, reduced, start, stop)
+        placed = transfers.place_bucket(
             run, part, tuple(r.spec for r in bucket), value(unit.root).numel()
         )
         unit.root.replace_all_uses_with(placed)
@@ -177,7 +178,7 @@ def _split(root: Node, parts: list[list[Region]]) -> None:
     run = Builder(mark, mark)
     specs = tuple(r.spec for part in parts for r in part)
     whole = run(CAT, [result for _, result in reduced])
-    root.replace_all_uses_with(comm.place_bucket(run, whole, specs, value(root).numel()))
+    root.replace_all_uses_with(transfers.place_bucket(run, whole, specs, value(root).numel()))
     erase_unused(root, ADD)
     for part in parts:
         for region in part:
@@ -189,7 +190,7 @@ def _merge(root: Node, bucket: list[Region]) -> None:
     total = None
     for members in _by_way(bucket):
         run, reduced = _reduce(members, marks.args[1])  # type: ignore[arg-type]
-        placed = comm.place_bucket(
+        placed = transfers.place_bucket(
             run, reduced, tuple(r.spec for r in members), value(root).numel()
         )
         total = placed if total is None else Builder(root, root)(ADD, total, placed)
@@ -216,4 +217,4 @@ def _reduce(members: list[Region], flat: Node) -> tuple[Builder, Node | None]:
         last, last, CommTag("reduce", members[0].tag.region, tuple(r.spec for r in members))
     )
     grads = [(r.source, value(r.source).dtype, r.spec) for r in members]
-    return run, comm.reduce_bucket(run, grads, flat, value(flat).dtype)
+    return run, transfers.reduce_bucket(run, grads, flat, value(flat).dtype)

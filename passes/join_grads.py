@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, sum_leaves, value
 from compiled_fsdp.ir.schema import FLATTEN_GRAD, REDUCE_GRAD
 
@@ -58,6 +58,8 @@ def _joined(node: Node, leaves: list[Node]) -> Node:
         sums[start] = run(ADD, sums[start], grad) if start in sums else grad  # type: ignore[index,assignment]
         orders[start] = order  # type: ignore[index,assignment]
     sizes = {start: value(grad).numel() for start, grad in sums.items()}
-    pieces = {start: comm.flat_piece(run, sums[start], orders[start]) for start in sorted(sums)}
-    result: Node = comm.flatten_grads(run, pieces, sizes, value(leaves[0]).numel())
+    pieces = {
+        start: transfers.flat_piece(run, sums[start], orders[start]) for start in sorted(sums)
+    }
+    result: Node = transfers.flatten_grads(run, pieces, sizes, value(leaves[0]).numel())
     return result

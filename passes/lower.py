@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.graph import ADD, Builder, erase_unused, find, output, sum_root, value
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.schema import (
@@ -90,7 +91,7 @@ def _lower_gather(node: Node, region: int) -> Node:
     source = node.args[0]
     flat = value(source)  # type: ignore[arg-type]
     run = Builder(node, node, CommTag("gather", region, (spec,)))
-    result: Node = comm.unshard(run, source, flat.numel(), flat.dtype, spec)
+    result: Node = transfers.unshard(run, source, flat.numel(), flat.dtype, spec)
     return result
 
 
@@ -100,7 +101,9 @@ def _lower_reduce(node: Node, region: int) -> Node | None:
     grad_value, flat_value = value(grad), value(flat)  # type: ignore[arg-type]
     run = Builder(node, node, CommTag("reduce", region, (spec,)))
     numel, dtype = flat_value.numel(), flat_value.dtype
-    result: Node | None = comm.reduce_grad(run, grad, grad_value.dtype, flat, numel, dtype, spec)
+    result: Node | None = transfers.reduce_grad(
+        run, grad, grad_value.dtype, flat, numel, dtype, spec
+    )
     if result is None:
         return None
     if (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import Watched, is_checked, is_of_slices
 from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
@@ -197,7 +198,7 @@ class FullParams:
         ):
             for program, gathered, members in pending:
                 program.finish()
-                bucket = comm.GatheredBucket([spec for _, spec in members])
+                bucket = transfers.GatheredBucket([spec for _, spec in members])
                 for place, (param, _) in enumerate(members):
                     _fill(param, gathered.tensor, bucket, place)
             self._unmark_freed()
@@ -313,9 +314,9 @@ class FullParams:
         """Start one all-gather for each (compute dtype, group) over all flat buffers."""
         self.unit.was_read = True
         self._agree()
-        buckets: dict[object, list[tuple[comm.Source, ParamSpec, ShardedParam]]] = {}
+        buckets: dict[object, list[tuple[transfers.Source, ParamSpec, ShardedParam]]] = {}
         for flat in self.unit.flats:
-            whole = comm.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
+            whole = transfers.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
             for param in flat.params:
                 if param.handle is APART:
                     continue
@@ -323,7 +324,7 @@ class FullParams:
                 if param in self.slices:
                     spec = spec.over_post_group()
                     kept = self.slices[param]
-                    source = comm.Source(kept, kept.numel(), kept.dtype)
+                    source = transfers.Source(kept, kept.numel(), kept.dtype)
                 buckets.setdefault((spec.dtype, spec.group), []).append((source, spec, param))
         gathers = []
         for members in buckets.values():
@@ -332,7 +333,9 @@ class FullParams:
             self.unit.options.consume(WHO, *options)
             run = Deferred(f"all-gather of {self.unit.name} ({names})", members[0][1].group)
             watched = self._watched(run, [(spec, param) for _, spec, param in members])
-            gathered = comm.gather_bucket(watched, [(source, spec) for source, spec, _ in members])
+            gathered = transfers.gather_bucket(
+                watched, [(source, spec) for source, spec, _ in members]
+            )
             run.advance()
             gathers.append((run, gathered, [(param, spec) for _, spec, param in members]))
         return gathers
@@ -434,7 +437,9 @@ def _set_requires_grad(tensor: Tensor, value: bool) -> None:
         tensor.requires_grad_(value)
 
 
-def _fill(param: ShardedParam, gathered: Tensor, bucket: comm.GatheredBucket, place: int) -> None:
+def _fill(
+    param: ShardedParam, gathered: Tensor, bucket: transfers.GatheredBucket, place: int
+) -> None:
     """Copy one parameter out of a gathered bucket, into the storage that autograd may hold views
     of.
     """

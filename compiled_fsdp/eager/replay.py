@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import EXCHANGED, GATHERED, Watched, widths_of_reduction
 from compiled_fsdp.ir.quantized import reduces_bytes
 from compiled_fsdp.ir.schema import ALL_TO_ALL, COMPARE
@@ -96,11 +97,11 @@ def _gathered(entry: Entry, members: Sequence[tuple[FlatBuffer, ShardedParam]]) 
         return None
 
     sources = {
-        id(f): comm.Source(f.data.detach(), f.layout.numel, f.data.dtype) for f, _ in members
+        id(f): transfers.Source(f.data.detach(), f.layout.numel, f.data.dtype) for f, _ in members
     }
     specs = [param.spec for _, param in members]
     bucket = [(sources[id(f)], spec) for (f, _), spec in zip(members, specs, strict=True)]
-    comm.gather_bucket(Watched(run, specs, entry.phase), bucket)
+    transfers.gather_bucket(Watched(run, specs, entry.phase), bucket)
     ((sent, received),) = sums
     flats = dict.fromkeys(flat for flat, _ in members)
     now = tuple(version for flat in flats for version in flat.written())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.wire import copies, launch
 
 from . import optimizer_steps
@@ -78,7 +78,7 @@ def _finish(runtime: FullParams, gathers: Any) -> None:
     with torch.no_grad():
         for program, gathered, members in gathers:
             program.finish()
-            bucket = comm.GatheredBucket([spec for _, spec in members])
+            bucket = transfers.GatheredBucket([spec for _, spec in members])
             for place, (param, _) in enumerate(members):
                 param.show_full(bucket.copy_out(launch.call, gathered.tensor, place).detach())
     runtime.resident_versions = runtime.versions_now()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.ir.schema import KEEP_SLICE
 from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
@@ -401,9 +402,9 @@ class Runtime(FullParams):
         if is_checked(specs):
             self.unit.options.consume(WHO, "check")
             watched = Watched(run, specs, "backward")
-        reduced = comm.reduce_bucket(watched, grads, flat.data, flat.data.dtype)
+        reduced = transfers.reduce_bucket(watched, grads, flat.data, flat.data.dtype)
         if reduced is not None:
-            reduced = comm.place_bucket(run, reduced, specs, flat.layout.numel)
+            reduced = transfers.place_bucket(run, reduced, specs, flat.layout.numel)
         return run, flat, reduced, [param for param, _ in ready]
 
     def reduce_retained(self) -> None:

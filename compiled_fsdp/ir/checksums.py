@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import collectives as comm
-from . import quantized
+from . import quantized, transfers
 from .schema import ALL_REDUCE, ALL_TO_ALL, CHECKSUM, COMPARE, traits_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def names_of(specs: Sequence[ParamSpec]) -> list[str]:
 
 def width_of_gather(specs: Sequence[ParamSpec]) -> tuple[list[int], list[int]]:
     """The messages of a gather of these, and the columns of each parameter, in what travels."""
-    bucket = comm.GatheredBucket(specs)
+    bucket = transfers.GatheredBucket(specs)
     return [message.numel for message in bucket.messages], list(bucket.widths)
 
 
@@ -211,5 +211,5 @@ class Watched:
         """The columns of the pieces of an exchange: one piece, or the messages of the bucket."""
         if num_pieces == 1:
             return [sum(widths_of_reduction(self.specs))]
-        pieces = comm.messages_of(self.specs, self.specs[0].reduce_dtype)
+        pieces = transfers.messages_of(self.specs, self.specs[0].reduce_dtype)
         return [piece.numel for piece in pieces]

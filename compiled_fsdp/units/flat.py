@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import schema
+from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
 from compiled_fsdp.torch_private.dtensors import make_dtensor
@@ -208,9 +208,9 @@ class FlatBuffer:
         group = spec.replicate_group if spec.replicate_size > 1 else spec.reduce_group
         run = Deferred(f"reduction of {self.unit.name} ({', '.join(p.fqn for p in params)})", group)
         numels = [s.shard_numel for s in specs]
-        reduced = comm.finish_bucket(run, started, spec, self.data.dtype, numels, codes)
+        reduced = transfers.finish_bucket(run, started, spec, self.data.dtype, numels, codes)
         led_to = self._led_to(offsets)
-        placed = comm.place_bucket(run, reduced, specs, self.layout.numel)
+        placed = transfers.place_bucket(run, reduced, specs, self.layout.numel)
         self.deliver_later(run, placed, _trained(p for p in params if p.layout.offset in led_to))
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:

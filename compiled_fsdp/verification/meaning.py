@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.graph import CAT, find, is_sum, op_name, output, placeholders, sum_root, value
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.quantized import (
@@ -169,7 +170,7 @@ class Lowered:
 class Gather(NamedTuple):
     """A captured `unshard`: its source and what it stands for."""
 
-    source: comm.Source
+    source: transfers.Source
     result: Expr
 
 
@@ -215,7 +216,7 @@ class Captured:
             spec = param_spec(node)
             spec = spec.over_post_group() if node.target is UNSHARD_SLICE else spec
             source: Node = node.args[0]  # type: ignore[assignment]
-            flat = comm.Source(exprs[source], value(source).numel(), value(source).dtype)
+            flat = transfers.Source(exprs[source], value(source).numel(), value(source).dtype)
             result = run.make("unshard", flat.flat, spec)
             known = self.gathers.setdefault(spec, [])
             if all(entry.result is not result for entry in known):
@@ -317,7 +318,7 @@ class Captured:
         parts = sorted(parts, key=lambda part: part.specs[0].offset)
         specs = tuple(spec for part in parts for spec in part.specs)
         members = [member for part in parts for member in part.members]
-        placed = comm.place_bucket(
+        placed = transfers.place_bucket(
             self.run, self.run(CAT, [part.reduced for part in parts]), specs, members[0].numel
         )
         lowered.add(
@@ -330,13 +331,13 @@ class Captured:
         if any(node.target is GATHER_AHEAD for node in region.nodes):
             run = Ahead(self.run, first.flat, specs)
         if len(specs) == 1:
-            full = comm.unshard(run, first.flat, first.numel, first.dtype, specs[0])
+            full = transfers.unshard(run, first.flat, first.numel, first.dtype, specs[0])
             lowered.add(full, specs, members[0].result)
             return
-        gathered = comm.gather_bucket(
+        gathered = transfers.gather_bucket(
             run, [(m.source, s) for m, s in zip(members, specs, strict=True)]
         )
-        bucket = comm.GatheredBucket(specs)
+        bucket = transfers.GatheredBucket(specs)
         for place, member in enumerate(members):
             for is_copied in (True, False):
                 copied = bucket.copy_out(run, gathered, place, is_copied=is_copied)
@@ -345,7 +346,7 @@ class Captured:
     def _reduce(self, region: Region, members: tuple[Reduce, ...], lowered: Lowered) -> None:
         run, specs, first = self.run, region.tag.specs, members[0]
         grads = [(m.grad, m.grad_dtype, s) for m, s in zip(members, specs, strict=True)]
-        reduced = comm.reduce_bucket(run, grads, first.flat, first.dtype)
+        reduced = transfers.reduce_bucket(run, grads, first.flat, first.dtype)
         if reduced is None:
             return
         if len({m.flat for m in members}) > 1:
@@ -360,13 +361,16 @@ class Captured:
             offsets, codes = sorted(s.offset for s in specs), codes_of_reduction(specs)
             run(REDUCE_LATER, started, first.flat, offsets, codes, *specs[0].args())
             numels = [s.shard_numel for s in specs]
-            if comm.finish_bucket(run, started, specs[0], first.dtype, numels, codes) is reduced:
+            if (
+                transfers.finish_bucket(run, started, specs[0], first.dtype, numels, codes)
+                is reduced
+            ):
                 lowered.left.add(result)
             return
         if len(specs) == 1:
-            placed = comm.place(run, reduced, first.numel, specs[0])
+            placed = transfers.place(run, reduced, first.numel, specs[0])
         else:
-            placed = comm.place_bucket(run, reduced, specs, first.numel)
+            placed = transfers.place_bucket(run, reduced, specs, first.numel)
         for expr in (placed, run(torch.ops.aten.clone.default, result)):
             lowered.add(expr, specs, result)
 
@@ -380,8 +384,8 @@ class Captured:
             unit = list(group)
             specs = [spec for _, spec in unit]
             stop = start + sum(spec.shard_numel for spec in specs)
-            part = comm.part_of_bucket(self.run, reduced, start, stop)
-            placed = comm.place_bucket(self.run, part, specs, unit[0][0].numel)
+            part = transfers.part_of_bucket(self.run, reduced, start, stop)
+            placed = transfers.place_bucket(self.run, part, specs, unit[0][0].numel)
             result = self.run.sum_of(term for member, _ in unit for term in member.result.terms)
             lowered.add(placed, region.tag.specs, result)
             start = stop

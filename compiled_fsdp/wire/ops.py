@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_fsdp import progress
 from compiled_fsdp.errors import check_dense, warn_once
 from compiled_fsdp.ir import collectives as comm
+from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.schema import REDUCE_GRAD, library
 from compiled_fsdp.ir.spec import REGISTRY, ParamSpec
 from compiled_fsdp.options import of_unit
@@ -106,7 +107,9 @@ def _unshard(flat: Tensor, *args: object) -> Tensor:
     unused_outputs.announce()
     _consume(spec, comm.gather_options(spec))
     with torch.no_grad():
-        return _unaliased(comm.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat)
+        return _unaliased(
+            transfers.unshard(launch.call, flat, flat.numel(), flat.dtype, spec), flat
+        )
 
 
 @fake("unshard")
@@ -126,7 +129,7 @@ def _reduce_grad(grad: Tensor, flat: Tensor, *args: object) -> Tensor:
     unused_outputs.announce_zeros(grad, spec.fqn)
     _consume(spec, comm.reduce_options(spec))
     with torch.no_grad():
-        result = comm.reduce_grad(
+        result = transfers.reduce_grad(
             launch.call, grad, grad.dtype, flat, flat.numel(), flat.dtype, spec
         )
     if result is None:
@@ -183,7 +186,7 @@ def _keep_slice_fake(param: Tensor, *args: object) -> Tensor:
 @kernel("unshard_slice")
 def _unshard_slice(kept: Tensor, *args: object) -> Tensor:
     spec = ParamSpec.of(args).over_post_group()
-    return _unaliased(comm.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
+    return _unaliased(transfers.unshard(launch.call, kept, kept.numel(), kept.dtype, spec), kept)
 
 
 @fake("unshard_slice")
@@ -284,8 +287,10 @@ def _all_reduce_hook_fake(grads: Tensor, key: str) -> Tensor:
 
 @kernel("flatten_grad")
 def _flatten_grad(grad: Tensor, start: int, numel: int, order: Sequence[int]) -> Tensor:
-    piece = comm.flat_piece(launch.call, grad, order)
-    result: Tensor = comm.flatten_grads(launch.call, {start: piece}, {start: grad.numel()}, numel)
+    piece = transfers.flat_piece(launch.call, grad, order)
+    result: Tensor = transfers.flatten_grads(
+        launch.call, {start: piece}, {start: grad.numel()}, numel
+    )
     return result
 
 

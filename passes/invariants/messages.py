@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from compiled_fsdp.ir import checksums, quantized, schema
+from compiled_fsdp.ir import checksums, quantized, schema, transfers
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
 from compiled_fsdp.ir.graph import (
@@ -163,7 +163,7 @@ def _wanted_gather(region: Region) -> list[str]:
             f"{op_name(schema.CUSTOM_ALL_GATHER)}({sent}, {spec.group_size}, {spec.group}, "
             f"{spec.gather_algorithm})"
         ]
-    sizes = [message.numel for message in comm.gather_messages(specs)]
+    sizes = [message.numel for message in transfers.gather_messages(specs)]
     if len(sizes) > 1:
         return [f"{op_name(schema.ALL_GATHER)}({sent}, {sizes}, {spec.group_size}, {spec.group})"]
     return [f"{op_name(comm.ALL_GATHER)}({sent}, {spec.group_size}, {spec.group})"]
