@@ -247,15 +247,26 @@ def _gathered_last(forward: Graph, plan: Plan) -> dict[tuple[object, ParamSpec],
     """The parameters that are to be gathered again of the last unit that forward gathers, and of
     those before it that fit into a bucket with it, for each micro-batch: by flat buffer and
     settings.
+
+    Also those of the bucket before, if by its distance backward would gather it while forward still
+    computes with the last: the new buffer would be there when the old one is dropped. Not where
+    fewer than two other units are left, since then backward has nothing to gather ahead.
     """
     batches: dict[int, dict[str, list[Node]]] = {}
     for node in find(forward, UNSHARD):
         spec = param_spec(node)
         if spec.reshard == "gather" and spec.group_size > 1:
             batches.setdefault(spec.batch, {}).setdefault(spec.unit, []).append(node)
+    distance = plan.distance("backward_prefetch")
+    is_early = distance is not None and distance >= 1 and plan.memory_budget is None
     kept: list[Node] = []
     for units in batches.values():
-        kept += _last_units(units, plan)
+        last = _last_units(units, plan)
+        names = {param_spec(node).unit for node in last}
+        others = {name: nodes for name, nodes in units.items() if name not in names}
+        before = _last_units(others, plan) if is_early else []
+        is_left = len(others) >= len({param_spec(node).unit for node in before}) + 2
+        kept += [*last, *(before if is_left else ())]
     return {(node.args[0], param_spec(node)): node for node in kept}
 
 

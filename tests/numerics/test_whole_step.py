@@ -22,12 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
 from compiled_fsdp import compile_step, explain, fully_shard, planned
+from compiled_fsdp.planning.memory import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from kit.pool import Pool
+    from torch.fx import GraphModule
 
 
 def loss_fn(model: Any, *batch: Any) -> Any:
@@ -373,6 +375,37 @@ def test_seen(two: Pool, tmp_path: Path) -> None:
     assert graphs == ["joint", "step"]  # their numbers go on from those of other tests
     assert "step: 4 all-gathers" in text  # of three units: neither the last nor a gradient's again
     assert "backward:" not in text
+
+
+def gathers(**plan: Any) -> tuple[str, int]:
+    """What a step of four units gathers, and its peak without the gathers for the next step."""
+    peaks: list[int] = []
+
+    def measure(gm: GraphModule, _: Any) -> None:
+        peaks.append(profile(gm.graph).peak)
+
+    with (
+        compiled_fsdp.pipeline(measure, before="gather_next"),
+        planned(bucket_bytes=0, prefetch=0, **plan),
+    ):
+        run, step = whole(Options("deep", reshard=True, max_norm=1.0))
+        step(*batch_of("deep", 0))
+    return str(explain(run.model)), peaks[-1]
+
+
+def gathered_last() -> None:
+    usual, peak = gathers()
+    late, peak_of_late = gathers(backward_prefetch=0)
+    assert "step: 5 all-gathers" in usual
+    assert "step: 6 all-gathers" in late
+    assert peak == peak_of_late
+
+
+def test_what_forward_gathers_last_but_one_is_kept(two: Pool) -> None:
+    """Backward would gather it while forward computes with the last, so that dropping it frees
+    nothing; without gathers ahead it is dropped.
+    """
+    two.run(gathered_last)
 
 
 # -- what is refused
