@@ -20,6 +20,7 @@ from kit.oracle_fsdp1 import (
     Block,
     adam,
     batch,
+    full,
     grads,
     hybrid_mesh,
     net,
@@ -27,8 +28,10 @@ from kit.oracle_fsdp1 import (
     train_step,
 )
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import compiled_fsdp
 from compiled_fsdp import planned
@@ -353,3 +356,46 @@ def what_is_not_there() -> None:
     after = dict(untouched.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
+
+
+class Fails(Block):
+    """Raises where it is told to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three rows")
+        return super().forward(x)
+
+
+def after_exception(kind: str, use_orig_params: bool) -> None:
+    """A forward that raises inside of an instance, caught, between two steps: the second step is that of
+    a model which never raised.
+    """
+    found = []
+    for raises in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(3, 5), Block(5), Fails(5), nn.Linear(5, 2))
+        api = Api(kind)
+        model = api.wrap(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({Block, Fails}),
+            use_orig_params=use_orig_params,
+        )
+        call, optimizer = api.compile(model), adam(model)
+        for step in range(2):
+            if raises and step:
+                for _ in range(2):
+                    with pytest.raises((ValueError, Unsupported), match="three rows"):
+                        call(batch(9, 3))
+            train_step(call, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(full(api, model))
+    check_equal(*found, f"{kind}, use_orig_params={use_orig_params}")
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_an_exception_in_forward(two: Pool, kind: str) -> None:
+    two.run(after_exception, kind, True)
+    two.run(after_exception, kind, False)
