@@ -61,9 +61,9 @@ from compiled_fsdp.planning.plan import planned as planned
 from compiled_fsdp.planning.plan import set_plan as set_plan
 from compiled_fsdp.units.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from compiled_fsdp.verification.invariant import GraphInvariantError as GraphInvariantError
-from compiled_fsdp.wire.agreement import CommunicationError as CommunicationError
-from compiled_fsdp.wire.agreement import DivergenceError as DivergenceError
 from compiled_fsdp.wire.checks import ChecksumError as ChecksumError
+from compiled_fsdp.wire.divergence import CommunicationError as CommunicationError
+from compiled_fsdp.wire.divergence import DivergenceError as DivergenceError
 
 from . import sharded_grad_scaler as sharded_grad_scaler
 from . import wrap as wrap

@@ -33,7 +33,7 @@ from compiled_fsdp.torch_private.modules import cast_floating, plain_name
 from compiled_fsdp.units.assigned import adopt_assigned
 from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
-from compiled_fsdp.wire.agreement import note_goes_on, note_raised
+from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
 from .beside_stock import check_not_taken
 from .calls import innermost

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.torch_private.groups import default_group, group_store
 from compiled_fsdp.wire.agreement import everyones
-from compiled_fsdp.wire.watcher import Watcher
+from compiled_fsdp.wire.watcher import Watcher, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -197,7 +197,7 @@ def _look(_: int) -> None:
     for model in models:
         model.look()
     while any(model.holds for model in models):
-        _watcher.pause(STEP_S)
+        pause(STEP_S)
         for model in models:
             model.look()
 

@@ -28,7 +28,7 @@ from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
-from compiled_fsdp.wire.agreement import note_raised
+from compiled_fsdp.wire.absence import note_raised
 
 from . import stock
 from .at_rest import AtRest, rest

@@ -24,7 +24,8 @@ from compiled_fsdp.torch_private.groups import backend_of, group_named, register
 from compiled_fsdp.torch_private.tracing import unprofiled
 
 from . import ranges
-from .agreement import lost, waiting
+from .absence import waiting
+from .agreement import lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,27 @@ class EndedError(Exception):
     """The thread is to end, whatever it is at."""
 
 
+class _Thread(threading.Thread):
+    """A watching thread; is_over: it is to end."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_over = threading.Event()
+
+
+def pause(seconds: float) -> None:
+    """Sleep, in whichever thread.
+
+    Raises:
+        EndedError: this is a watching thread, and it is to end.
+    """
+    thread = threading.current_thread()
+    if not isinstance(thread, _Thread):
+        time.sleep(seconds)
+    elif thread.is_over.wait(seconds):
+        raise EndedError
+
+
 class Watcher:
     """One thread; a forked child has none until it starts its own.
 
@@ -35,8 +56,7 @@ class Watcher:
     period: seconds between two looks.
     """
 
-    _thread: threading.Thread | None
-    _is_over: threading.Event
+    _thread: _Thread | None
 
     def __init__(self, name: str, look: Callable[[int], None], period: float) -> None:
         self.name, self.look, self.period = name, look, period
@@ -46,7 +66,7 @@ class Watcher:
     def start(self) -> None:
         """Begin to look, once."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self._thread = _Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
             atexit.register(self.stop)
 
@@ -54,7 +74,7 @@ class Watcher:
         """Let the thread end, and wait until it has."""
         if self._thread is None:
             return
-        self._is_over.set()
+        self._thread.is_over.set()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
             log.warning(
@@ -62,24 +82,13 @@ class Watcher:
                 self.name,
             )
 
-    def pause(self, seconds: float) -> None:
-        """Sleep, in whichever thread.
-
-        Raises:
-            EndedError: this is the watching thread, and it is to end.
-        """
-        if threading.current_thread() is not self._thread:
-            time.sleep(seconds)
-        elif self._is_over.wait(seconds):
-            raise EndedError
-
     def _forget(self) -> None:
-        self._thread, self._is_over = None, threading.Event()
+        self._thread = None
 
     def _run(self) -> None:
         with suppress(EndedError):
             looks = 0
             while True:
-                self.pause(self.period)
+                pause(self.period)
                 self.look(looks)
                 looks += 1

@@ -7,18 +7,10 @@ from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import (
-    aliases,
-    find,
-    order,
-    output,
-)
+from compiled_fsdp.ir.graph import aliases, find, order, output
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.ir.schema import (
-    FREE,
-    traits_of,
-)
+from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 

@@ -10,13 +10,7 @@ import torch
 from compiled_fsdp.ir import checksums, quantized, schema, transfers
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_TO_ALL, WAIT
-from compiled_fsdp.ir.graph import (
-    find,
-    op_name,
-    placeholders,
-    starts,
-    value,
-)
+from compiled_fsdp.ir.graph import find, op_name, placeholders, starts, value
 from compiled_fsdp.ir.meta import get_heads, get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (

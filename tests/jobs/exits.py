@@ -33,7 +33,7 @@ from torch import nn
 from compiled_fsdp import fully_shard
 from compiled_fsdp.frontend import together
 from compiled_fsdp.frontend.state import get_state
-from compiled_fsdp.wire import agreement
+from compiled_fsdp.wire import answers
 
 EXPECTED = {"end": 0, "sys.exit": 3, "exception": 1, "destroy_process_group": 0, "fork": 0}
 TIMEOUT_S = 120.0
@@ -60,7 +60,7 @@ def job(rank: int, number: int, ending: str, folder: str, period: float | None) 
     for stream in (1, 2):
         os.dup2(output, stream)
     if period is not None:
-        agreement._watcher.period = together._watcher.period = period
+        answers.watcher.period = together._watcher.period = period
     store = dist.FileStore(f"{folder}/store{number}", 2) if number % 3 == 2 else None
     port = os.environ["MASTER_PORT"]
     place = {"store": store} if store else {"init_method": f"tcp://127.0.0.1:{port}"}

@@ -247,12 +247,12 @@ def begin() -> None:
     from compiled_fsdp import errors
     from compiled_fsdp.torch_private import groups
     from compiled_fsdp.units import unit
-    from compiled_fsdp.wire import agreement, gloo
+    from compiled_fsdp.wire import gloo, members
 
     groups._common.clear()
     number = next(_numbers) << 16
     gloo._tags.update((group, itertools.count(number)) for group in list(gloo._tags))
-    for group in agreement._groups.values():
+    for group in members.members.values():
         group.number = number
         group.runs.clear()
     unit._unit_numbers = itertools.count(number)

@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
 from compiled_fsdp.frontend.state import get_state
-from compiled_fsdp.wire.agreement import RAISED_S
+from compiled_fsdp.wire.absence import RAISED_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

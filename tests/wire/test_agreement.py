@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp import DivergenceError, fully_shard, warmup
-from compiled_fsdp.wire import agreement
+from compiled_fsdp.wire import absence, agreement, comparison, members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ def error_of(run: Callable[[], None]) -> tuple[str, float]:
     try:
         run()
     except RuntimeError as error:
-        texts = [str(error), *(g.failure for g in agreement._groups.values() if g.failure)]
+        texts = [str(error), *(g.failure for g in members.members.values() if g.failure)]
         return next(
             (t for t in texts if "communicate differently" in t or "different models" in t),
             texts[0],
@@ -345,12 +345,12 @@ def raised_alone() -> str:
     """
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch.object(agreement, "RAISED_S", 1.0):
+    with mock.patch.object(absence, "RAISED_S", 1.0):
         agreement.before_run("at first", [group.group_name])
         if dist.get_rank() == 1:
-            agreement.note_raised(ValueError("as asked"))
+            absence.note_raised(ValueError("as asked"))
             time.sleep(0.3)
-            agreement.note_goes_on()
+            absence.note_goes_on()
             time.sleep(1.5)
         agreement.before_run("then", [group.group_name])
         model = sharded(compiled=False)
@@ -444,22 +444,22 @@ def step_of(kind: str, options: Options, count: int) -> None:
 
 def accesses() -> list[int]:
     """Uses of the store by the main thread, step by step."""
-    counts, original = [0], agreement._exchange
-    for group in agreement._groups.values():
+    counts, original = [0], comparison.exchange
+    for group in members.members.values():
         group.agreed.clear()  # other tests of this pool may have run the same graphs
 
     def counted(*args: Any) -> Any:
         counts[-1] += 1
         return original(*args)
 
-    agreement._exchange = counted
+    comparison.exchange = counted
     try:
         _, call, _ = make("compiled", Options("odd"))
         for number in range(4):
             loss_of(call(*batch_of("odd", number))).backward()
             counts.append(0)
     finally:
-        agreement._exchange = original
+        comparison.exchange = original
     return counts[:-1]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jobs import exits
 
 from compiled_fsdp.wire import watcher
-from compiled_fsdp.wire.watcher import EndedError, Watcher
+from compiled_fsdp.wire.watcher import EndedError, Watcher, pause
 
 if TYPE_CHECKING:
     import pytest
@@ -52,7 +52,7 @@ def test_a_look_is_left_by_its_next_pause() -> None:
 
     def look(_: int) -> None:
         try:
-            thread.pause(100.0)
+            pause(100.0)
         except EndedError:
             left.set()
             raise
@@ -86,4 +86,4 @@ def test_a_look_that_never_returns_does_not_hold_up_the_exit(
 def test_others_only_sleep_in_a_pause() -> None:
     thread = Watcher("test", lambda _: None, 0.0)
     thread.stop()  # nothing was started
-    thread.pause(0.0)
+    pause(0.0)
