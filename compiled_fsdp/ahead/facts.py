@@ -187,6 +187,8 @@ def _value(tree: ast.expr, model: Any) -> Any:
             return dict.__getitem__(_value(of, model), _value(key, model))
         case ast.Subscript():
             return _at_place(tree, model)
+        case ast.Call(func=ast.Attribute(value=of), args=[], keywords=[]):
+            _value(of, model)  # torch's, as in 2.15 the settings that it reads, is left out
     raise _UnknownError
 
 

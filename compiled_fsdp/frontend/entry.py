@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private.dynamo import compiled_again
+from compiled_fsdp.torch_private.dynamo import compiled_again, is_refused, never_traced_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,13 +38,23 @@ def own_copy(function: Any, module: nn.Module) -> Any:
 
 def call_of(module: Any) -> Callable[..., Any]:
     """The module's own `_fsdp_call`, which takes the module too; what `module.compile()` made
-    begins at our frames from now on.
+    begins at our frames from now on. Of a module that Dynamo refuses, one that it leaves alone.
     """
+    if is_refused(module):
+        return _untraced(module)
     if _begins_in_torch(module._compiled_call_impl):
         _begin_anew(module)
     found: Callable[..., Any] = module.__dict__.get("_fsdp_entry")
     if found is None:
         found = module.__dict__["_fsdp_entry"] = own_copy(type(module)._fsdp_call, module)
+    return found
+
+
+def _untraced(module: Any) -> Callable[..., Any]:
+    found: Callable[..., Any] = module.__dict__.get("_fsdp_untraced")
+    if found is None:
+        found = module.__dict__["_fsdp_untraced"] = own_copy(type(module)._fsdp_call, module)
+        never_traced_alone(found)
     return found
 
 

@@ -132,6 +132,21 @@ def note_skipped(unit: Unit) -> None:
     warn_once(text)
 
 
+def note_refused(unit: Unit) -> None:
+    """A unit whose call is compiled is a module that Dynamo traces no call of.
+
+    Raises:
+        FallbackError: `set_fallback("error")` was called.
+    """
+    kind = original_class(unit.modules[0]).__name__
+    why = f"Dynamo traces no {kind}, unless torch._dynamo.config.allow_rnn is set"
+    unit.why_eager[why] = None
+    text = f"compiled_fsdp: unit {unit.name!r} runs eagerly, not in a graph: {why}. Results are the same"
+    if _policy == "error":
+        raise FallbackError(f'{text}; set_fallback("error") makes this an error')
+    warn_once(text)
+
+
 def note_overrun(unit: Unit, times: int, why: str, then: str) -> None:
     """Dynamo will not compile a unit's call again, or would not if other ranks were not to stop at
     the same time; then what.

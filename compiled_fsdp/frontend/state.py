@@ -23,6 +23,7 @@ from compiled_fsdp.torch_private.dynamo import (
     TRACES_TO_DTENSORS,
     code_in_trace,
     codes_under_way,
+    is_refused,
     never_trace_hooks_alone,
     never_traced_alone,
     trace_again,
@@ -37,7 +38,14 @@ from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
 from .beside_stock import check_not_taken
 from .calls import innermost
-from .fallback import AGREED, note_eager_unit, note_skipped, run_as_others, run_eagerly
+from .fallback import (
+    AGREED,
+    note_eager_unit,
+    note_refused,
+    note_skipped,
+    run_as_others,
+    run_eagerly,
+)
 from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
 from .quantizing import check_names, check_supported, follow
 from .together import meet
@@ -129,7 +137,9 @@ class State:
         if note_eager_unit(self.unit, units):
             for runtime in (*self.runtime.lenders, self.runtime):  # whichever is gathered first
                 runtime.asks_anew = True
-        if self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
+        if self.is_call_compiled and is_refused(self.unit.modules[0]):
+            note_refused(self.unit)
+        elif self.is_call_compiled and not any(r.unit.why_eager for r in self.runtime.tree.members):
             note_skipped(self.unit)
 
     @property

@@ -83,7 +83,8 @@ def before_backend(fn: Callable[[GraphModule], None]) -> None:
 
 def in_backwards(ask: Callable[[list[Any]], str | list[int] | None]) -> None:
     """When Dynamo traces `loss.backward()`, without arguments, call `ask` with all leaves that may
-    get a gradient, as nodes. Tried on 2.13; where Dynamo has no such place, `ask` is not called.
+    get a gradient, as nodes. Tried on 2.13 and 2.15, which has a table of methods; where Dynamo has
+    no such place, `ask` is not called.
 
     `ask` returns one of these:
         None: the call is traced as ever.
@@ -92,7 +93,12 @@ def in_backwards(ask: Callable[[list[Any]], str | list[int] | None]) -> None:
         A text, why it cannot be traced: it breaks the graph, or is an error with `fullgraph=True`.
     """
     kind: Any = torch._dynamo.variables.TensorVariable
-    if TRACES_TO_DTENSORS and hasattr(kind, "_collect_backward_inputs"):
+    if not (TRACES_TO_DTENSORS and hasattr(kind, "_collect_backward_inputs")):
+        return
+    entry = getattr(kind, "tp_methods", {}).get("backward")
+    if entry is not None:
+        entry.handler = _backward_asking(entry.handler, ask)
+    else:
         kind.method_backward = _backward_asking(kind.method_backward, ask)
 
 
@@ -196,6 +202,15 @@ def never_traced_alone(fn: Callable[..., Any]) -> None:
     it is traced as ever.
     """
     skip_code(fn.__code__)
+
+
+def is_refused(module: Any) -> bool:
+    """Whether Dynamo traces no call of this module: of a recurrent one, unless it is told to. Tried
+    on 2.13, which breaks a graph at it in any frame, and on 2.15, which ends in an internal error
+    in a frame of which it is `self`.
+    """
+    is_recurrent = isinstance(module, torch.nn.RNN | torch.nn.GRU | torch.nn.LSTM)
+    return is_recurrent and not torch._dynamo.config.allow_rnn
 
 
 def never_trace_hooks_alone() -> None:

@@ -83,22 +83,22 @@ def test_what_is_delivered() -> None:
 
 def test_who_waits_where() -> None:
     """By a functional collective, by a future, and not at all; waking late is counted apart."""
-    with ranks(4, latency=0.02) as world:
+    with ranks(4, latency=0.2) as world:
         x = torch.ones(8)
         started = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
         begin = time.perf_counter()
         torch.ops._c10d_functional.wait_tensor(started)
         waited = time.perf_counter() - begin
         (carried,) = world.carried
-        assert 0.01 < carried.blocked <= 0.02
+        assert 0.02 < carried.blocked <= 0.2
         assert carried.blocked + carried.late <= waited
         begin = time.perf_counter()
         future = dist.all_reduce(x, async_op=True).get_future()
-        assert time.perf_counter() - begin < 0.02
+        assert time.perf_counter() - begin < 0.2
         assert future.wait()[0] is x
-        assert time.perf_counter() - begin >= 0.02
+        assert time.perf_counter() - begin >= 0.2
         assert world.carried[1].is_by_future
-        time.sleep(0.02)
+        time.sleep(0.2)
         dist.all_reduce(x, async_op=True)
         assert world.carried[2].blocked == 0.0
 
