@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from programs.program import Program
 
 # Seeds of programs with a fault that is known: benchmarks/results/random_programs.md.
-OPEN = {239}
+OPEN: set[int] = set()
 TORCHS = {"aot_eager": AOT_EAGER, "inductor": INDUCTOR}  # how often a program has them: `kinds_of`
 
 

@@ -240,7 +240,9 @@ def _words(program: Program) -> dict[str, str]:
 
 def _call(program: Program, loss: str) -> tuple[str, list[str]]:
     if program.way in ("train", "train_traced"):
-        return "loss = train(x, ids)", []
+        # what has gradients besides parameters breaks a graph with a backward in it
+        is_one = program.way == "train_traced" and program.fullgraph
+        return f"loss = train({'x.detach()' if is_one else 'x'}, ids)", []
     if program.way == "functional":
         return "loss = loss_of(x, ids)", ["loss.backward()", "note(generated.grad)"]
     return f"loss = {'loss_of(x, ids)' if program.way == 'loss' else loss}", ["loss.backward()"]

@@ -27,7 +27,8 @@ from programs.program import LAYERS, Program
 from programs.shrink import smaller, smallest
 from programs.source import WAYS, Script, read, render, script
 from programs.statements import FORWARD, LOOP, OPTIMIZERS, SETUP
-from programs.verdict import Verdict, judge, quirk_of
+from programs.verdict import TORCHS_OWN, Verdict, judge, quirk_of
+from torch._dynamo.exc import Unsupported
 
 if TYPE_CHECKING:
     from kit.pool import Pool
@@ -67,6 +68,8 @@ FOUND: dict[str, int | Program] = {
     "what_is_transformed_is_not_reduced": Program(
         forward=("vmap@a", "call@a"), layers=("linear",), units=("a",)
     ),
+    "unused_heads_get_zeros": Program(heads=True, optimizer="adamw"),
+    "a_traced_backward_leaves_nothing": Program(way="train_traced", fullgraph=True),
 }
 
 
@@ -147,6 +150,20 @@ def test_the_programs_cover_everything() -> None:
     assert gone == names, "what variants.py leaves out is the rest"
 
 
+def test_torch_transforms_nothing_that_is_compiled_by_itself() -> None:
+    """What it says of a module that is sharded counts as torch's own (`verdict.TORCHS_OWN`)."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    layer = Layer()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(Unsupported) as caught:
+        torch.vmap(layer)(torch.ones(2, 3))
+    assert any(words in str(caught.value) for words in TORCHS_OWN)
+
+
 def test_what_explains_a_difference() -> None:
     """Nothing that every script says; an announcement that is about it; what torch alone compiles
     to the same.
@@ -167,8 +184,14 @@ def test_what_explains_a_difference() -> None:
         judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "stock": wrong}, script).word
         == "fault"
     )
+    # zeros where torch alone gives zeros, too, are what ours does not do; other values may be torch's
     assert (
         judge("aot_eager", {"aot_eager": wrong, "unsharded": right, "plain": wrong}, script).word
+        == "fault"
+    )
+    half = [Outcome([("grad a.weight", torch.full((1,), 0.5))])]
+    assert (
+        judge("aot_eager", {"aot_eager": half, "unsharded": wrong, "plain": half}, script).word
         == "torch"
     )
     assert (
