@@ -12,7 +12,8 @@ before the graph goes to its backend a read is moved out, and its value handed o
       g: %x                                         g: %x
 
 A branch that is not taken gives its parameters zeros, as unused parameters get where others of the
-graph's are used.
+graph's are used. What a checkpoint inside of such a function reads is moved out of both; one elsewhere keeps
+its reads, which backward repeats.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.torch_private.subgraphs import operator_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import Node
+    from torch.nn import Module
 
 # Which arguments of an operator are functions (or end in one, as block masks do), and which is the
 # list of what Dynamo hands over to all of them: the last of their arguments, in its order.
@@ -39,16 +41,30 @@ OPERANDS: dict[str, list[tuple[tuple[int, ...], int]]] = {
     "map_impl": [((0,), 2)],
     "flex_attention": [((3,), 7), ((4,), 8)],
 }
+# An operator that calls its first argument where it stands, and hands over the rest.
+CHECKPOINT = "tag_activation_checkpoint"
 
 
 def hoist_reads(gm: GraphModule) -> None:
     """See the note above."""
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    inside = {id(part) for module in modules for body in _bodies(module) for part in body.modules()}
     for module in reversed(modules):  # what is inside of another comes after it
         for node in list(module.graph.nodes):
-            for functions, where in OPERANDS.get(operator_name(node.target), ()):
+            name = operator_name(node.target)
+            for functions, where in OPERANDS.get(name, ()):
                 bodies = [module.get_submodule(_function(node.args[i])) for i in functions]
-                _hoist(node, bodies, where)  # type: ignore[arg-type]
+                _hoist(node, bodies, slice(where, where + 1))  # type: ignore[arg-type]
+            if name == CHECKPOINT and id(module) in inside:
+                body = module.get_submodule(_function(node.args[0]))
+                _hoist(node, [body], slice(1, None))  # type: ignore[list-item]
+
+
+def _bodies(module: GraphModule) -> Iterator[Module]:
+    """Yields the functions of a graph's own control flow."""
+    for node in module.graph.nodes:
+        for functions, _ in OPERANDS.get(operator_name(node.target), ()):
+            yield from (module.get_submodule(_function(node.args[i])) for i in functions)
 
 
 def _function(argument: Any) -> Any:
@@ -56,9 +72,12 @@ def _function(argument: Any) -> Any:
     return (argument[-1] if isinstance(argument, tuple) else argument).target
 
 
-def _hoist(call: Node, bodies: Sequence[GraphModule], where: int) -> None:
-    """Move reads out of the functions of one operator, whose argument `where` they are given."""
-    given: list[Any] = list(call.args[where])  # type: ignore[arg-type]
+def _hoist(call: Node, bodies: Sequence[GraphModule], where: slice) -> None:
+    """Move reads out of the functions of one operator, which are given its arguments `where`: one
+    of these, a list, or all of them.
+    """
+    is_list = where.stop is not None
+    given: list[Any] = list(call.args[where.start] if is_list else call.args[where])  # type: ignore[arg-type]
     inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
     inputs = [found[len(found) - len(given) :] for found in inputs]
     moved = _reads(inputs)
@@ -81,7 +100,11 @@ def _hoist(call: Node, bodies: Sequence[GraphModule], where: int) -> None:
                 unread = nodes.pop(i)
                 unread.graph.erase_node(unread)
     if moved:
-        call.update_arg(where, tuple(given) if isinstance(call.args[where], tuple) else given)
+        if is_list:
+            kind = type(call.args[where.start])
+            given = [tuple(given) if issubclass(kind, tuple) else given]
+        rest = call.args[where.stop :] if is_list else ()
+        call.args = (*call.args[: where.start], *given, *rest)
         for body in bodies:
             body.recompile()
 

@@ -177,6 +177,16 @@ def branch(layer: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+def checkpointed(layer: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+    """A checkpoint in one of the branches."""
+
+    def again(y: Tensor) -> Tensor:
+        return checkpoint(layer, y, use_reentrant=False).tanh()
+
+    result: Tensor = torch.cond(x.sum() > 0, again, lambda y: other(y), (x,))
+    return result
+
+
 def ranks_part() -> bool:
     """Whether in the first step of `train` ranks take other branches."""
     torch.manual_seed(0)
@@ -202,6 +212,7 @@ def control_flow() -> None:
     """In a branch each rank takes its own: whoever takes the other gives zeros."""
     assert ranks_part()
     compare(lambda: Net(branch, num_layers=2), same=False)
+    compare(lambda: Net(checkpointed, num_layers=2), same=False)
     compare(lambda: Net(recurrent))
 
 
@@ -254,6 +265,8 @@ def test_reads_are_moved_out() -> None:
     kept = Net(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
     _, inside = read_by(kept, torch.randn(ROWS, WIDTH), "tag_activation_checkpoint")
     assert inside == 2
+    both = read_by(Net(checkpointed, 2), torch.randn(ROWS, WIDTH), "cond")
+    assert both == ([*layers["cond"]], 0)
 
 
 def read_by(module: Any, x: Tensor, operator: str) -> tuple[list[str], int]:
