@@ -458,8 +458,11 @@ class Runtime(FullParams):
     # -- at rest
 
     def reshard_if_idle(self) -> None:
-        """Reshard, unless the backward that is running still needs the full parameters."""
-        if self not in self.tree.backward and self.unit.settings.reshard_after_backward:
+        """Reshard, unless the backward that is running still needs the full parameters, here or
+        where another unit has read them.
+        """
+        is_idle = not any(user in self.tree.backward for user in (self, *self.borrowers))
+        if is_idle and self.unit.settings.reshard_after_backward:
             self.reshard()
 
     def _is_frozen(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.compare import whole
+from kit.compare import CLOSE, check_equal, whole
 from kit.harness import SLOW
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
@@ -295,6 +295,42 @@ def read_by(module: Any, x: Tensor, operator: str) -> tuple[list[str], int]:
         for node in part.graph.find_nodes(op="call_function", target=UNSHARD)
     ]
     return names, len(inside)
+
+
+class Tied(nn.Module):
+    """A weight of a unit that is read outside of it, too, by a layer and by a branch."""
+
+    def __init__(self, *, calls_unit: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.first.weight = self.layers[0].weight
+        self.calls_unit = calls_unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).tanh() if self.calls_unit else x
+        x = self.first(x).tanh()
+
+        def read(y: Tensor) -> Tensor:
+            return nn.functional.linear(y, self.first.weight)
+
+        return self.last(torch.cond(x.sum() > 0, read, lambda y: y * 0.5, (x,)))
+
+
+def test_what_a_graph_delivers_is_still_needed(two: Pool) -> None:
+    """In eager mode a branch is a graph, whose backward ends before that of the layer, which has
+    read the same parameter.
+    """
+    two.run(tied)
+
+
+def tied() -> None:
+    for calls_unit in (True, False):
+        expected, found = (
+            train(lambda calls_unit=calls_unit: Tied(calls_unit=calls_unit), kind, False, True)
+            for kind in ("unsharded", "eager")
+        )
+        check_equal(found, expected, f"{calls_unit=}", *CLOSE)
 
 
 # -- what cannot be reduced
