@@ -31,7 +31,8 @@ def note(consumed: Consumed, by: str, option: str, unit: str = "") -> None:
 
 def is_verifying() -> bool:
     """Returns whether COMPILED_FSDP_VERIFY is set: invariants are checked after every pass, not the
-    last alone, and eager mode checks the bits of what it gathered.
+    last alone, eager mode checks the bits of what it gathered, and between a graph and its backward
+    those of what it read.
     """
     return bool(os.environ.get("COMPILED_FSDP_VERIFY"))
 

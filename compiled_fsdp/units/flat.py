@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
+from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
@@ -79,6 +81,7 @@ class FlatBuffer:
         see `wire/unused_outputs.py`.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
+    read_as: with COMPILED_FSDP_VERIFY, a checksum of what the first graph of a forward has read.
     """
 
     unit: Unit
@@ -94,6 +97,7 @@ class FlatBuffer:
     is_stepped: bool = False
     left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
+    read_as: Tensor | None = None
 
     def __post_init__(self) -> None:
         set_owner(self.data, self)
@@ -168,6 +172,7 @@ class FlatBuffer:
 
     def mark(self, offsets: Sequence[int]) -> None:
         """See `kernels.Owner`."""
+        self._say_if_written()
         self.marked.setdefault(backward_number(), set()).update(self._led_to(offsets))
         if (
             self.unit.settings.is_accumulating
@@ -200,6 +205,7 @@ class FlatBuffer:
         self, started: Tensor, offsets: Sequence[int], codes: Sequence[str], spec: ParamSpec
     ) -> None:
         """See `kernels.Owner`."""
+        self._say_if_written()
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
@@ -215,6 +221,7 @@ class FlatBuffer:
 
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
         """See `kernels.Owner`."""
+        self._say_if_written()
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
@@ -228,6 +235,7 @@ class FlatBuffer:
         self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
     ) -> None:
         """See `kernels.Owner`."""
+        self._say_if_written()
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -449,6 +457,25 @@ class FlatBuffer:
         """
         text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
         torch._assert_async(self.checksum() == before, _for_device(text, before.device))
+
+    def note_read(self) -> None:
+        """Remember what a graph that records for a backward is going to read, if it is the first."""
+        if is_verifying() and self.read_as is None and torch.is_grad_enabled():
+            self.read_as = self.checksum()
+
+    def _say_if_written(self) -> None:
+        """In a backward: announce that parameters have changed since; who wrote outside of graphs
+        was seen by none.
+        """
+        before, self.read_as = self.read_as, None
+        if before is not None and before != self.checksum():
+            warn_once(
+                f"compiled_fsdp: parameters of {self.unit.name} were written to between a graph "
+                "that read them and its backward, through .data or in other code that autograd "
+                "does not see. That backward finds the old value where the full parameter was "
+                "kept and the new one where it is gathered again; the plan decides which. Write "
+                "to them after backward, or freeze them if they are not trained"
+            )
 
     def gather_ahead(self, piece: Piece) -> None:
         """See `kernels.Owner`."""

@@ -4,6 +4,8 @@ has raised.
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +181,31 @@ def check(case: Callable[[Training], None]) -> None:
         found[kind] = this.values
     for kind in KINDS:
         check_equal(found[kind], found["unsharded"], kind, 1e-4, 1e-6)
+
+
+def _halve_other(layer: nn.Linear, *_: object) -> None:
+    layer.weight.data.mul_(0.5)
+
+
+def test_a_write_between_a_graph_and_its_backward_is_announced(two: Pool) -> None:
+    """Which no graph sees, and no version counts; with COMPILED_FSDP_VERIFY alone."""
+    two.run(check_written_between)
+
+
+def check_written_between() -> None:
+    for writes in (True, False):
+        this = Training("eager")
+        this.model.a.compile(backend="compiled_fsdp_eager")
+        if writes:
+            this.model.b.register_forward_pre_hook(partial(_halve_other, this.model.a))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            this.backward(0)
+            this.step()  # an optimizer's write comes after backward
+            this.backward(1)
+        said = [str(w.message) for w in caught if "and its backward" in str(w.message)]
+        assert len(said) == writes, said
+        assert all("parameters of a were written to" in text for text in said)
 
 
 @pytest.mark.parametrize("case", ["kept", "written", "tied"])

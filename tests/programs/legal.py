@@ -125,7 +125,8 @@ def _fits(program: Program) -> bool:
         "to_empty" in names and {name for name in names if name.startswith("tie_")},
         # two rows are normalized to 1 and -1, whatever they are: gradients before that are rounding
         "batch_norm" in names and {"one_row", "half_batch"} & names,
-        program.low_precision and program.way == "functional",  # what is substituted would be fp32
+        # what is substituted would be fp32
+        program.low_precision and (program.way == "functional" or "substitute_buffer" in names),
         "post_grad_hook" in names
         and (is_step or "no_zero" in names or program.optimizer in OTHERS),
         is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,

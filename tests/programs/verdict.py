@@ -52,6 +52,11 @@ TORCHS_OWN = {
 LOSES_ITEMS = hasattr(FSDPModule, "finalize_backward")
 # What DTensor says of a parameter that is sharded at that moment; in eager mode we say which.
 SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+# The same in a trace, whatever DTensor says: with dynamic=True, that its sizes are symbols.
+SHARDED_FAKE = "DTensor(local_tensor=FakeTensor"
+# What is announced of a backward that does not come: full parameters stay, and what the loop does with
+# parameters after it may raise.
+NO_BACKWARD = "torch traces a backward that trains nothing"
 AT_REST = (*SHARDED, "that is sharded at that moment")
 # What torch alone does to parameters that only unused outputs of a graph lead to, and ours does not.
 ZEROS = r"grad [\w.]+: a tensor, should be None"
@@ -62,6 +67,7 @@ EXPLAIN = {
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
     "in a graph that is part of a forward": (r"foreach|\.data|_\(", r"grad|value"),
+    "between a graph that read them and its backward": (r"foreach|\.data|_\(", "grad|value|param"),
     "gives these, whose .grad is None": (r"p\.grad|clip_grad|clip=", r"grad|param|value"),
     "DTensor ignores that": (r"\.data = ", ""),
     "zero_grad() does not drop them": ("zero_grad", ""),
@@ -341,6 +347,12 @@ def _refuses_what_runs(first: Outcome, outcomes: Outcomes) -> bool:
     return run and any(words in first.text for words in AT_REST)
 
 
+def _is_refused_at_rest(eager: list[Outcome] | str | None) -> bool:
+    return isinstance(eager, list) and any(
+        "that is sharded at that moment" in o.text for o in eager
+    )
+
+
 def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script) -> Verdict:
     first = next(o for o in mine if o.error)
     text = f"{first.error}: {first.text[:1500]}"
@@ -349,6 +361,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
         return Verdict(kind, "refused", f"{alone.error}: {alone.text[:1500]}")
     if not all(o.error == first.error for o in mine):
         return Verdict(kind, "fault", f"raises on some ranks only {text}")
+    if any(NO_BACKWARD in w and names_a_cause(w, script.source) for o in mine for w in o.warnings):
+        return Verdict(kind, "announced", text)
     if kind != "stock" and _refuses_what_runs(first, outcomes):
         is_limit = any(words in script.source for words in ("._parameters[", ".data = "))
         word = "refused" if is_limit else "fault"  # docs/limits.md
@@ -373,6 +387,8 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     ):
         return Verdict(kind, "torch", text)
     if any(words in first.text for words in SHARDED):
+        return Verdict(kind, "as stock", text)
+    if SHARDED_FAKE in first.text and _is_refused_at_rest(outcomes.get("eager")):
         return Verdict(kind, "as stock", text)
     if any(NO_DTENSORS in w for o in mine for w in o.warnings):
         return Verdict(kind, "announced", text)
