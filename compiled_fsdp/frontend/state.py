@@ -208,8 +208,7 @@ class State:
         self._say_what_was_ignored(called)
         for runtime in called:
             _follow_user(runtime)
-        if not in_backward():
-            self._note_reads(called, is_compiled=is_compiled)
+        self._note_reads(called, is_compiled=is_compiled)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
         if is_compiled:
@@ -224,7 +223,8 @@ class State:
 
     def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> None:
         """Another forward begins, or a graph of one: what is read now is what backward is about."""
-        for flat in (flat for runtime in called for flat in runtime.unit.flats):
+        flats = [flat for runtime in called for flat in runtime.unit.flats]
+        for flat in () if in_backward() else flats:
             if self.unit.is_outermost:
                 flat.read_as = None
             if is_compiled:

@@ -54,8 +54,7 @@ LOSES_ITEMS = hasattr(FSDPModule, "finalize_backward")
 SHARDED = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 # The same in a trace, whatever DTensor says: with dynamic=True, that its sizes are symbols.
 SHARDED_FAKE = "DTensor(local_tensor=FakeTensor"
-# What is announced of a backward that does not come: full parameters stay, and what the loop does with
-# parameters after it may raise.
+# What is announced of a backward that may not come: then full parameters stay beside sharded ones.
 NO_BACKWARD = "torch traces a backward that trains nothing"
 AT_REST = (*SHARDED, "that is sharded at that moment")
 # What torch alone does to parameters that only unused outputs of a graph lead to, and ours does not.
@@ -347,10 +346,12 @@ def _refuses_what_runs(first: Outcome, outcomes: Outcomes) -> bool:
     return run and any(words in first.text for words in AT_REST)
 
 
-def _is_refused_at_rest(eager: list[Outcome] | str | None) -> bool:
-    return isinstance(eager, list) and any(
-        "that is sharded at that moment" in o.text for o in eager
-    )
+def _is_stocks(first: Outcome, eager: list[Outcome] | str | None) -> bool:
+    """Whether DTensor says something of a parameter that is sharded."""
+    if any(words in first.text for words in SHARDED):
+        return True
+    are_sharded = isinstance(eager, list) and any(AT_REST[-1] in o.text for o in eager)
+    return are_sharded and SHARDED_FAKE in first.text
 
 
 def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script) -> Verdict:
@@ -361,10 +362,9 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
         return Verdict(kind, "refused", f"{alone.error}: {alone.text[:1500]}")
     if not all(o.error == first.error for o in mine):
         return Verdict(kind, "fault", f"raises on some ranks only {text}")
-    if any(NO_BACKWARD in w and names_a_cause(w, script.source) for o in mine for w in o.warnings):
-        return Verdict(kind, "announced", text)
     if kind != "stock" and _refuses_what_runs(first, outcomes):
         is_limit = any(words in script.source for words in ("._parameters[", ".data = "))
+        is_limit |= any(NO_BACKWARD in w for o in mine for w in o.warnings)
         word = "refused" if is_limit else "fault"  # docs/limits.md
         return Verdict(kind, word, f"refuses what eager and stock run: {text}")
     is_named = names_a_cause(first.text, script.source)
@@ -386,9 +386,7 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
         words in first.text and re.search(said, script.source) for words, said in TORCHS_OWN.items()
     ):
         return Verdict(kind, "torch", text)
-    if any(words in first.text for words in SHARDED):
-        return Verdict(kind, "as stock", text)
-    if SHARDED_FAKE in first.text and _is_refused_at_rest(outcomes.get("eager")):
+    if _is_stocks(first, outcomes.get("eager")):
         return Verdict(kind, "as stock", text)
     if any(NO_DTENSORS in w for o in mine for w in o.warnings):
         return Verdict(kind, "announced", text)
