@@ -5,6 +5,7 @@ python tests/programs --count 1000 --jobs 6 --seconds 540        # as many as fi
 python tests/programs --routed --count 100                       # with a routed layer in each
 python tests/programs --step --count 100                         # that train by compile_step
 python tests/programs --alone --count 100                        # whose graph breaks on one rank
+python tests/programs --scripts --count 100                      # with adapters, adversaries, files, ...
 python tests/programs --singles                                  # each statement by itself
 python tests/programs --seed 17 --count 1 --show                 # one program, every kind
 """
@@ -69,6 +70,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--step", action="store_true", help="programs that train by compile_step")
     parser.add_argument(
         "--alone", action="store_true", help="programs whose graph is broken on one rank alone"
+    )
+    parser.add_argument(
+        "--scripts", action="store_true", help="programs with what whole scripts are made of"
     )
     parser.add_argument(
         "--only", default="", help="programs that say one of these statements, by comma"
@@ -199,7 +203,7 @@ def _find_plants(options: argparse.Namespace, until: float) -> None:
 
 
 def _programs(options: argparse.Namespace) -> Iterator[Program]:
-    from programs.draw import make, make_alone, make_routed, make_step
+    from programs.draw import make, make_alone, make_routed, make_script, make_step
     from programs.jobs import claimed
     from programs.singles import singles
 
@@ -207,6 +211,7 @@ def _programs(options: argparse.Namespace) -> Iterator[Program]:
     listed = [replace(p, seed=i) for i, p in enumerate(singles())] if options.singles else []
     seeds = range(len(listed)) if listed else range(options.seed, options.seed + options.count)
     apart = {"routed": make_routed, "step": make_step, "alone": make_alone}
+    apart["scripts"] = make_script
     made = next((fn for name, fn in apart.items() if getattr(options, name)), make)
     for seed in claimed(seeds, options.job):
         program = listed[seed] if listed else made(seed)

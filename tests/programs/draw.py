@@ -14,7 +14,21 @@ from typing import TYPE_CHECKING
 from programs.legal import is_legal
 from programs.program import LAYERS, Program
 from programs.source import WAYS
-from programs.statements import ALONE, FORWARD, LOOP, OPERATORS, OPTIMIZERS, PLAIN, ROUTED, SETUP
+from programs.statements import (
+    ALONE,
+    DRAWN_LOOP,
+    DRAWN_SETUP,
+    FORWARD,
+    LOOP,
+    OPERATORS,
+    OPTIMIZERS,
+    PLAIN,
+    ROUTED,
+    SCRIPT_FORWARD,
+    SCRIPT_LOOP,
+    SCRIPT_SETUP,
+    SETUP,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +41,7 @@ WITH = {
     "caught_backward": "hook_raises",
     "tie_head": "embed",
 }  # what a statement is about
-DRAWN = [name for name in FORWARD if name not in (ROUTED, ALONE)]
+DRAWN = [name for name in (*PLAIN, *OPERATORS) if name not in (ROUTED, ALONE)]
 MEMBER = re.compile(r"self\.(\w+) = .*nn\.")
 # Every 8th program and so on; Inductor compiles C++ for seconds.
 FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION, WHOLE_STEP, OPERATOR = 8, 3, 10, 13, 9, 2
@@ -50,8 +64,8 @@ def _make(seed: int) -> Program:
     turns = {
         "forward": _turn(seed, [name for name in DRAWN if name in PLAIN]),
         "operator": _turn(seed // OPERATOR, list(OPERATORS)) if seed % OPERATOR == 0 else "",
-        "loop": _turn(seed, list(LOOP)),
-        "setup": _turn(seed, [*SETUP, ""]),
+        "loop": _turn(seed, list(DRAWN_LOOP)),
+        "setup": _turn(seed, [*DRAWN_SETUP, ""]),
         "way": _turn(seed, [*WAYS, "model", "model"]),
     }
     while True:
@@ -74,10 +88,11 @@ def _draw(r: random.Random, seed: int, turns: dict[str, str]) -> Program:
         layers = ("block",) * len(LAYERS)
     names = LAYERS[: len(layers)]
     forward = [f"call@{n}" for n in names]
-    loop = _chosen(r, LOOP, turns.get("loop", ""))
+    loop = _chosen(r, DRAWN_LOOP, turns.get("loop", ""))
     if "checkpoint_load" in loop:
         loop = tuple(name for name in LOOP if name in {*loop, "checkpoint_save"})
-    setup = _chosen(r, SETUP, turns.get("setup", ""), *(["ema"] if "update_ema" in loop else []))
+    needed = ["ema"] if "update_ema" in loop else []
+    setup = _chosen(r, DRAWN_SETUP, turns.get("setup", ""), *needed)
     about = [
         name
         for word, name in WITH.items()
@@ -206,6 +221,35 @@ def make_step(seed: int, turn: int | None = None) -> Program:
         )
         if is_legal(step):
             return step
+
+
+CELLS = "cells"
+SCRIPTS = (*SCRIPT_FORWARD, *SCRIPT_SETUP, *SCRIPT_LOOP, CELLS)
+
+
+def make_script(seed: int) -> Program:
+    """A program that says, in turn, something of what whole scripts are made of, or whose cells run
+    twice.
+    """
+    r = random.Random(seed)
+    while True:
+        program = _make(r.randrange(1 << 16))
+        said = {_turn(seed, list(SCRIPTS)), *r.sample(SCRIPTS, r.choice((0, 0, 1)))}
+        said |= {"adapter"} if "merge" in said else set()
+        forward = list(program.forward)
+        for name in sorted(said & SCRIPT_FORWARD.keys()):
+            _insert(r, forward, name, r.choice(LAYERS[: len(program.layers)]))
+        script = replace(
+            program,
+            seed=seed,
+            forward=tuple(forward),
+            setup=tuple(n for n in SETUP if n in {*program.setup, *said}),
+            loop=tuple(n for n in LOOP if n in {*program.loop, *said}),
+            cells=CELLS in said,
+            kinds=kinds_of(seed),
+        )
+        if is_legal(script):
+            return script
 
 
 def kinds_of(seed: int) -> tuple[str, ...]:

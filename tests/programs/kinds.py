@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import compiled_fsdp
@@ -114,6 +115,7 @@ class Run:
             "get_state_dict": get_state_dict, "set_state_dict": set_state_dict,
             "get_model_state_dict": get_model_state_dict, "set_model_state_dict": set_model_state_dict,
             "muon": compiled_fsdp.Muon,
+            "flex_attention": flex_attention, "create_block_mask": create_block_mask,
         }  # fmt: skip
 
     # -- what scripts call
@@ -125,7 +127,7 @@ class Run:
                 stock_fully_shard if self.kind == "stock" else compiled_fsdp.fully_shard
             )
             apply(module, mesh=self.mesh, **options)
-            self.sharded = dict(getattr(module, "_orig_mod", module).named_parameters())
+            self.sharded |= dict(getattr(module, "_orig_mod", module).named_parameters())
             return module
         for name in dir(compiled_fsdp.FSDPModule):
             if name.startswith(("set_", "unshard", "reshard")):
@@ -199,7 +201,7 @@ class Run:
     # -- averaging, for the unsharded model
 
     def params(self) -> list[nn.Parameter]:
-        return [p for root in self.roots[-1:] for p in root.parameters()]
+        return list(dict.fromkeys(p for root in self.roots for p in root.parameters()))
 
     def averaging(self, backward: Callable[..., None]) -> Callable[..., None]:
         """`torch.autograd.backward` that averages what it adds to gradients."""
@@ -329,12 +331,9 @@ def run(
             _fill(this.outcome, error)
         torch._dynamo.config.load_config(before)
     this.outcome.warnings = [str(w.message) for w in caught if "compiled_fsdp" in str(w.message)]
-    this.outcome.num_eager = sum(
-        state.unit.num_eager_forwards
-        for root in this.roots[-1:]
-        for m in root.modules()
-        if (state := get_state(m)) is not None
-    )
+    modules = dict.fromkeys(m for root in this.roots for m in root.modules())
+    units = dict.fromkeys(state.unit for m in modules if (state := get_state(m)) is not None)
+    this.outcome.num_eager = sum(unit.num_eager_forwards for unit in units)
     return this.outcome
 
 

@@ -72,6 +72,7 @@ def _has(need: str, program: Program) -> bool:
         "ema": "ema" in names,
         "pure": all(_is_pure(n.partition("@")[0]) for n in program.block),
         "saved": "checkpoint_save" in names,
+        "adapter": "adapter" in names,
         "no_all_to_all": not names & {"all_to_all", "all_to_all_twice"},
         "no_collective": not names & COLLECTIVES,
     }
@@ -129,6 +130,8 @@ def _fits(program: Program) -> bool:
         program.low_precision and (program.way == "functional" or "substitute_buffer" in names),
         "post_grad_hook" in names
         and (is_step or "no_zero" in names or program.optimizer in OTHERS),
+        # a copy of the model has ways of its own to be compiled, and hooks
+        {"averaged", "averaged_ema"} & names and program.way not in ("model", "loss", "train"),
         is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,
         "wrap_checkpoint" in names and any(map(NAMES_INSIDE.search, said)),
         program.replicas and program.world != 4,

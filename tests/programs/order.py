@@ -30,7 +30,7 @@ def words(program: Program) -> set[object]:
     flags = {("world", program.world), ("low", program.low_precision)}
     flags |= {("heads", program.heads), ("fullgraph", program.fullgraph)}
     flags |= {("dynamic", program.dynamic), ("replicas", program.replicas)}
-    flags |= {("step", program.step is not None)}
+    flags |= {("step", program.step is not None), ("cells", program.cells)}
     return program.names() | {program.way, program.optimizer, *program.kinds} | flags
 
 

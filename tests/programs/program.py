@@ -22,7 +22,8 @@ class Program:
     way: how it is compiled (`source.WAYS`). heads: the model returns two outputs, of which the loss
         uses one.
     step: options of `compile_step`, which the loop is then; None: it is written out.
-    dynamic: compiled for every number of rows. replicas: of four ranks, two pairs shard.
+    dynamic: compiled for every number of rows. replicas: of four ranks, two pairs shard. cells: all
+        of it runs twice, as in a notebook.
     bucket, budget: of the plan. kinds: which ways of running it are compared with the unsharded
         model.
     """
@@ -43,6 +44,7 @@ class Program:
     fullgraph: bool = False
     dynamic: bool = False
     replicas: bool = False
+    cells: bool = False
     dim: int = 4
     steps: int = 2
     world: int = 2

@@ -50,9 +50,9 @@ def _setup() -> Iterator[Program]:
 
 
 def _loop() -> Iterator[Program]:
-    raising = {"caught": "raises@a", "caught_backward": "hook_raises@a"}
+    also = {"caught": "raises@a", "caught_backward": "hook_raises@a", "merge": "adapter@a"}
     for name in LOOP:
-        forward = ("call@a", *([raising[name]] if name in raising else []), "call@b")
+        forward = ("call@a", *([also[name]] if name in also else []), "call@b")
         saved = ("checkpoint_save",) if name == "checkpoint_load" else ()
         program = Program(
             forward=forward, loop=(*saved, name), setup=("ema",) if name == "update_ema" else ()
@@ -90,5 +90,6 @@ def _many_blocks() -> Iterator[Program]:
     for name in ("break", "item", "experts@up"):
         for way in ("model", "in_place", "layers"):
             yield replace(many, block=("call@up", name, "call@up"), way=way)
+    yield Program(cells=True)
     for name in ("rank_batch", "one_row"):
         yield Program(loop=(name,), units=("a", "b"), budget=0.5)

@@ -66,6 +66,7 @@ RUNS_EAGERLY = {
     "unshard_async",
     "wait_late",
     "wait_after_forward",
+    "adversary_penalty",  # no graph has a backward through its backward
 }
 
 
@@ -133,6 +134,10 @@ def _around(program: Program) -> list[Statement]:
 
 def render(program: Program) -> str:
     """The source."""
+    return _once(program) * (2 if program.cells else 1)
+
+
+def _once(program: Program) -> str:
     build = (
         ["with torch.device('meta'):", "    model = Model()"]
         if "to_empty" in program.setup

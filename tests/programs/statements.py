@@ -13,20 +13,28 @@ d] into another `x`; `ids` [rows] are tokens.
     init: LINE  for `__init__`; of the loop, before its first step
 
 `routed` sends each row to one of two ranks, where `{m}` is computed, and back; `alone` breaks the
-graph on one rank. They are drawn apart (`draw.make_routed`, `draw.make_alone`).
+graph on one rank. They are drawn apart (`draw.make_routed`, `draw.make_alone`), and so is what whole
+scripts are made of (`scripts.py`, `draw.make_script`).
 """
 
 from __future__ import annotations
 
-from programs.around import LOOP, OPTIMIZERS, OTHERS, SETUP
+from programs.around import LOOP as DRAWN_LOOP
+from programs.around import OPTIMIZERS, OTHERS
+from programs.around import SETUP as DRAWN_SETUP
 from programs.forward import ALONE, PLAIN, ROUTED
 from programs.grammar import Statement
 from programs.operators import OPERATORS
+from programs.scripts import SCRIPT_FORWARD, SCRIPT_LOOP, SCRIPT_SETUP
 
-FORWARD = {**PLAIN, **OPERATORS}
+FORWARD = {**PLAIN, **OPERATORS, **SCRIPT_FORWARD}
+SETUP = {**DRAWN_SETUP, **SCRIPT_SETUP}
+LOOP = {**DRAWN_LOOP, **SCRIPT_LOOP}
 
 __all__ = [
     "ALONE",
+    "DRAWN_LOOP",
+    "DRAWN_SETUP",
     "FORWARD",
     "LOOP",
     "OPERATORS",
@@ -34,6 +42,9 @@ __all__ = [
     "OTHERS",
     "PLAIN",
     "ROUTED",
+    "SCRIPT_FORWARD",
+    "SCRIPT_LOOP",
+    "SCRIPT_SETUP",
     "SETUP",
     "Statement",
 ]

@@ -16,6 +16,7 @@ from programs.draw import (
     make,
     make_alone,
     make_routed,
+    make_script,
     make_step,
 )
 from programs.hunt import Hunter
@@ -48,6 +49,24 @@ SEEDS = [*ALWAYS, *REST][:NUM_PROGRAMS]
 SEEDS_ROUTED = (0, 2, 3)  # more: python tests/programs --routed
 SEEDS_ALONE = (1, 14)  # more: python tests/programs --alone
 SEEDS_STEP = (0, 1)  # more: python tests/programs --step
+SEEDS_SCRIPTS = (1,)  # more: python tests/programs --scripts
+# What whole scripts are made of, a few of them at a time.
+SCRIPTS = (
+    Program(
+        forward=("adapter@a", "mode@a", "call@a", "flex@b", "call@b", "flex_mask@b"),
+        loop=("eval_loss", "merge"),
+        units=("a", "base"),
+        way="in_place",
+    ),
+    Program(setup=("shard_again",), loop=("modes", "adversary", "file"), optimizer="adamw"),
+    Program(
+        forward=("call@a", "adapter_of_weight@b", "call@b"),
+        loop=("adversary_penalty", "averaged_ema"),
+        units=(),
+    ),
+    Program(loop=("eval_trains",), cells=True),
+    Program(loop=("averaged",)),
+)
 # Seeds of programs, or programs, in which a planted fault was found, and without it none.
 FOUND: dict[str, int | Program] = {
     "substitutions_are_ignored": 300,
@@ -120,6 +139,13 @@ def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
     assert Hunter(pools, name).check(this).faults
 
 
+@pytest.mark.parametrize("which", range(len(SCRIPTS) + len(SEEDS_SCRIPTS)))
+def test_what_scripts_are_made_of(pools: dict[int, Pool], which: int) -> None:
+    program = [*SCRIPTS, *map(make_script, SEEDS_SCRIPTS)][which]
+    assert is_legal(program)
+    assert not Hunter(pools).check(script(program)).faults
+
+
 def test_every_planted_fault_says_where_it_can_show() -> None:
     assert set(PLANTS) == set(SHOWN_BY)
     assert set(FOUND) <= set(PLANTS)
@@ -133,12 +159,13 @@ def test_the_programs_cover_everything() -> None:
         *(as_always(make(seed)) for seed in ALWAYS),
         *map(make_routed, SEEDS_ROUTED[:2]),
         *map(make_alone, SEEDS_ALONE[:1]),
+        *SCRIPTS,
     ]
     said = set().union(*map(words, programs))
     kinds = {"eager", "compiled", "aot_eager", "inductor"}
     flags = {
         (name, on)
-        for name in ("low", "heads", "fullgraph", "dynamic", "replicas", "step")
+        for name in ("low", "heads", "fullgraph", "dynamic", "replicas", "step", "cells")
         for on in (True, False)
     }
     worlds = {("world", 2), ("world", 4)}
