@@ -77,7 +77,7 @@ def _hoist(call: Node, bodies: Sequence[GraphModule], where: slice) -> None:
     of these, a list, or all of them.
     """
     is_list = where.stop is not None
-    given: list[Any] = list(call.args[where.start] if is_list else call.args[where])  # type: ignore[arg-type]
+    given: list[Any] = list(call.args[where.start] if is_list else call.args[where])
     inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
     inputs = [found[len(found) - len(given) :] for found in inputs]
     moved = _reads(inputs)
