@@ -116,7 +116,9 @@ def _accessors(
         owner: Any = self
         if torch.compiler.is_dynamo_compiling():
             handles = owner._fsdp_handles
-            if name in handles and name not in owner._fsdp_replaced:
+            # Where `functional_call` writes, or Dynamo takes it for another dict once a function of
+            # `torch.cond` has read the module: what it found there it keeps by where it was found.
+            if name in handles and name not in owner._parameters.replaced:
                 handle = handles[name]
                 if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow
                     return unshard_as(handle.flat, handle.key)

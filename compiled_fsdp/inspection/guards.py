@@ -31,7 +31,7 @@ ON_MODULE = {
         re.compile(rf"(?P<path>\S+)\._fsdp_handles\['(?P<param>\w+)'\]\.{field}\b"): text
         for field, text in OURS.items()
     },
-    re.compile(r"(not )?(?P<path>\S+)\._fsdp_replaced\b(?P<param>)"): REPLACED,
+    re.compile(r"(not )?(?P<path>\S+)\._parameters\.replaced\b(?P<param>)"): REPLACED,
     re.compile(r"(?P<path>\S+)\.training == (True|False)(?P<param>)"): TRAINING,
 }
 MODES = {

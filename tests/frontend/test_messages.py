@@ -405,7 +405,7 @@ class TestRecompiles:
                 "parameter 'head.bias' was frozen, or is trained again (requires_grad), or its full",
             ),
             (
-                "not self._modules['layers']._modules['0']._fsdp_replaced  # and name",
+                "not self._modules['layers']._modules['0']._parameters.replaced  # and name",
                 "a parameter of module 'layers.0' was replaced by another tensor, or put back",
             ),
             (

@@ -333,6 +333,28 @@ def tied() -> None:
         check_equal(found, expected, f"{calls_unit=}", *CLOSE)
 
 
+def substituted(layer: nn.Module, x: Tensor) -> Tensor:
+    """A branch has read what is replaced afterwards."""
+    x = torch.cond(x.sum() > 0, lambda y: layer(y).tanh(), lambda y: y * 0.5, (x,))
+    halved = {"weight": layer.weight * 0.5}
+    result: Tensor = torch.func.functional_call(layer, halved, (x,))
+    return result
+
+
+def test_what_a_branch_has_read_can_be_replaced(two: Pool) -> None:
+    """In the same graph: the second read was of the parameter, not of what stands for it."""
+    two.run(replaced)
+
+
+def replaced() -> None:
+    expected, *others = (
+        train(lambda: Net(substituted), kind, False, False)
+        for kind in ("unsharded", "eager", "compiled")
+    )
+    for found in others:
+        check_equal(found, expected, "replaced", *CLOSE)
+
+
 # -- what cannot be reduced
 
 
