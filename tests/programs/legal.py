@@ -131,7 +131,8 @@ def _fits(program: Program) -> bool:
         "post_grad_hook" in names
         and (is_step or "no_zero" in names or program.optimizer in OTHERS),
         # a copy of the model has ways of its own to be compiled, and hooks
-        {"averaged", "averaged_ema"} & names and program.way not in ("model", "loss", "train"),
+        {"averaged", "averaged_ema"} & names
+        and (program.way not in ("model", "loss", "train") or program.heads),
         is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,
         "wrap_checkpoint" in names and any(map(NAMES_INSIDE.search, said)),
         program.replicas and program.world != 4,
