@@ -30,7 +30,7 @@ Once, if gradients are to be reduced once for all micro-batches:
     %d = add(%tangents_1, %tangents_2)
     %g = reduce_grad(%d, %flat, "w")
 
-Of a parameter that no unit has (here `%w`), the sums alone change. Before:
+Of a parameter that no unit has, the sums alone change:
 
     %y0 = dot(%x0, %w)
     %y1 = dot(%x1, %w)
@@ -38,7 +38,7 @@ Of a parameter that no unit has (here `%w`), the sums alone change. Before:
     %g0 = mul(%x0, %tangents_1)
     %g = add(%g1, %g0)
 
-After:
+then:
 
     %y0 = dot(%x0, %w)
     %y1 = dot(%x1, %w)

@@ -233,7 +233,9 @@ def _update(
         updated = unscaled(run, updated, inverse)
     if step.clip is not None:
         to_clip = [grad._replace(node=node) for node, grad in zip(updated, grads, strict=True)]
-        updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused, meshes=step.meshes)
+        updated = clipped(
+            run, to_clip, step.clip, step.order, is_fused=is_fused, meshes=step.meshes
+        )
     matrices = {(matrix.unit, matrix.fqn): matrix for matrix in step.matrices}
     for node, grad in zip(updated, grads, strict=True):
         run, owned = Builder(end, grad.node), []

@@ -22,7 +22,7 @@ from torch import nn
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
-from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 from compiled_fsdp.torch_private.groups import common_name
@@ -201,7 +201,9 @@ def _meshes_of(units: list[Unit]) -> tuple[tuple[Any, ...], ...]:
         cut = tuple(
             (
                 (p.spec.unit, p.fqn),
-                tuple(n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()),
+                tuple(
+                    n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()
+                ),
             )
             for p, s in params
         )

@@ -4,7 +4,6 @@ updated in the graph, with the numbers of the ordinary loop.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,3 +198,228 @@ def compare(name: str) -> None:
 def test_two_ranks(two: Pool, name: str) -> None:
     """Bit for bit the loop; ranks without tokens, and no second graph."""
     two.run(compare, name, timeout=SLOW)
+
+
+# -- beside one process that has all the experts
+
+
+def alone(model: Any, way: Way) -> list[Any]:
+    """Losses of this rank, and all parameters at the end, of one process with all experts and the
+    tokens of all ranks.
+    """
+    optimizer = OPTIMIZERS[way.optimizer](model.parameters())
+    losses = []
+    for step in range(STEPS):
+        route(model, step)
+        means = []
+        for rank in range(dist.get_world_size()):
+            each = [loss_fn(model, *one) / way.count for one in batches(way, step, rank)]
+            means.append(torch.stack(each).sum())
+        torch.stack(means).mean().backward()
+        losses.append(float(means[dist.get_rank()].detach()))
+        if way.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), way.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, [p.detach() for p in model.parameters()]]
+
+
+def full(model: Any) -> list[Tensor]:
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def compare_alone(with_efsdp: bool, backend: str = "compiled_fsdp_eager") -> None:
+    """By SGD: the first steps of Adam are signs of gradients, whatever their size."""
+    for way in [Way("sgd", clip=0.05, count=2)] + [Way("sgd")] * (backend[-1] == "r"):
+        wanted = alone(build(way), way)
+        model = distribute(build(way), way, with_efsdp=with_efsdp)
+        (losses, *_), _, _ = whole(model, way, backend)
+        check_equal([float(loss) for loss in losses], wanted[0], f"losses, {way}", *ALONE)
+        check_equal(full(model), wanted[1], f"parameters, {way}", *ALONE)
+
+
+def test_one_process(two: Pool) -> None:
+    two.run(compare_alone, False, timeout=SLOW)
+
+
+def looped_by_kind(model: Any, way: Way) -> list[Any]:
+    """The loop where `clip_grad_norm_` cannot be called, since parameters lie on two meshes: one norm
+    each, put together by hand.
+    """
+    optimizer = OPTIMIZERS[way.optimizer](model.parameters())
+    losses = []
+    for step in range(STEPS):
+        route(model, step)
+        ((tokens, targets, factor),) = batches(way, step, dist.get_rank())
+        loss = loss_fn(model, tokens, targets, factor)
+        loss.backward()
+        kinds: dict[int, list[Any]] = {}
+        for p in model.parameters():
+            kinds.setdefault(p.device_mesh.ndim, []).append(p)
+        norms = [nn.utils.get_total_norm([p.grad for p in each]) for each in kinds.values()]
+        total = torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms]))
+        if way.clip:
+            assert len(kinds) == 2
+            for each in kinds.values():
+                nn.utils.clip_grads_with_norm_(each, way.clip, total)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(str(float(loss.detach())))
+    return [losses, 1331.0, *state_of(model, optimizer)]
+
+
+def compare_efsdp() -> None:
+    compare_alone(True)
+    way = Way("sgd", clip=0.05)
+    wanted = looped_by_kind(distribute(build(way), way, with_efsdp=True), way)
+    found, _, _ = whole(distribute(build(way), way, with_efsdp=True), way)
+    found[1] = wanted[1]
+    check_equal(found, wanted, "two meshes")
+
+
+def test_efsdp(four: Pool) -> None:
+    """Experts in units over an axis of their own: bit for bit the loop, whose norms are put together by
+    hand, and close to one process.
+    """
+    four.run(compare_efsdp, timeout=SLOW)
+
+
+def compare_four() -> None:
+    way = Way("adamw", clip=0.05, is_scaled=True)
+    check_equal(
+        whole(distribute(build(way), way), way)[0], looped(distribute(build(way), way), way), "four"
+    )
+    compare_alone(False)
+
+
+def test_four_ranks(four: Pool) -> None:
+    four.run(compare_four, timeout=SLOW)
+
+
+def compare_inductor() -> None:
+    compare_alone(False, "compiled_fsdp")
+    rtol, atol = ROUNDING
+    way = Way("adamw_fused", clip=0.05)
+    wanted = looped(distribute(build(way), way), way)
+    found, _, _ = whole(distribute(build(way), way), way, "compiled_fsdp")
+    losses = [[float(loss) for loss in each[0]] for each in (found, wanted)]
+    check_equal(*losses, "losses", rtol, atol)
+
+
+def test_inductor(two: Pool) -> None:
+    two.run(compare_inductor, timeout=SLOW)
+
+
+# -- what scripts do, and what is seen
+
+
+def between() -> None:
+    """Kept gradients, a checkpoint's state dicts, replaced and frozen experts, steps of the loop in
+    between; updates stand where the gradients are.
+    """
+    way = Way()
+    loop, own = (distribute(build(way), way) for _ in range(2))
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in (loop, own)]
+    call = torch.compile(loop, backend="compiled_fsdp_eager", fullgraph=True)
+    with captured() as graphs:
+        step = compile_step(
+            own, optimizers[1], loss_fn, keep_grads=True, backend="compiled_fsdp_eager"
+        )
+        for i in range(5):
+            if i == 2:
+                for model, optimizer in zip((loop, own), optimizers, strict=True):
+                    replace_experts(model, optimizer)
+            (given,) = batches(way, i, dist.get_rank())
+            optimizers[0].zero_grad()
+            loss = loss_fn(call, *given)
+            loss.backward()
+            optimizers[0].step()
+            if i == 1:
+                other = loss_fn(own, *given)
+                optimizers[1].zero_grad()
+                other.backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            else:
+                other = step(*given)
+                grads = [[local(p.grad) for p in model.parameters()] for model in (own, loop)]
+                check_equal(*grads, f"gradients of step {i}")
+            check_equal(other.item(), loss.item(), f"loss of step {i}")
+    check_equal(state_of(own, optimizers[1]), state_of(loop, optimizers[0]), "state")
+    dicts = [get_state_dict(m, o) for m, o in zip((loop, own), optimizers, strict=True)]
+    check_equal(*(flat_of(each) for each in dicts), "state dicts")
+    (graph, *_) = [g for g in graphs if find(g, UPDATE)]
+    updates = [n for n in find(graph, UPDATE) if not n.args[2]]
+    last_wait = find(graph, WAIT)[-1]
+    assert len(updates) == 3
+    assert all(order(graph)[n] < order(graph)[last_wait] for n in updates), graph
+
+
+def replace_experts(model: Any, optimizer: Any) -> None:
+    """As a script does that grows or resets them: other parameters, in the model and the optimizer."""
+    for mixture in mixtures(model):
+        for name, p in [*mixture.experts.named_parameters()]:
+            new = nn.Parameter(p.detach() * 0.5)
+            setattr(mixture.experts, name, new)
+            for group in optimizer.param_groups:
+                group["params"] = [new if each is p else each for each in group["params"]]
+            optimizer.state[new] = optimizer.state.pop(p)
+
+
+def flat_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: flat_of(value[key]) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [flat_of(each) for each in value]
+    return local(value) if isinstance(value, Tensor) else value
+
+
+def checked() -> None:
+    """Nothing is updated before ranks have compared their checksums: not the experts either."""
+    way = Way("sgd")
+    wanted = looped(distribute(build(way), way), way)
+    with planned(check="checksums"):
+        model = distribute(build(way), way)
+        check_equal(whole(model, way)[0], wanted, "checked")
+
+
+def test_between(two: Pool) -> None:
+    two.run(between, timeout=SLOW)
+    two.run(checked, timeout=SLOW)
+
+
+# -- what is refused
+
+
+def refused() -> None:
+    (given,) = batches(Way(), 0, dist.get_rank())
+    plain = Way(is_plain=True)
+    model = distribute(build(plain), plain)
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    for more in ({"clip": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
+        with pytest.raises(NotImplementedError, match=r"experts.gate.* plain tensors: what other"):
+            compile_step(model, everything, loss_fn, **more)
+    for p in mixtures(model)[0].experts.parameters():
+        p.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"experts.gate has hooks on its gradient"):
+        compile_step(model, everything, loss_fn, backend="compiled_fsdp_eager")(*given)
+
+    model = distribute(build())
+    experts = [*mixtures(model)[0].experts.parameters()]
+    others = [p for p in model.parameters() if not any(p is each for each in experts)]
+    with pytest.raises(ValueError, match=r"does not hold layers.0.mixture.experts.gate"):
+        compile_step(model, torch.optim.SGD(others, lr=0.1), loss_fn)(*given)
+    muon = [torch.optim.AdamW(others), Muon([nn.Parameter(experts[0].detach().flatten(1))])]
+    muon[1].param_groups[0]["params"] = experts
+    with pytest.raises(NotImplementedError, match=r"a Muon holds .*experts.gate"):
+        compile_step(model, muon, loss_fn)(*given)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, p in [*mixtures(model)[0].experts.named_parameters()]:
+        same = DTensor.from_local(p.to_local().detach(), mesh, [Replicate()])
+        setattr(mixtures(model)[0].experts, name, nn.Parameter(same))
+    with pytest.raises(NotImplementedError, match=r"with placements \[Replicate\(\)\]"):
+        compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+
+
+def test_refused(two: Pool) -> None:
+    two.run(refused, timeout=SLOW)
