@@ -104,27 +104,7 @@ def clipped(
     meshes: of parameters that several axes cut.
     """
     norm = _fused_norm if is_fused else _norm
-    place = {name: i for i, name in enumerate(order)}
-    own_norms = _fused_norms if is_fused else _norms
-    cut = {name: (mesh, by) for mesh in meshes for name, by in mesh.cut}
-    of_group = {group: mesh for mesh in reversed(meshes) for group, _ in mesh.axes}
-    shards: list[tuple[int, Node, Axes]] = []
-    for grad in grads:
-        if grad.fqn:
-            shards.append((place["", grad.fqn], norm(run, grad.node), grad.axes))
-            continue
-        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True):
-            name = (spec.unit, spec.fqn)
-            axes: Axes = ((spec.group, spec.group_size),)
-            mesh, by = cut.get(name, (of_group.get(spec.group), (spec.group,)))
-            if mesh is not None:
-                axes = mesh.axes
-                for size in [size for group, size in axes if group not in by]:
-                    own = run(aten.div.Tensor, own, size**0.5)
-            shards.append((place[name], own, axes))
-    norms: dict[Axes, list[Node]] = {}
-    for _, own, axes in sorted(shards, key=lambda shard: shard[0]):
-        norms.setdefault(axes, []).append(own)
+    norms = _by_axes(run, grads, order, meshes, is_fused=is_fused)
     found = []
     for axes, local in norms.items():
         shards_of = _stacked(run, local)
@@ -147,6 +127,40 @@ def clipped(
             own = run(comm.CONVERT, factor, dtype)
         scaled.append(run(aten.mul.Tensor, grad.node, own))
     return scaled
+
+
+def _by_axes(
+    run: Builder,
+    grads: Sequence[FlatGrad],
+    order: Sequence[Name],
+    meshes: Sequence[MeshAxes],
+    *,
+    is_fused: bool,
+) -> dict[Axes, list[Node]]:
+    """The norm of each parameter on this rank, by the axes over which they are put together."""
+    norm = _fused_norm if is_fused else _norm
+    place = {name: i for i, name in enumerate(order)}
+    own_norms = _fused_norms if is_fused else _norms
+    cut = {name: (mesh, by) for mesh in meshes for name, by in mesh.cut}
+    of_group = {group: mesh for mesh in reversed(meshes) for group, _ in mesh.axes}
+    shards: list[tuple[int, Node, Axes]] = []
+    for grad in grads:
+        if grad.fqn:
+            shards.append((place["", grad.fqn], norm(run, grad.node), grad.axes))
+            continue
+        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True):
+            name = (spec.unit, spec.fqn)
+            axes: Axes = ((spec.group, spec.group_size),)
+            mesh, by = cut.get(name, (of_group.get(spec.group), (spec.group,)))
+            if mesh is not None:
+                axes = mesh.axes
+                for size in [size for group, size in axes if group not in by]:
+                    own = run(aten.div.Tensor, own, size**0.5)
+            shards.append((place[name], own, axes))
+    norms: dict[Axes, list[Node]] = {}
+    for _, own, axes in sorted(shards, key=lambda shard: shard[0]):
+        norms.setdefault(axes, []).append(own)
+    return norms
 
 
 def _norms(run: Builder, grad: FlatGrad) -> list[Node]:

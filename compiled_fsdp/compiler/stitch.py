@@ -34,6 +34,8 @@ from compiled_fsdp.ir.graph import (
 from compiled_fsdp.ir.meta import (
     forget_heads,
     input_of,
+    is_mesh,
+    place_of_input,
     places_of,
     real_input,
     returned,
@@ -162,11 +164,11 @@ def stitch(
         set_param_spec(node, replace(param_spec(node), overlap=""))
     for node in _first_gathered(graph, plan, step.max_ahead_bytes):
         set_param_spec(node, replace(param_spec(node), overlap=NEXT))
-    inputs = {input_of(node.meta.get("desc")): node for node in placeholders(graph)}
+    inputs = {place_of_input(node): node for node in placeholders(graph)}
     grads = [
         _flat_grad(into[node], kind, step, inputs)
         for node, kind in returned(output(backward.graph))
-        if node and isinstance(node.meta.get("val"), torch.Tensor)  # else the mesh of a DTensor
+        if node and not is_mesh(kind)
     ]
     if not grads:
         raise NotImplementedError(
@@ -219,16 +221,7 @@ def _update(
     run, told = Builder(end, grads[-1].node), []
     updated = [grad.node for grad in grads]
     if inverse is not None:
-        specs = [spec for grad in grads for spec in grad.specs]
-        groups = {spec.group: spec.group_size for spec in specs}
-        for axes in [mesh.axes for mesh in step.meshes] + [grad.axes for grad in grads]:
-            groups |= dict(axes)
-        if step.ignored:  # replicas need not have the same gradients of those
-            groups |= {spec.replicate_group: spec.replicate_size for spec in specs}
-        name, size = step.scaler_group
-        if size > max(groups.values()):
-            groups[name] = size
-        told = [found_inf(run, updated, groups)]
+        told = [found_inf(run, updated, _groups_that_agree(grads, step))]
     if inverse is not None and step.unscales:
         updated = unscaled(run, updated, inverse)
     if step.clip is not None:
@@ -252,6 +245,20 @@ def _update(
         if alone:
             run(UPDATE, node, grad.flat, sorted(alone), step.name, *told)
         updated_whole(run, node, grad.flat, owned, step.name)
+
+
+def _groups_that_agree(grads: list[FlatGrad], step: WholeStep) -> dict[str, int]:
+    """The groups over which some gradient differs, and the number of their ranks."""
+    specs = [spec for grad in grads for spec in grad.specs]
+    groups = {spec.group: spec.group_size for spec in specs}
+    for axes in [mesh.axes for mesh in step.meshes] + [grad.axes for grad in grads]:
+        groups |= dict(axes)
+    if step.ignored:  # replicas need not have the same gradients of those
+        groups |= {spec.replicate_group: spec.replicate_size for spec in specs}
+    name, size = step.scaler_group
+    if size > max(groups.values()):
+        groups[name] = size
+    return groups
 
 
 def _saved(backward: Graph, saved: list[Node | None], step: WholeStep) -> dict[Node, Node]:

@@ -239,6 +239,16 @@ def input_of(kind: object) -> int | None:
     return kind.idx if isinstance(kind, PlainAOTInput) else None
 
 
+def place_of_input(node: Node) -> int | None:
+    """The same of a graph's input."""
+    return input_of(node.meta.get("desc"))
+
+
+def is_mesh(kind: object) -> bool:
+    """Whether an output of a graph is no tensor, but the mesh of a DTensor."""
+    return isinstance(kind, SubclassGetAttrAOTOutput) and kind.attr == "device_mesh"
+
+
 def note_returned(output: Node, kinds: Sequence[object]) -> None:
     """Keep for `places_of` what the first outputs are: torch forgets it where it splits a graph with
     random numbers.

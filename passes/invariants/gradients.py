@@ -20,6 +20,7 @@ from compiled_fsdp.ir.graph import (
     order,
     output,
     sum_root,
+    value,
 )
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
