@@ -96,7 +96,9 @@ def compile_step(
         model: the sharded module, or what `torch.compile` made of it.
         optimizer: of one of the classes in `parts.ONE_BY_ONE`, or a `Muon`, over all parameters of
             the model that are trained, and no others. Or a list of several, each parameter in one of
-            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph.
+            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph. Of
+            parameters that no unit has (experts divided among ranks, `ignored_params`), each rank
+            updates what it has with its own gradient.
         loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
             element, and has to be one graph. None: `model(*batch)` is the loss.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
@@ -416,7 +418,9 @@ class Step:
         if self._matrices.signature() != self._trained_whole:
             self._plan_matrices()
         kept, self._kept = self._kept, {}
-        for p, own in (*params, *((each, each.param) for each in self._ignored.found)):
+        held: list[tuple[ShardedParam | Ignored, nn.Parameter]] = [*params]
+        held += [(each, each.param) for each in self._ignored.found]
+        for p, own in held:
             if own in kept and _state(own.grad) == kept[own]:
                 own.grad = None
             if own.grad is not None:
