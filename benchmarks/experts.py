@@ -15,6 +15,7 @@ from wire import facts, measure_at
 
 SIDES = (
     "ours",
+    "ours_whole_step",
     "ours_exchanges_shared",
     "ours_exchanges_in_place",
     "ours_chunks",

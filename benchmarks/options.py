@@ -330,9 +330,9 @@ def _excluding(options: Options) -> list[str]:
     if options.model == "moe" and options.front_end == "fsdp1":
         wrong.append("--model moe leaves its experts to their ranks, by fully_shard; give gpt")
     is_loop = options.impl == "stock" or options.backend == "eager" or options.front_end == "fsdp1"
-    if options.whole_step and (is_loop or options.model == "moe"):
+    if options.whole_step and is_loop:
         wrong.append(
-            "--whole-step is for --model gpt with --impl compiled_fsdp, --front-end fsdp2 and a "
+            "--whole-step is for --impl compiled_fsdp, --front-end fsdp2 and a "
             "backend other than eager; leave it out"
         )
     wrong += _excluding_muon(options)

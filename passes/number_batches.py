@@ -30,6 +30,22 @@ Once, if gradients are to be reduced once for all micro-batches:
     %d = add(%tangents_1, %tangents_2)
     %g = reduce_grad(%d, %flat, "w")
 
+Of a parameter that no unit has, the sums alone change:
+
+    %y0 = dot(%x0, %w)
+    %y1 = dot(%x1, %w)
+    %g1 = mul(%x1, %tangents_2)
+    %g0 = mul(%x0, %tangents_1)
+    %g = add(%g1, %g0)
+
+then:
+
+    %y0 = dot(%x0, %w)
+    %y1 = dot(%x1, %w)
+    %g1 = mul(%x1, %tangents_2)
+    %g0 = mul(%x0, %tangents_1)
+    %g = add(%g0, %g1, alpha=1)
+
 So no two micro-batches share a gather that one of them would have to keep for the other, and sums
 are those of a loop, which comes to the first micro-batch first.
 
@@ -38,7 +54,7 @@ Requires: a joint graph that takes gradients of the losses of the micro-batches,
 Ensures: parameters that forward drops are gathered, and gradients reduced, for one micro-batch
     each. Parameters that stay from forward to backward, and those that a budget keeps, are gathered
     once for all.
-Leaves alone: graphs of one micro-batch. A sum with a term that is not a reduction.
+Leaves alone: graphs of one micro-batch. A sum of reductions and of something else.
 """
 
 from __future__ import annotations
@@ -54,6 +70,7 @@ from compiled_fsdp.ir.graph import (
     batches_of,
     erase_unused,
     find,
+    is_sum,
     join_batches,
     output,
     placeholders,
@@ -97,7 +114,40 @@ def number_batches(gm: GraphModule, plan: Plan) -> GraphModule:
             total = join(root, ordered, batch)
             root.replace_all_uses_with(total)
             erase_unused(root, ADD, REDUCE_GRAD)
+    _sort_other_sums(gm.graph, ones, batch)
     return gm
+
+
+def _sort_other_sums(joint: Graph, ones: Sequence[Node], batch: dict[Node, int]) -> None:
+    """Add up what is a gradient of no unit's parameter in the order of the micro-batches, those of
+    one before they are added to others: as each backward of a loop does.
+    """
+    depends: dict[Node, frozenset[Node]] = {one: frozenset([one]) for one in ones}
+    for node in joint.nodes:
+        if node not in depends:
+            depends[node] = frozenset().union(*(depends[n] for n in node.all_input_nodes))
+    for root in dict.fromkeys(output(joint).all_input_nodes):
+        leaves: list[Node] = []
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if is_sum(node) and len(depends[node]) > 1 and (node is root or len(node.users) == 1):
+                stack.extend(reversed(node.args))  # type: ignore[arg-type]
+            else:
+                leaves.append(node)
+        if len(leaves) == 1 or any(len(depends[leaf]) != 1 for leaf in leaves):
+            continue
+        sums: dict[int, Node] = {}
+        run = Builder(root, root)
+        for leaf in leaves:
+            number = batch[leaf]
+            sums[number] = run(ADD, sums[number], leaf) if number in sums else leaf
+        first, *others = [sums[number] for number in sorted(sums)]
+        total = first
+        for other in others:
+            total = join_batches(run, total, other)
+        root.replace_all_uses_with(total)
+        erase_unused(root, ADD)
 
 
 def losses_of(joint: Graph, ones: Sequence[Node]) -> list[Node]:

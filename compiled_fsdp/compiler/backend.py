@@ -116,6 +116,7 @@ def without_inductor(
         return compile_half(run_joint(gm), inputs)
 
     step = step_of(options)
+    step = step and step.of_inputs(gm)
     options.pop("options", None)
     compile_graph = aot_autograd(
         fw_compiler=compile_half,
@@ -139,6 +140,7 @@ def compiled_fsdp(gm: GraphModule, inputs: list[torch.Tensor], **options: Any) -
     step = WholeStep.of(options)
     if step is not None:
         del options["options"]
+        step = step.of_inputs(gm)
         options["config_patches"] = {
             "custom_partitioner_fn": StepPartitioner(step),
             "joint_custom_post_pass": joint_pass_of(step),

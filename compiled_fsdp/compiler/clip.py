@@ -11,6 +11,11 @@ The unit reads each shard without the zeros that fill it up, as the loop does: t
 order of additions, and the graph is the same on every rank. For a compiler the norms are nodes
 (`vector_norm(%g)`), and it reads the zeros too: its last bits are its own in any case.
 
+Parameters that other ranks gather (experts on a mesh of their own) have norms of their own, put
+together in the end:
+
+    %t = vector_norm(cat([%t0, %t1]))
+
 With tensor parallelism the norms of all parameters are put together over one axis of the mesh after
 the other, as DTensor does it; one that an axis does not cut is divided by the root of its size:
 
@@ -18,6 +23,8 @@ the other, as DTensor does it; one that an axis does not cut is divided by the r
     %s = pow(wait(all_reduce(pow(%n, 2), "sum", "dp")), 0.5)
     %s = pow(wait(all_reduce(pow(%s, 2), "sum", "tp")), 0.5)
     %t = vector_norm(%s)
+
+The norm of a parameter that no unit has is `vector_norm(%grad)`; it lies on the axes that cut it.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class MeshAxes:
-    """The mesh of tensor-parallel parameters.
+    """A mesh of parameters that are DTensors by themselves: tensor-parallel ones, or experts.
 
     axes: the axes that cut any of them: group and size, in the order of the mesh.
     cut: of each parameter that is a DTensor by itself, the groups that cut it; others are cut by
@@ -58,12 +65,21 @@ class MeshAxes:
     cut: tuple[tuple[Name, tuple[str, ...]], ...]
 
 
+Axes = tuple[tuple[str, int], ...]
+
+
 class FlatGrad(NamedTuple):
-    """A reduced flat gradient in a graph, its flat buffer, and the parameters that it is of."""
+    """A reduced flat gradient in a graph, its flat buffer, and the parameters that it is of.
+
+    fqn, axes: of a parameter that no unit has, which is `flat` itself: its name, and the groups that
+        cut it. There are no specs then.
+    """
 
     node: Node
     flat: Node
     specs: list[ParamSpec]
+    fqn: str = ""
+    axes: Axes = ()
 
     @property
     def offsets(self) -> list[int]:
@@ -78,32 +94,17 @@ def clipped(
     order: Sequence[Name],
     *,
     is_fused: bool,
-    mesh: MeshAxes | None = None,
+    meshes: Sequence[MeshAxes] = (),
 ) -> list[Node]:
     """The gradients times one coefficient, which keeps their global norm from exceeding
     `max_norm`.
 
     order: the parameters, in which their norms are put together.
     is_fused: in ops that a compiler makes kernels of, where some of torch's no longer are.
-    mesh: of parameters that several axes cut.
+    meshes: of parameters that several axes cut.
     """
     norm = _fused_norm if is_fused else _norm
-    place = {name: i for i, name in enumerate(order)}
-    own_norms = _fused_norms if is_fused else _norms
-    shards = [
-        (place[spec.unit, spec.fqn], own, spec)
-        for grad in grads
-        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True)
-    ]
-    cut = {} if mesh is None else dict(mesh.cut)
-    norms: dict[tuple[tuple[str, int], ...], list[Node]] = {}
-    for _, own, spec in sorted(shards, key=lambda shard: shard[0]):
-        axes = ((spec.group, spec.group_size),) if mesh is None else mesh.axes
-        if mesh is not None:
-            for group, size in axes:
-                if group not in cut.get((spec.unit, spec.fqn), (spec.group,)):
-                    own = run(aten.div.Tensor, own, size**0.5)
-        norms.setdefault(axes, []).append(own)
+    norms = _by_axes(run, grads, order, meshes, is_fused=is_fused)
     found = []
     for axes, local in norms.items():
         shards_of = _stacked(run, local)
@@ -126,6 +127,40 @@ def clipped(
             own = run(comm.CONVERT, factor, dtype)
         scaled.append(run(aten.mul.Tensor, grad.node, own))
     return scaled
+
+
+def _by_axes(
+    run: Builder,
+    grads: Sequence[FlatGrad],
+    order: Sequence[Name],
+    meshes: Sequence[MeshAxes],
+    *,
+    is_fused: bool,
+) -> dict[Axes, list[Node]]:
+    """The norm of each parameter on this rank, by the axes over which they are put together."""
+    norm = _fused_norm if is_fused else _norm
+    place = {name: i for i, name in enumerate(order)}
+    own_norms = _fused_norms if is_fused else _norms
+    cut = {name: (mesh, by) for mesh in meshes for name, by in mesh.cut}
+    of_group = {group: mesh for mesh in reversed(meshes) for group, _ in mesh.axes}
+    shards: list[tuple[int, Node, Axes]] = []
+    for grad in grads:
+        if grad.fqn:
+            shards.append((place["", grad.fqn], norm(run, grad.node), grad.axes))
+            continue
+        for own, spec in zip(own_norms(run, grad), grad.specs, strict=True):
+            name = (spec.unit, spec.fqn)
+            axes: Axes = ((spec.group, spec.group_size),)
+            mesh, by = cut.get(name, (of_group.get(spec.group), (spec.group,)))
+            if mesh is not None:
+                axes = mesh.axes
+                for size in [size for group, size in axes if group not in by]:
+                    own = run(aten.div.Tensor, own, size**0.5)
+            shards.append((place[name], own, axes))
+    norms: dict[Axes, list[Node]] = {}
+    for _, own, axes in sorted(shards, key=lambda shard: shard[0]):
+        norms.setdefault(axes, []).append(own)
+    return norms
 
 
 def _norms(run: Builder, grad: FlatGrad) -> list[Node]:

@@ -31,7 +31,17 @@ from compiled_fsdp.ir.graph import (
     sum_leaves,
     value,
 )
-from compiled_fsdp.ir.meta import forget_heads, places_of, returned, set_returned, take_over
+from compiled_fsdp.ir.meta import (
+    forget_heads,
+    input_of,
+    is_mesh,
+    place_of_input,
+    places_of,
+    real_input,
+    returned,
+    set_returned,
+    take_over,
+)
 from compiled_fsdp.ir.schema import (
     REDUCE_GRAD,
     TO_LOWER,
@@ -42,8 +52,9 @@ from compiled_fsdp.ir.schema import (
     traits_of,
 )
 from compiled_fsdp.ir.spec import AGAIN, NEXT
+from compiled_fsdp.wire.ignored import ignored_of
 
-from .clip import FlatGrad, MeshAxes, Name, clipped
+from .clip import Axes, FlatGrad, MeshAxes, Name, clipped
 from .matrices import updated_whole
 from .scaling import found_inf, scaled_one, unscaled
 
@@ -66,7 +77,7 @@ class WholeStep:
     name: by which `update_` finds the optimizer.
     clip: the largest global norm of the gradients; None: they are not clipped.
     order: all parameters by unit and name, in the order in which their norms are put together.
-    mesh: of parameters that are tensor-parallel, if there are any.
+    meshes: of parameters that are tensor-parallel, or experts of several axes, if there are any.
     units: of the model, by what they are called in graphs; none: any.
     batches: micro-batches whose gradients are added up.
     reduces_once: whether they are added up before they are reduced.
@@ -76,13 +87,15 @@ class WholeStep:
         gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
     matrices: that are updated whole, each at its owner.
+    ignored: parameters that no unit has, by their place among the inputs of what Dynamo has captured:
+        name, and groups that cut them; see `of_inputs`.
     doing: what the user did, for errors.
     """
 
     name: str
     clip: float | None = None
     order: tuple[Name, ...] = ()
-    mesh: MeshAxes | None = None
+    meshes: tuple[MeshAxes, ...] = ()
     units: tuple[str, ...] = ()
     batches: int = 1
     reduces_once: bool = False
@@ -91,6 +104,7 @@ class WholeStep:
     scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
     matrices: tuple[Matrix, ...] = ()
+    ignored: tuple[tuple[int, str, Axes], ...] = ()
     doing: str = "compile_step"
 
     @classmethod
@@ -99,8 +113,14 @@ class WholeStep:
         wanted: Mapping[str, Any] | None = (options.get("options") or {}).get("whole_step")
         if wanted is None:
             return None
-        mesh = MeshAxes(*wanted["mesh"]) if wanted.get("mesh") else None
-        return cls(**{**wanted, "mesh": mesh})
+        meshes = tuple(MeshAxes(*mesh) for mesh in wanted.get("meshes", ()))
+        return cls(**{**wanted, "meshes": meshes})
+
+    def of_inputs(self, captured: GraphModule) -> WholeStep:
+        """The same, of a graph of Dynamo's, some of whose inputs no unit has."""
+        found = [ignored_of(real_input(node)) for node in placeholders(captured.graph)]
+        ours = [(i, p) for i, p in enumerate(found) if p is not None and self.name in p.on_update]
+        return replace(self, ignored=tuple((i, p.fqn, p.axes) for i, p in ours))
 
     def check(self, joint: GraphModule) -> None:
         """Check that a joint graph is one of this step.
@@ -144,10 +164,11 @@ def stitch(
         set_param_spec(node, replace(param_spec(node), overlap=""))
     for node in _first_gathered(graph, plan, step.max_ahead_bytes):
         set_param_spec(node, replace(param_spec(node), overlap=NEXT))
+    inputs = {place_of_input(node): node for node in placeholders(graph)}
     grads = [
-        _flat_grad(into[node], kind, step)
+        _flat_grad(into[node], kind, step, inputs)
         for node, kind in returned(output(backward.graph))
-        if node
+        if node and not is_mesh(kind)
     ]
     if not grads:
         raise NotImplementedError(
@@ -200,21 +221,20 @@ def _update(
     run, told = Builder(end, grads[-1].node), []
     updated = [grad.node for grad in grads]
     if inverse is not None:
-        specs = [spec for grad in grads for spec in grad.specs]
-        groups = {spec.group: spec.group_size for spec in specs}
-        groups |= {} if step.mesh is None else dict(step.mesh.axes)
-        name, size = step.scaler_group
-        if size > max(groups.values()):
-            groups[name] = size
-        told = [found_inf(run, updated, groups)]
+        told = [found_inf(run, updated, _groups_that_agree(grads, step))]
     if inverse is not None and step.unscales:
         updated = unscaled(run, updated, inverse)
     if step.clip is not None:
         to_clip = [grad._replace(node=node) for node, grad in zip(updated, grads, strict=True)]
-        updated = clipped(run, to_clip, step.clip, step.order, is_fused=is_fused, mesh=step.mesh)
+        updated = clipped(
+            run, to_clip, step.clip, step.order, is_fused=is_fused, meshes=step.meshes
+        )
     matrices = {(matrix.unit, matrix.fqn): matrix for matrix in step.matrices}
     for node, grad in zip(updated, grads, strict=True):
         run, owned = Builder(end, grad.node), []
+        if grad.fqn:
+            run(UPDATE, node, grad.flat, [], step.name, *told)
+            continue
         alone = []
         for spec in grad.specs:
             matrix = matrices.get((spec.unit, spec.fqn))
@@ -225,6 +245,20 @@ def _update(
         if alone:
             run(UPDATE, node, grad.flat, sorted(alone), step.name, *told)
         updated_whole(run, node, grad.flat, owned, step.name)
+
+
+def _groups_that_agree(grads: list[FlatGrad], step: WholeStep) -> dict[str, int]:
+    """The groups over which some gradient differs, and the number of their ranks."""
+    specs = [spec for grad in grads for spec in grad.specs]
+    groups = {spec.group: spec.group_size for spec in specs}
+    for axes in [mesh.axes for mesh in step.meshes] + [grad.axes for grad in grads]:
+        groups |= dict(axes)
+    if step.ignored:  # replicas need not have the same gradients of those
+        groups |= {spec.replicate_group: spec.replicate_size for spec in specs}
+    name, size = step.scaler_group
+    if size > max(groups.values()):
+        groups[name] = size
+    return groups
 
 
 def _saved(backward: Graph, saved: list[Node | None], step: WholeStep) -> dict[Node, Node]:
@@ -376,15 +410,25 @@ def _gather_again(node: Node) -> None:
         set_param_spec(node, replace(param_spec(node), reshard=AGAIN))
 
 
-def _flat_grad(root: Node, kind: object, step: WholeStep) -> FlatGrad:
-    """A gradient that backward returns, as the flat gradient that it has to be."""
+def _flat_grad(
+    root: Node, kind: object, step: WholeStep, inputs: Mapping[int | None, Node]
+) -> FlatGrad:
+    """A gradient that backward returns, as the flat gradient that it has to be, or that of a parameter
+    that no unit has.
+
+    inputs: of the graph, by their place in what Dynamo has captured.
+    """
+    place = input_of(kind)
+    for number, fqn, axes in step.ignored:
+        if place == number:
+            return _own_grad(root, inputs[place], fqn, axes, step)
     terms = [term for of_batch in batch_leaves(root) for term in sum_leaves(of_batch)]
     if any(term.target is not REDUCE_GRAD for term in terms):
         raise NotImplementedError(
             f"{step.doing}: backward yields a gradient of shape {list(value(root).shape)} that is "
-            f"of no sharded parameter ({kind}): an input that requires a gradient, or a parameter "
-            "that fully_shard was told to ignore. Shard all parameters, detach the inputs, or "
-            f"leave {step.doing} out. {INSTEAD}"
+            f"of no parameter of the model's ({kind}): an input that requires a gradient, or a "
+            "parameter of another module. Detach the inputs, freeze the other module or make it a "
+            f"part of the model, or leave {step.doing} out. {INSTEAD}"
         )
     specs = {replace(param_spec(term), batch=0): None for term in terms}
     for spec in specs:
@@ -403,6 +447,17 @@ def _flat_grad(root: Node, kind: object, step: WholeStep) -> FlatGrad:
             )
     flat: Any = terms[0].args[1]
     return FlatGrad(root, flat, list(specs))
+
+
+def _own_grad(root: Node, param: Node, fqn: str, axes: Axes, step: WholeStep) -> FlatGrad:
+    own, grad = value(param), value(root)
+    if own.shape != grad.shape:
+        raise NotImplementedError(
+            f"{step.doing}: the gradient of {fqn}, of which this rank has {list(own.shape)}, is of "
+            f"shape {list(grad.shape)}: its placements are other than the parameter's. Let "
+            f"to_local(grad_placements=...) say the parameter's own. {INSTEAD}"
+        )
+    return FlatGrad(root, param, [], fqn, axes)
 
 
 def _without_nodes(backward: GraphModule) -> GraphModule:

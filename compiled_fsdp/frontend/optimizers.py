@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
+    from compiled_fsdp.wire.ignored import Ignored
 
 LOOP = (
     "Write the loop instead: loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()"
@@ -147,33 +148,45 @@ class Optimizers:
                 )
 
     def check_params(
-        self, units: list[Unit], params: list[tuple[ShardedParam, nn.Parameter]]
+        self,
+        units: list[Unit],
+        params: list[tuple[ShardedParam, nn.Parameter]],
+        ignored: Sequence[Ignored] = (),
     ) -> None:
         """Check that the optimizers hold what the model trains, each parameter once, and nothing
-        else.
+        else. ignored: what the model has that is in no unit.
 
         Raises:
             ValueError: they do not.
         """
-        held = self._check_owners(params)
+        held = self._check_owners([*params, *((each, each.param) for each in ignored)])
         missing = [p for p, own in params if own.requires_grad and p.owners and id(own) not in held]
         if missing:
             used = set().union(*(unit.in_use() for unit in units))
             missing = [p for p in missing if p.is_held_in(used)]  # not if taken out of the model
-        if missing:
-            names = shortened([p.fqn for p in missing])
+        names = [p.fqn for p in missing]
+        names += [p.fqn for p in ignored if p.param.requires_grad and id(p.param) not in held]
+        if names:
             raise ValueError(
-                f"compile_step: the {self.name} does not hold {names}, which the model "
+                f"compile_step: the {self.name} does not hold {shortened(names)}, which the model "
                 "trains. Give it all of model.parameters(), give the step a list of the optimizers "
                 "that hold the others, or freeze what is not to be trained"
             )
-        if strange := len(held - {id(own) for _, own in params}):
+        known = {id(own) for _, own in params} | {id(each.param) for each in ignored}
+        if strange := len(held - known):
             raise ValueError(
-                f"compile_step: the {self.name} holds {strange} parameters that are not sharded by "
-                f"the model's units, which a whole step does not update. {LOOP}"
+                f"compile_step: the {self.name} holds {strange} parameters that the model does not "
+                f"have, which a whole step does not update. {LOOP}"
             )
 
-    def _check_owners(self, params: list[tuple[ShardedParam, nn.Parameter]]) -> set[int]:
+    def held(self) -> set[int]:
+        """The identities of all parameters that are held."""
+        groups = [group for each in self.made for group in each.param_groups]
+        return {id(p) for group in groups for p in group["params"]}
+
+    def _check_owners(
+        self, params: Sequence[tuple[ShardedParam | Ignored, nn.Parameter]]
+    ) -> set[int]:
         """The identities of all parameters that are held; each by one optimizer."""
         held: set[int] = set()
         twice: set[int] = set()
@@ -183,7 +196,7 @@ class Optimizers:
             held |= own
         if twice:
             names = [p.fqn for p, own in params if id(own) in twice] or [
-                f"{len(twice)} parameters that are not sharded by the model's units"
+                f"{len(twice)} parameters that are in none of the model's units"
             ]
             raise ValueError(
                 f"compile_step: two of the optimizers ({self.name}) hold {shortened(names)}, "

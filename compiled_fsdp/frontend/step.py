@@ -22,11 +22,12 @@ from torch import nn
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
-from compiled_fsdp.errors import shortened, warn_once
+from compiled_fsdp.errors import warn_once
 from compiled_fsdp.planning.planner import MAX_AHEAD_BYTES
 from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, untraced, why_no_graph
 from compiled_fsdp.torch_private.groups import common_name
 
+from .ignored import IgnoredParams
 from .matrices import Matrices
 from .optimizers import LOOP, Optimizers
 from .parts import check_ahead_bytes
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
+    from compiled_fsdp.wire.ignored import Ignored
 
 BACKENDS = ("compiled_fsdp", "compiled_fsdp_eager")
 
@@ -94,7 +96,9 @@ def compile_step(
         model: the sharded module, or what `torch.compile` made of it.
         optimizer: of one of the classes in `parts.ONE_BY_ONE`, or a `Muon`, over all parameters of
             the model that are trained, and no others. Or a list of several, each parameter in one of
-            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph.
+            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph. Of
+            parameters that no unit has (experts divided among ranks, `ignored_params`), each rank
+            updates what it has with its own gradient.
         loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
             element, and has to be one graph. None: `model(*batch)` is the loss.
         clip: the largest global norm (2-norm) of the gradients, as `clip_grad_norm_` computes it.
@@ -147,17 +151,20 @@ def compile_step(
     optimizers = Optimizers.of(optimizer)
     _check_units(units, clip, is_scaled=scaler is not None)
     optimizers.check_made(units, is_scaled=scaler is not None)
+    ignored = IgnoredParams(uncompiled(model), units, optimizers)
     schedules = optimizers.schedules(schedule)
     scaling = Scaling.of(scaler, optimizers.made[0], units, clips=clip is not None)
+    if clip is not None or scaling is not None:
+        ignored.refuse_plain()
     wanted = {
         "clip": None if clip is None else float(clip),
         "batches": accumulate,
         "reduces_once": reduce_once and accumulate > 1,
         "max_ahead_bytes": max_ahead_bytes,
         **({} if scaling is None else scaling.wanted()),
-        **({"mesh": _mesh_of(units)} if clip is not None or scaling is not None else {}),
+        **({"meshes": _meshes_of(units)} if clip is not None or scaling is not None else {}),
     }
-    step = Step(model, units, optimizers, loss_fn, wanted, backend, dynamic)
+    step = Step(model, units, optimizers, ignored, loss_fn, wanted, backend, dynamic)
     step.runtime = states[0].runtime
     step.keeps_grads = keep_grads
     step.scaling, step.schedules = scaling, schedules
@@ -182,40 +189,30 @@ def _check_units(units: list[Unit], clip: float | None, *, is_scaled: bool) -> N
             raise NotImplementedError(f"compile_step: {unit.name}: {why}, or: {LOOP}")
 
 
-def _mesh_of(units: list[Unit]) -> tuple[Any, ...]:
-    """The axes that cut parameters that are tensor-parallel, and which of them are cut by which; see
-    `compiler/clip.py`; empty if there are none.
-
-    Raises:
-        NotImplementedError: they do not lie on one mesh.
+def _meshes_of(units: list[Unit]) -> tuple[tuple[Any, ...], ...]:
+    """Of each mesh of parameters that are DTensors by themselves (tensor-parallel, or experts): the axes
+    that cut any of them, and which parameter is cut by which; see `compiler/clip.py`.
     """
-    parallel = [
-        (p, cast("DTensor", p.sharded)) for unit in units for p in unit.params if p.full is not None
-    ]
-    if not parallel:
-        return ()
-    mesh = parallel[0][1].device_mesh
-    names = [common_name(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)]
-    strange = [p.fqn for p, sharded in parallel if sharded.device_mesh != mesh]
-    for unit in units:
-        own = common_name(unit.mesh_info.shard_group.group_name)
-        strange += [p.fqn for p in unit.params if p.full is None and own not in names]
-    if strange:
-        raise NotImplementedError(
-            f"compile_step: {shortened(strange)} lie on another mesh than {parallel[0][0].fqn}, which "
-            f"is tensor-parallel on {mesh}: norms and checks over several such meshes are not "
-            f"supported. Cut all parameters by axes of one mesh, or: {LOOP}"
+    meshes: dict[Any, list[tuple[ShardedParam, DTensor]]] = {}
+    for p in (p for unit in units for p in unit.params if p.full is not None):
+        sharded = cast("DTensor", p.sharded)
+        meshes.setdefault(sharded.device_mesh, []).append((p, sharded))
+    found = []
+    for mesh, params in meshes.items():
+        names = [common_name(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)]
+        cut = tuple(
+            (
+                (p.spec.unit, p.fqn),
+                tuple(
+                    n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()
+                ),
+            )
+            for p, s in params
         )
-    cut = tuple(
-        (
-            (p.spec.unit, p.fqn),
-            tuple(n for n, at in zip(names, s.placements, strict=True) if not at.is_replicate()),
-        )
-        for p, s in parallel
-    )
-    used = {name for _, by in cut for name in by}
-    axes = tuple((name, mesh.size(i)) for i, name in enumerate(names) if name in used)
-    return axes, cut
+        used = {name for _, by in cut for name in by}
+        axes = tuple((name, mesh.size(i)) for i, name in enumerate(names) if name in used)
+        found.append((axes, cut))
+    return tuple(found)
 
 
 class Step:
@@ -238,6 +235,7 @@ class Step:
         model: nn.Module,
         units: list[Unit],
         optimizers: Optimizers,
+        ignored: IgnoredParams,
         loss_fn: Callable[..., Tensor] | None,
         wanted: dict[str, Any],
         backend: str,
@@ -249,7 +247,8 @@ class Step:
         self._units = units
         self.keeps_grads = False
         self.runtime: Runtime | None = None
-        self._updated: dict[FlatBuffer, None] = {}
+        self._ignored = ignored
+        self._updated: dict[FlatBuffer | Ignored, None] = {}
         self._kept: dict[nn.Parameter, tuple[int, int]] = {}
         inner = uncompiled(model)
 
@@ -284,6 +283,7 @@ class Step:
             unit.on_update[self.name] = self._update
             unit.on_matrices[self.name] = self._matrices
             unit.on_verdict[self.name] = self._judge
+        ignored.join(self.name, self._update_ignored, self._judge)
         self.is_running = False
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
@@ -302,8 +302,9 @@ class Step:
         )
 
     def _names(self, model: nn.Module) -> list[tuple[str, str]]:
-        """The units and names of all sharded parameters, in the order in which the model yields them."""
+        """The units and names of all parameters, in the order in which the model yields them."""
         owners = {id(held): (p.spec.unit, p.fqn) for p, held in self._held()}
+        owners.update((id(each.param), ("", each.fqn)) for each in self._ignored.found)
         found = (owners[id(p)] for p in model.parameters() if id(p) in owners)
         return list(dict.fromkeys(found))
 
@@ -413,11 +414,13 @@ class Step:
             )
         params = self._held()
         self.optimizers.check_ready()
-        self.optimizers.check_params(self._units, params)
+        self._ignored.check(self._units, params)
         if self._matrices.signature() != self._trained_whole:
             self._plan_matrices()
         kept, self._kept = self._kept, {}
-        for p, own in params:
+        held: list[tuple[ShardedParam | Ignored, nn.Parameter]] = [*params]
+        held += [(each, each.param) for each in self._ignored.found]
+        for p, own in held:
             if own in kept and _state(own.grad) == kept[own]:
                 own.grad = None
             if own.grad is not None:
@@ -446,10 +449,7 @@ class Step:
         """Called by a graph: update these parameters, whose gradients are reduced (unscaled, and
         clipped), unless some gradient of the model is inf or NaN.
         """
-        given: dict[str, Any] = {}
-        skips = False
-        if self.scaling is not None and found_inf is not None:
-            skips, given = self.scaling.skips(found_inf), self.scaling.given()
+        skips, given = self._told(found_inf)
         drop = self._take(flat, flat_grad, params, skips=skips)
         try:
             if not skips:
@@ -457,6 +457,34 @@ class Step:
                 self.optimizers.step_part(held, **given)
         finally:
             drop()
+
+    def _update_ignored(self, own: Ignored, grad: Tensor, found_inf: Tensor | None) -> None:
+        """Called by a graph: the same for a parameter that no unit has."""
+        skips, given = self._told(found_inf)
+        self._note_writing(skips=skips)
+        writes = given.get("grad_scale") is not None  # an optimizer that unscales writes to it
+        own.param.grad = own.grad_of(grad, copies=self.keeps_grads or writes)
+        self._updated[own] = None
+        try:
+            if not skips:
+                self.optimizers.step_part({id(own.param)}, **given)
+        finally:
+            if self.keeps_grads:
+                self._kept[own.param] = _state(own.param.grad)
+            else:
+                own.param.grad = None
+
+    def _told(self, found_inf: Tensor | None) -> tuple[bool, dict[str, Any]]:
+        """Whether the update is left out; if not, what the optimizer has to know of the scale."""
+        if self.scaling is None or found_inf is None:
+            return False, {}
+        return self.scaling.skips(found_inf), self.scaling.given()
+
+    def _note_writing(self, *, skips: bool) -> None:
+        """Before the first update of a step."""
+        if not (self._updated or skips):
+            for optimizer in self.optimizers.made:
+                optimizer_steps.writing(optimizer)
 
     def _take(
         self,
@@ -470,9 +498,7 @@ class Step:
         updated.
         """
         flat.settle()
-        if not (self._updated or skips):
-            for optimizer in self.optimizers.made:
-                optimizer_steps.writing(optimizer)
+        self._note_writing(skips=skips)
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used

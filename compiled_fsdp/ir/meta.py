@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -220,6 +224,29 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
         return [*range(num_outputs - len(tangents), num_outputs)]
     kinds = output.meta.get(_RETURNED) or [kind for _, kind in returned(output)]
     return [kinds.index(kind) for kind in wanted]
+
+
+def input_of(kind: object) -> int | None:
+    """The place, among the inputs of the captured function, of the tensor that an input of a graph
+    is, or that an output is the gradient of; of a DTensor, its local tensor. None for anything else,
+    and where torch does not say.
+    """
+    if isinstance(kind, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+        if kind.attr != "_local_tensor":
+            return None
+        kind = kind.base
+    kind = kind.grad_of if isinstance(kind, GradAOTOutput) else kind
+    return kind.idx if isinstance(kind, PlainAOTInput) else None
+
+
+def place_of_input(node: Node) -> int | None:
+    """The same of a graph's input."""
+    return input_of(node.meta.get("desc"))
+
+
+def is_mesh(kind: object) -> bool:
+    """Whether an output of a graph is no tensor, but the mesh of a DTensor."""
+    return isinstance(kind, SubclassGetAttrAOTOutput) and kind.attr == "device_mesh"
 
 
 def note_returned(output: Node, kinds: Sequence[object]) -> None:

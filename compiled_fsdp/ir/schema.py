@@ -14,7 +14,7 @@ them.
 | `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
 | `reduce_later_(started, flat, offsets, codes, spec)` | the unit finishes a reduction under way, once its gradient is read |
 | `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
-| `update_(flat_grad, flat, offsets, step, found_inf)` | the optimizer of a whole step updates these, unless `found_inf` is 1 |
+| `update_(flat_grad, flat, offsets, step, found_inf)` | a step's optimizer updates these (none: `flat`) unless `found_inf` |
 | `momentum_(flat_grad, flat, offsets, step, ...) -> pieces` | matrices: adds to their momentum; pieces of what is orthogonalized |
 | `to_owners(pieces, numels, owners, ...) -> received` | started, not awaited: each matrix's pieces go to its owner: [N, n] there |
 | `orthogonalize(received, flat, offsets, owners, ...) -> updates` | at owners: whole matrices, orthogonalized, as pieces [N, n] |

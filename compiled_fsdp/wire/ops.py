@@ -22,6 +22,7 @@ from compiled_fsdp.torch_private.groups import group_named
 
 # matrix_ops and tensor_ops register theirs
 from . import agreement, launch, matrix_ops, own_groups, ranges, tensor_ops, unused_outputs  # noqa: F401
+from .ignored import taken_of
 from .kernels import Piece, fake, kernel, owner_of, reached
 from .runs import note_run
 
@@ -237,7 +238,10 @@ def _update(
     found_inf: Tensor | None = None,
 ) -> None:
     _num_updates[step] += 1
-    owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+    if offsets:
+        owner_of(flat, "update_").update(flat_grad, offsets, step, found_inf)
+    else:
+        taken_of(flat, "update_").update(flat_grad, step, found_inf)
 
 
 @kernel("shard_norms")

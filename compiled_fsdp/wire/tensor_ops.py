@@ -15,6 +15,7 @@ from compiled_fsdp.ir.spec import REGISTRY
 from compiled_fsdp.torch_private.groups import group_named, reduce_op, register_work
 
 from . import checks, codes, copies, gloo, launch, ranges
+from .ignored import ignored_of
 from .kernels import fake, kernel, owner_of
 
 
@@ -245,7 +246,7 @@ def _verdict(grads: Sequence[Tensor], sums: Sequence[Tensor], flat: Tensor, step
     """What it is given is there for compilers: all sums are noted before it, and no gradient is used
     for an update but behind it.
     """
-    owner_of(flat, "verdict_").judge(step)
+    (ignored_of(flat) or owner_of(flat, "verdict_")).judge(step)
 
 
 @kernel("note_counts_")

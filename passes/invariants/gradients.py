@@ -20,6 +20,7 @@ from compiled_fsdp.ir.graph import (
     order,
     output,
     sum_root,
+    value,
 )
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import (
@@ -108,15 +109,20 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
 def updated_once(gm: GraphModule, plan: Plan) -> Violations:
     """In the graph of a whole step, of every flat gradient that is reduced, each parameter's part goes
     to exactly one update_ or momentum_, of its own buffer and parameters, with those of other
-    micro-batches, and all are scaled by the same factors or none is.
+    micro-batches; a parameter that no unit has is an input that is updated once, with a gradient of its
+    shape; and all are scaled by the same factors or none is.
     """
     marks: dict[tuple[object, object], Node] = {
         (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
     }
     taken: dict[tuple[object, object, int], Node] = {}
     factors: dict[tuple[Node, ...], Node] = {}
+    alone: dict[Node, Node] = {}
     for update in find(gm.graph, UPDATE, MOMENTUM):
         flat, offsets = cast("tuple[Any, ...]", update.args)[1:3]
+        if not offsets:
+            yield from _updated_alone(update, alone)
+            continue
         grad, by = _unscaled(update)
         keys = [(leaf, flat) for leaf in batch_leaves(grad)]
         factors.setdefault(tuple(by), update)
@@ -130,8 +136,22 @@ def updated_once(gm: GraphModule, plan: Plan) -> Violations:
     for left, mark in marks.items() if taken else ():
         if any((*left, offset) not in taken for offset in _offsets(mark)):
             yield mark, f"%{mark.name} marks a gradient that no update_ takes"
+    wanted = next(iter(factors), ())
+    for update in alone.values():
+        by = _unscaled(update)[1][: len(wanted)]  # its gradient may itself be a product
+        factors.setdefault(tuple(by), update)
     if len(factors) > 1:
         yield list(factors.values())[1], f"gradients are scaled by {[[*by] for by in factors]}"
+
+
+def _updated_alone(update: Node, seen: dict[Node, Node]) -> Violations:
+    """The update of a parameter that no unit has. seen: the updates of such parameters."""
+    grad, param = cast("tuple[Any, ...]", update.args)[:2]
+    if param.op != "placeholder" or value(param).shape != value(grad).shape:
+        yield update, f"%{update.name} updates %{param.name}, which is no input of its shape"
+    if param in seen:
+        yield update, f"%{update.name} and %{seen[param].name} update %{param.name}"
+    seen[param] = update
 
 
 def _unscaled(update: Node) -> tuple[Node, list[Node]]:

@@ -96,6 +96,46 @@ return [%dot_default, %dot_default_1, %reduce_grad_default_2]""",
 return [%dot_default, %dot_default_1, %add_tensor_1]""",
         )
 
+    def test_of_no_unit(self):
+        """A parameter that no unit has; one micro-batch that uses it twice is added up first."""
+
+        def graph(order: tuple[int, ...]) -> GraphModule:
+            hand = Hand()
+            own = hand.input("w", 4)
+            inputs = [hand.input(f"x{i}", 4) for i in range(2)]
+            ones = [hand.input(f"tangents_{i + 1}") for i in range(2)]
+            losses = [hand(aten.dot.default, x, own) for x in inputs]
+            grads = [hand(aten.mul.Tensor, inputs[i], ones[i]) for i in order]
+            total = grads[0]
+            for grad in grads[1:]:
+                total = hand.add(total, grad)
+            gm = hand.returns(*losses, total)
+            set_context(gm, Context(batches=2))
+            return gm
+
+        gm = graph((1, 0))
+        self.assertDocumented(module, "Of a parameter", gm)
+        self.assertDocumented(module, "then", numbered(gm))
+        self.assertGraph(
+            numbered(graph((1, 1, 0, 0))),
+            """\
+%w: f32[4]
+%x0: f32[4]
+%x1: f32[4]
+%tangents_1: f32[]
+%tangents_2: f32[]
+%dot_default: f32[] = dot(%x0, %w)
+%dot_default_1: f32[] = dot(%x1, %w)
+%mul_tensor: f32[4] = mul(%x1, %tangents_2)
+%mul_tensor_1: f32[4] = mul(%x1, %tangents_2)
+%mul_tensor_2: f32[4] = mul(%x0, %tangents_1)
+%mul_tensor_3: f32[4] = mul(%x0, %tangents_1)
+%add_tensor: f32[4] = add(%mul_tensor, %mul_tensor_1)
+%add_tensor_3: f32[4] = add(%mul_tensor_2, %mul_tensor_3)
+%add_tensor_4: f32[4] = add(%add_tensor_3, %add_tensor, alpha=1)
+return [%dot_default, %dot_default_1, %add_tensor_4]""",
+        )
+
     def test_leaves_alone(self):
         """One micro-batch of several losses; a sum with another term."""
         self.assertUnchanged(number_batches, joint(batches=1))

@@ -480,8 +480,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         rule = (
             "\nInvariant: In the graph of a whole step, of every flat gradient that is reduced, each "
             "parameter's part goes to exactly one update_ or momentum_, of its own buffer and "
-            "parameters, with those of other micro-batches, and all are scaled by the same factors or "
-            "none is."
+            "parameters, with those of other micro-batches; a parameter that no unit has is an input "
+            "that is updated once, with a gradient of its shape; and all are scaled by the same factors "
+            "or none is."
         )
         graphs = {
             "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
@@ -496,6 +497,34 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         Builder(output(twice), first)(UPDATE, *first.args)
         for detail, gm in graphs.items():
             self.assertEqual(self.broken_detail(gm), f"after the pipeline: {detail}.{rule}")
+
+    def test_updated_alone(self):
+        """A parameter that no unit has: updated twice, with the gradient of another, without the factor
+        of the others; the near miss, a gradient that is a product.
+        """
+
+        def graph(*shapes: int, updates: int = 1, scaled: tuple[int, ...] = ()) -> GraphModule:
+            hand = Hand()
+            x, flat, own = hand.input("x", 4), hand.input("flat", 2), hand.input("own", shapes[0])
+            (spec,) = unit("u", {"w": (4,)})
+            other = hand.input("other", shapes[-1])
+            grads = [hand.reduce_grad(x, flat, spec), hand(aten.mul.Tensor, other, other)]
+            factor = hand(aten.sum.default, x)
+            for i in scaled:
+                grads[i] = hand(aten.mul.Tensor, grads[i], factor)
+            hand(UPDATE, grads[0], flat, [0], "step0")
+            for _ in range(updates):
+                hand(UPDATE, grads[1], own, [], "step0")
+            return lower(hand.returns(x), PLAN)
+
+        check(graph(3), PLAN, "the pipeline")
+        check(graph(3, scaled=(0, 1)), PLAN, "the pipeline")
+        for gm, detail in (
+            (graph(3, 2), "%update__default_1 updates %own, which is no input of its shape"),
+            (graph(3, updates=2), "%update__default_2 and %update__default_1 update %own"),
+            (graph(3, scaled=(0,)), "gradients are scaled by [[sum_default], [other]]"),
+        ):
+            self.assertIn(f"after the pipeline: {detail}", self.broken_detail(gm))
 
     def test_left_out_together(self):
         """Found in both gradients and told to both updates; told to one alone; found in one alone."""
