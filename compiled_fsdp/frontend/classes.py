@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.torch_private.dtensors import starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
+from compiled_fsdp.units.registered import Registered
 from compiled_fsdp.units.unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def _accessors(
             handles = owner._fsdp_handles
             # Where `functional_call` writes, or Dynamo takes it for another dict once a function of
             # `torch.cond` has read the module: what it found there it keeps by where it was found.
-            if name in handles and name not in owner._parameters.replaced:
+            table = owner._parameters
+            is_replaced = isinstance(table, Registered) and name in table.replaced
+            if name in handles and not is_replaced:
                 handle = handles[name]
                 if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow
                     return unshard_as(handle.flat, handle.key)
