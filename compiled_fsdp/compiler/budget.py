@@ -178,8 +178,9 @@ def _choice(candidate: Candidate, plan: Plan) -> dict[str, Any]:
 
 def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Fitted:
     """The same for this rank's shapes."""
-    params = _candidates(gm.graph)
-    if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
+    params, budget = _candidates(gm.graph), plan.memory_budget
+    assert budget is not None  # by the caller
+    if isinstance(budget, float) and budget == 1.0:
         return Fitted(_with(plan, params, len(params)))
     nothing_kept = _with(plan, params, 0)
     split_once = split(gm, nothing_kept, step)
@@ -214,7 +215,7 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
         # To compute all again need not be the least.
         known = {num: peak_with(num) for num in {0, expected.index(min(expected))}}
     expected, every = model.peaks(), len(candidates)
-    room = _in_bytes(plan.memory_budget, min(known.values()), expected[every])
+    room = _in_bytes(budget, min(known.values()), expected[every])
     num, peak = most(peak_with, expected, room, patience(first.num_nodes), known)
     if peak > room:
         are_all = plan.recompute != BY_BUDGET

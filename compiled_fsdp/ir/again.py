@@ -10,11 +10,11 @@ import operator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .collectives import CONVERT
 from .fusion import GENERATED, POINTWISE
 from .graph import is_view
+from .meta import is_saved_by_policy, makes_sizes
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -44,7 +44,6 @@ FORBIDDEN_TAGS = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
 )
-SAVED_BY_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def why_not_again(node: Node) -> str:
@@ -56,7 +55,7 @@ def why_not_again(node: Node) -> str:
     """
     if node.op != "call_function":
         return "is no op"
-    if node.meta.get("recompute") in SAVED_BY_POLICY:
+    if is_saved_by_policy(node):
         return "is to be saved by a checkpointing policy"
     if node.target is operator.getitem:
         return why_not_again(node.args[0])  # type: ignore[arg-type]
@@ -66,10 +65,8 @@ def why_not_again(node: Node) -> str:
         return "is no op of torch's own"
     if node.target._schema.is_mutable:
         return "writes to its input"
-    if any(tag in node.target.tags for tag in FORBIDDEN_TAGS):
+    if makes_sizes(node) or any(tag in node.target.tags for tag in FORBIDDEN_TAGS):
         return "draws random numbers, or makes sizes that only data decides"
-    if node.meta.get("unbacked_bindings"):
-        return "makes sizes that only data decides"
     is_pointwise = torch.Tag.pointwise in node.target.tags
     if is_view(node) or is_pointwise or node.target in ALLOWED:
         return ""

@@ -200,6 +200,17 @@ def save(node: Node) -> None:
     node.meta[_REGION] = _OUR_REGION
 
 
+def is_saved_by_policy(node: Node) -> bool:
+    """Whether a checkpointing policy, torch's partitioner or `save` wants this to be saved."""
+    wanted = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return node.meta.get(_RECOMPUTE) in wanted
+
+
+def makes_sizes(node: Node) -> bool:
+    """Whether a node yields sizes that only data decides."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
 def compute_again(node: Node) -> None:
     """Let backward compute a saved value of a joint graph again, behind the partitioner's back."""
     node.meta[_AGAIN] = True

@@ -29,6 +29,7 @@ from compiled_fsdp.ir.origins import num_bytes_of, source_of
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.torch_private.sizes import symbols_of
 
+from .costs import flops
 from .halves import saved_inputs, saved_places
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
     from .costs import Costs
 
-MOST_DEEP = 3  # candidates that are made of each other, one after the other
+# Candidates that are made of each other, one after the other; what is made of one other alone, without
+# a matmul (a copy, a rotation), does not count.
+MOST_DEEP = 2
 MOST_NODES = 500  # of a cone
 ALONG = 8  # times smaller than what backward has of its unit is a parameter that is gathered along
 LEAST_SHARE = 32  # what is smaller than the largest by more than this is not worth it: saved means
@@ -247,7 +250,7 @@ class Saved:
     def candidates(self, costs: Costs) -> tuple[Recompute, ...]:
         """All that could be computed again, in the order of forward."""
         cones: dict[Node, Cone] = {}
-        for root in self._by_matmuls():
+        for root in self._by_work():
             cone = self.cone(root, {*cones, root})
             if cone is not None and _depth({**cones, root: cone}) <= MOST_DEEP:
                 cones[root] = cone
@@ -267,11 +270,12 @@ class Saved:
             for root in sorted(cones, key=self.place.__getitem__)
         )
 
-    def _by_matmuls(self) -> list[Node]:
+    def _by_work(self) -> list[Node]:
         """The storages that could be computed again if all others were saved: those first that take
-        the fewest matmuls, then in the order of forward.
+        the least arithmetic for each byte, which does not depend on the size of a batch; then in
+        the order of forward.
         """
-        found: list[tuple[int, int, Node]] = []
+        found: list[tuple[float, int, Node]] = []
         ops = [root for root in self.origins if root.op == "call_function" and _is_tensor(root)]
         sizes = {root: num_bytes_of(root.meta["val"]) for root in ops}
         large = max(sizes.values(), default=0) / LEAST_SHARE
@@ -280,7 +284,8 @@ class Saved:
                 continue
             cone = self.cone(root, {root})
             if cone is not None:
-                found.append((sum(map(is_matmul, cone.nodes)), self.place[root], root))
+                work = sum(flops(node) for node in cone.nodes if is_matmul(node))
+                found.append((work / max(1, sizes[root]), self.place[root], root))
         return [root for _, _, root in sorted(found, key=lambda entry: entry[:2])]
 
 
@@ -322,7 +327,10 @@ def _depth(cones: dict[Node, Cone]) -> int:
 
     def depth(root: Node) -> int:
         if root not in deep:
-            deep[root] = 1 + max((depth(n) for n in cones[root].origins if n in cones), default=0)
+            cone = cones[root]
+            made_of = [n for n in cone.origins if n.op == "call_function"]
+            counts = len(made_of) > 1 or any(map(is_matmul, cone.nodes))
+            deep[root] = counts + max((depth(n) for n in made_of if n in cones), default=0)
         return deep[root]
 
     return max(map(depth, cones), default=0)
