@@ -90,7 +90,7 @@ PIPELINE = check_order(
             P.DECIDED,
             consumes=("reshard_after_forward", "set_unshard_in_backward"),
         ),
-        Pass(mark_recomputed, Stage.JOINT, (), P.RECOMPUTED_MARKED),
+        Pass(mark_recomputed, Stage.JOINT, (), P.MARKED),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
         Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here
