@@ -6,6 +6,7 @@
     muon      Muon beside AdamW and the usual ways to run it on shards; over a wire too as root
     budget    step time against memory: what keeping parameters for backward buys; needs root
     memory    exact peak tensor bytes, and resident memory
+    activations  peak and step time with activations computed again under a budget
     compile   seconds to compile, cold and warm, from 4 to 48 layers
     compile_depth  what a layer more costs to compile, in processor seconds, by part of the compiler
     ahead     seconds of the first step of a model that was compiled ahead
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import activations
 import ahead
 import budget
 import coding
@@ -59,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[Settings, Screen], Report]] = {
     "muon": muon.run,
     "budget": budget.run,
     "memory": memory.run,
+    "activations": activations.run,
     "compile": compile_.run,
     "compile_depth": depth.run,
     "ahead": ahead.run,

@@ -331,6 +331,7 @@ def build_raw_collectives(job: Job) -> Step:
     return step
 
 
+RECOMPUTED = {f"ours_recompute_{100 * budget:.0f}": budget for budget in (0.0, 0.25, 0.5)}
 SWEEP = {f"ours_budget_{100 * budget:.0f}": budget for budget in (0.0, 0.25, 0.5, 0.75, 1.0)}
 
 VARIANTS: dict[str, Variant] = {
@@ -445,6 +446,14 @@ VARIANTS |= {
         f"ours, memory_budget={budget}",
     )
     for name, budget in SWEEP.items()
+}
+VARIANTS |= {
+    name: Variant(
+        partial(build_ours_planned, memory_budget=budget, recompute="budget"),
+        "local_compile",
+        f"ours, memory_budget={budget}, recompute='budget'",
+    )
+    for name, budget in RECOMPUTED.items()
 }
 # torch's Muon iterates in bfloat16, the others here in fp32.
 BF16_TOLERANCE = 0.1

@@ -36,6 +36,7 @@ class Property(Enum):
     JOINED = "the gradients of a flat parameter's views are put together once"
     CHOSEN = "how each unit is gathered and reduced is chosen"
     DECIDED = "what backward gets from forward is decided"
+    MARKED = "what backward computes again for the budget is marked"
     HEADS_NOTED = "which outputs lead to which parameters is noted"
     GROUPS_NAMED = "groups are called what they are called on every rank"
     LOWERED = "only functional collectives are left of the fsdp ops"

@@ -39,6 +39,7 @@ from .gather_next import gather_next
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
+from .mark_recomputed import mark_recomputed
 from .name_collectives import name_collectives
 from .name_groups import name_groups
 from .note_heads import note_heads
@@ -89,6 +90,7 @@ PIPELINE = check_order(
             P.DECIDED,
             consumes=("reshard_after_forward", "set_unshard_in_backward"),
         ),
+        Pass(mark_recomputed, Stage.JOINT, (), P.MARKED),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
         Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here

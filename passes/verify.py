@@ -81,6 +81,7 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     gradients.added_first,
     memory.freed_once,
     memory.nothing_gathered_saved,
+    memory.computed_again_alike,
     gradients.reduced_once,
     gradients.gradients_marked,
     gradients.updated_once,

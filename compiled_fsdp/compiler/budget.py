@@ -1,11 +1,18 @@
-"""Which parameters stay gathered from forward to backward, so that the step's peak fits the plan's
-memory budget.
+"""Which parameters stay gathered from forward to backward, and which activations stay saved, so
+that the step's peak fits the plan's memory budget.
 
 Every all-gather that backward need not repeat takes its time off the wire, and its bytes into
 memory. The parameters that forward uses last are needed first in backward: they stay for the
 shortest, so they are kept first. Before that, parameters with a smaller mesh get slices, from which
 backward gathers over that mesh alone. As many are kept as the memory model (`memory.py`) finds room
 for.
+
+With `Plan(recompute="budget")` activations that backward could compute again
+(`planning/recompute.py`) take part, in one order with the parameters: first come those that save
+the most seconds for each byte at the peak, by the plan's costs, or else by those that are assumed
+for the device. A parameter saves what gathering it again leaves exposed in the trial, an activation
+what computing it again takes. Of the row that this makes, as much is kept as there is room for: the
+parameters in the rest are gathered again, and the activations in it computed again.
 
 A trial (`trial.py`) makes of a copy of the joint graph what would be compiled: halves, in parts
 where costs decide so, or the graph of a whole step. The first keeps nothing, and what the others
@@ -22,31 +29,42 @@ those that should need the least. What is compiled in the end is measured too: e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from operator import and_
-from typing import TYPE_CHECKING
+from hashlib import sha256
+from operator import and_, or_
+from typing import TYPE_CHECKING, Any
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir.graph import backward_nodes, find, is_backward
+from compiled_fsdp.ir.graph import backward_nodes, find, is_backward, value
 from compiled_fsdp.ir.meta import set_room
+from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import UNSHARD, param_spec
 from compiled_fsdp.planning.consensus import agreed, depends_on_shapes
+from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.planning.halves import boundary_of, follows, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import Lifetimes
 from compiled_fsdp.planning.memory import profile, profile_of
+from compiled_fsdp.planning.plan import BY_BUDGET
+from compiled_fsdp.planning.planner import predict
+from compiled_fsdp.planning.recompute import Saved
 
-from .peaks import KEEP, SLICE, Candidate, PeakModel, most, patience
+from .peaks import KEEP, SAVE, SLICE, Candidate, PeakModel, most, patience
+from .recompute import compute_again
 from .splitting import run_fitted
 from .trial import is_settled, num_outputs, schedule, split, with_kept
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, GraphModule
 
+    from compiled_fsdp.planning.costs import Costs
     from compiled_fsdp.planning.halves import Boundary
     from compiled_fsdp.planning.memory import MemoryProfile
     from compiled_fsdp.planning.plan import Plan
 
+    from .partition import Halves
     from .stitch import WholeStep
     from .trial import Trial
 
@@ -54,19 +72,45 @@ if TYPE_CHECKING:
 def fit_budget(
     gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None = None
 ) -> Plan:
-    """The plan for this joint graph, with `kept` chosen for all ranks; as it is without a budget or
-    without a backward.
+    """The plan for this joint graph, with `kept` and `recomputed` chosen for all ranks; as it is
+    without a budget or without a backward.
 
     step: of which this is the graph; one of several micro-batches is measured as a whole.
     """
-    mine = _fit_here(gm, plan, is_fused=is_fused, step=step)
-    if mine is plan or not depends_on_shapes(plan):
-        return mine
-    candidates = [candidate.param for candidate in _candidates(gm.graph)]
+    if plan.memory_budget is None or not backward_nodes(gm.graph):
+        return plan
+    fitted = _fit_here(gm, plan, is_fused=is_fused, step=step)
+    chosen = fitted.plan
+    if depends_on_shapes(plan):
+        chosen = _kept_by_all(gm.graph, chosen, plan)
+        what = "activations" if step is None else "activations of a whole step"
+        chosen = _recomputed_by_all(gm.graph, what, chosen, plan, fitted)
+    if fitted.room is not None:
+        fitted.room.choices = [_choice(each, chosen) for each in fitted.candidates]
+        set_room(gm, fitted.room)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a rank would decide.
+
+    candidates: in the order of their prices.
+    room: None where nothing had to be measured.
+    """
+
+    plan: Plan
+    candidates: tuple[Candidate, ...] = ()
+    room: Room | None = None
+
+
+def _kept_by_all(graph: Graph, mine: Plan, plan: Plan) -> Plan:
+    """The plan with the parameters that all ranks would keep."""
+    candidates = [candidate.param for candidate in _candidates(graph)]
     kept, dropped = set(mine.kept), set(mine.dropped)
     words = [(param in kept) + 2 * (param not in dropped) for param in candidates]
     words = agreed(
-        gm.graph,
+        graph,
         plan,
         "memory",
         words,
@@ -80,50 +124,176 @@ def fit_budget(
     )
 
 
-def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Plan:
+def _recomputed_by_all(graph: Graph, what: str, mine: Plan, plan: Plan, fitted: Fitted) -> Plan:
+    """The plan with the activations that any rank would compute again: to do so can need a gather
+    of backward earlier, and gathers must start in the same order on all ranks. None, where ranks
+    save other activations, or did in the first graph of this structure.
+
+    what: is decided, for ranks that wait.
+    """
+    if plan.recompute != BY_BUDGET:
+        return mine
+    names = sorted(c.param[1] for c in fitted.candidates if c.kind == SAVE)
+    digest = int.from_bytes(sha256(" ".join(names).encode()).digest()[:4], "big")
+    again = set(mine.recomputed)
+
+    def combine(told: list[list[int]]) -> list[int]:
+        if any(words[0] != told[0][0] for words in told):
+            return [-1]
+        return [
+            told[0][0],
+            *(reduce(or_, each) for each in zip(*(t[1:] for t in told), strict=True)),
+        ]
+
+    words = agreed(graph, plan, what, [digest, *(int(name in again) for name in names)], combine)
+    if words[0] != digest:
+        warn_once(
+            f"compiled_fsdp: recompute={BY_BUDGET!r}, and ranks, or batches of other shapes, save "
+            "other activations for backward, so that no choice among them suits all: none is "
+            "computed again for the budget. Checkpoint activations, or give all ranks the same "
+            "shapes"
+        )
+        return replace(mine, recomputed=())
+    return replace(mine, recomputed=tuple(n for n, w in zip(names, words[1:], strict=True) if w))
+
+
+def _choice(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    """What was decided about a candidate, for `explain`."""
+    where, name = candidate.param
+    if candidate.kind == SAVE:
+        is_kept = name not in plan.recomputed
+    elif candidate.kind == KEEP:
+        is_kept = candidate.param in plan.kept
+    else:
+        is_kept = candidate.param not in plan.dropped
+    return {
+        "what": candidate.kind,
+        "of": where.split("#")[0],
+        "name": name,
+        "is_kept": is_kept,
+        "num_bytes": candidate.num_bytes,
+        "seconds": candidate.seconds,
+    }
+
+
+def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Fitted:
     """The same for this rank's shapes."""
-    if plan.memory_budget is None or not backward_nodes(gm.graph):
-        return plan
-    candidates = _candidates(gm.graph)
-    every = len(candidates)
-
-    def record(num: int) -> Plan:
-        """Returns the plan with the first candidates kept."""
-        kept = tuple(c.param for c in candidates[:num] if c.kind == KEEP)
-        dropped = tuple(c.param for c in candidates[num:] if c.kind == SLICE)
-        return replace(plan, kept=kept, dropped=dropped)
-
-    if isinstance(plan.memory_budget, float) and plan.memory_budget == 1.0:
-        return record(every)
-    split_once = split(gm, record(0), step)
+    params, budget = _candidates(gm.graph), plan.memory_budget
+    assert budget is not None  # by the caller
+    if isinstance(budget, float) and budget == 1.0:
+        return Fitted(_with(plan, params, len(params)))
+    nothing_kept = _with(plan, params, 0)
+    split_once = split(gm, nothing_kept, step)
     into = None if step is None else (step, num_outputs(gm.graph))
     is_split_anew = (
-        any(c.kind == SLICE for c in candidates)
+        any(c.kind == SLICE for c in params)
         or (step is not None and step.batches > 1)
         or not is_settled(split_once)
     )
 
     run = partial(run_fitted, forward=[])
 
-    def trial(num: int) -> Trial:
-        under = record(num)
-        anew = num and is_split_anew
-        halves = split(gm, under, step) if anew else with_kept(split_once, under.kept)
+    def trial(under: Plan) -> Trial:
+        if is_split_anew and (under.kept or under.dropped != nothing_kept.dropped):
+            halves = split(gm, under, step)
+        else:
+            halves = with_kept(split_once, under.kept)
+            compute_again(halves, under.recomputed)
         return schedule(halves, under, is_fused=is_fused, run=run, step=into)
 
-    first = trial(0)
-    expected = PeakModel.of(first, candidates).peaks()
-    room = _in_bytes(plan.memory_budget, expected[0], expected[every])
-    num, peak = most(lambda num: trial(num).peak, expected, room, patience(first.num_nodes))
+    first = trial(nothing_kept)
+    candidates, model = params, PeakModel.of(first, params)
+
+    def peak_with(num: int) -> int:
+        return trial(_with(plan, candidates, num)).peak
+
+    known = {0: first.peak}
+    if plan.recompute == BY_BUDGET:
+        costs = (plan.costs or assumed(_device(gm.graph))).fused(is_fused)
+        candidates, model = _priced(params, split_once, first, costs)
+        expected = model.peaks()
+        # To compute all again need not be the least.
+        known = {num: peak_with(num) for num in {0, expected.index(min(expected))}}
+    expected, every = model.peaks(), len(candidates)
+    room = _in_bytes(budget, min(known.values()), expected[every])
+    num, peak = most(peak_with, expected, room, patience(first.num_nodes), known)
     if peak > room:
+        are_all = plan.recompute != BY_BUDGET
+        what = "parameters and slices" if are_all else "parameters, slices and activations"
         warn_once(
             f"compiled_fsdp: memory_budget is {_megabytes(room)}, and a step needs at least "
             f"{_megabytes(peak)} above what is at rest, as far as it was tried, which is what it "
-            f"gets: {num} of {every} parameters and slices stay for backward. Shard into smaller "
+            f"gets: {num} of {every} {what} stay for backward. Shard into smaller "
             "units, or checkpoint activations"
         )
-    set_room(gm, Room(room, peak))
-    return record(num)
+    return Fitted(_with(plan, candidates, num), candidates, Room(room, peak))
+
+
+def _with(plan: Plan, candidates: Sequence[Candidate], num: int) -> Plan:
+    """The plan with the first candidates kept."""
+    first, rest = candidates[:num], candidates[num:]
+    return replace(
+        plan,
+        kept=tuple(c.param for c in first if c.kind == KEEP),
+        dropped=tuple(c.param for c in rest if c.kind == SLICE),
+        recomputed=tuple(c.param[1] for c in rest if c.kind == SAVE),
+    )
+
+
+def _priced(
+    params: Sequence[Candidate], halves: Halves, first: Trial, costs: Costs
+) -> tuple[tuple[Candidate, ...], PeakModel]:
+    """The parameters and the activations that could be computed again, in the order of what they
+    save for each byte; of those that save the same, parameters in their own order, then what
+    forward makes last.
+
+    first: the trial of these halves, in which no parameter is kept.
+    """
+    exposed = _exposed(first, costs)
+    saved = Saved.of(*(half.graph for half in halves)).candidates(costs)
+    found = [
+        c if c.kind == SLICE else replace(c, seconds=exposed.get(c.param, 0.0)) for c in params
+    ]
+    found += [
+        Candidate(
+            SAVE,
+            (r.module, r.name),
+            r.num_bytes,
+            r.seconds,
+            r.scratch,
+            r.values,
+            r.needs,
+            r.sooner,
+        )
+        for r in saved
+    ]
+    model = PeakModel.of(first, found)
+    # What backward has no use for is not kept: it may be gathered along, to compute others again.
+    prices = model.prices(found)
+    last_first = [*range(len(params)), *reversed(range(len(params), len(found)))]
+    useful = [i for i in last_first if found[i].kind == SAVE or model.changes[i]]
+    order = sorted(useful, key=lambda i: -prices[i])
+    return tuple(found[i] for i in order), model.ordered(order)
+
+
+def _exposed(first: Trial, costs: Costs) -> dict[tuple[str, str], float]:
+    """For each parameter, what the training thread waits for while it is gathered again: its share
+    of its message's time, by bytes.
+    """
+    graph = first.lifetimes[-1].graph
+    line, found = predict(graph, costs), dict[tuple[str, str], float]()
+    for region in find_regions(graph, "gather"):
+        seconds = sum(line.exposed.get(start, 0.0) for start in region.starts)
+        specs = region.tag.specs
+        total = sum(spec.full_bytes() for spec in specs)
+        for spec in specs:  # in the graph of a whole step, the last gather counts
+            found[spec.unit, spec.fqn] = seconds * spec.full_bytes() / total
+    return found
+
+
+def _device(graph: Graph) -> str:
+    """Which kind of device the parameters are gathered on."""
+    return next((value(node).device.type for node in find(graph, UNSHARD)), "cpu")
 
 
 @dataclass(slots=True)
@@ -134,11 +304,15 @@ class Room:
     budget: what the user allows.
     expected: the peak of the trial that was chosen; more than the budget where nothing fits.
     boundary: what the forward that was compiled leaves to its backward.
+    choices: for each tensor that was decided on, dearest first: "what" it is, whose ("of"), its
+        "name", whether it "is_kept" for backward, its "num_bytes", and the "seconds" that this
+        saves (None where nobody asked).
     """
 
     budget: float
     expected: int
     boundary: Boundary | None = None
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
     def measured(self, graph: Graph, *, is_fused: bool) -> MemoryProfile:
         """The memory of a graph of the step that is compiled, which is checked."""

@@ -161,7 +161,14 @@ def _recording(
             else room.measured(gm.graph, is_fused=is_fused)
         )
         made = GraphRecord.of(
-            gm.graph, plan, current_plan(), consumed, context.inline, memory, is_fused=is_fused
+            gm.graph,
+            plan,
+            current_plan(),
+            consumed,
+            context.inline,
+            memory,
+            [] if room is None else room.choices,
+            is_fused=is_fused,
         ).text()
         watcher.write_record(made)
         return made

@@ -6,7 +6,8 @@ it must be written out and so is not for nothing (`ban_recompute_materialized_ba
 pointwise kernel can make from values that are saved anyway (a norm's output from its input,
 `silu(gate) * up` from both) costs only its memory traffic, and frees its bytes from forward to
 backward. In a GPT of 9 layers that is a third of the activations, for about a hundredth of the
-time.
+time. What a memory budget has no room for beyond that is taken from what forward saves afterwards
+(`recompute.py`).
 
 Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, and
 Inductor's `CustomPartitionerFn`.
@@ -22,11 +23,18 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from compiled_fsdp.ir.graph import find, output
-from compiled_fsdp.ir.meta import note_returned, returned
+from compiled_fsdp.ir.meta import (
+    get_room,
+    is_computed_again,
+    note_returned,
+    returned,
+    save_after_all,
+)
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.sizes import quick_hints
 
+from .recompute import compute_again
 from .stitch import stitch
 
 if TYPE_CHECKING:
@@ -50,7 +58,22 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     with functorch_config.patch(ban_recompute_materialized_backward=bans), quick_hints():
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
     note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
+    _compute_again(halves)
     return halves
+
+
+def _compute_again(halves: Halves) -> None:
+    """Let backward compute what is marked; where it cannot, the mark goes, and `explain` will say so."""
+    nodes = halves[0].graph.nodes
+    marked = {node.name: node for node in nodes if is_computed_again(node)}
+    if not marked:
+        return
+    left, room = compute_again(halves, marked), get_room(nodes)
+    for name in left:
+        save_after_all(marked[name])
+    if room is not None:
+        for choice in room.choices:
+            choice["is_kept"] |= choice["name"] in left
 
 
 class Partitioner(CustomPartitionerFn):

@@ -1,10 +1,15 @@
-"""What keeping parameters is expected to do to the peak of a step, and the search for as many as
-fit.
+"""What keeping parameters and activations is expected to do to the peak of a step, and the search
+for as many as fit.
 
-From one trial without any (`trial.py`) follows what each would change (`PeakModel`): its bytes are
-alive from where forward drops it on, and what gathering it again takes (shard, bucket, copies) is
-not. So keeping may take less than gathering again, and nothing kept need not be the least. What is
-expected is checked, and corrected, by further trials (`most`).
+From one trial in which no parameter is kept and every activation is saved (`trial.py`) follows what
+each would change (`PeakModel`): a kept parameter's bytes are alive from where forward drops it on,
+and what gathering it again takes (shard, bucket, copies) is not; an activation that backward
+computes again is not alive from its last use in forward to where it, or what is made of it, is
+needed first. So keeping may take less than gathering again, and nothing kept need not be the least.
+What is expected is checked, and corrected, by further trials (`most`).
+
+Candidates are taken in the order of their prices (`ordered`): the seconds that each saves for each
+byte that it takes where the peak is.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.planning.lifetimes import GATHERED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from compiled_fsdp.ir.regions import Region
     from compiled_fsdp.ir.spec import ParamSpec
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
     from .trial import Trial
 
-SLICE, KEEP = "slice", "keep"
+SLICE, KEEP, SAVE = "slice", "keep", "save"
 TRIALS = 5  # at most, after the first, where something fits
 # Where nothing that was tried fits, as many more as take about as long as five of a graph of 4,000
 # nodes: of a small graph, every number of parameters.
@@ -39,14 +45,22 @@ Param = tuple[str, str]
 class Candidate:
     """A way to use more memory.
 
-    kind: a slice, or a whole parameter.
-    param: unit and name.
+    kind: a slice, a whole parameter, or an activation that backward would else compute again.
+    param: unit and name; of an activation, module and the forward node that allocates it.
     num_bytes: that stay from forward to backward.
+    seconds: that this saves: of gathering the parameter again, what is exposed; of computing the
+        activation again, all of it; None where nobody asked.
+    scratch, values, needs, sooner: of an activation, as in `planning.recompute.Recompute`.
     """
 
     kind: str
     param: Param
     num_bytes: int
+    seconds: float | None = None
+    scratch: int = 0
+    values: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    sooner: tuple[str, ...] = ()
 
 
 class Span(NamedTuple):
@@ -78,16 +92,19 @@ class Gather:
 class PeakModel:
     """The memory of a step in which nothing is kept, and what candidates change about it.
 
-    curve: bytes alive at each node, of forward and then of backward.
+    curve: bytes alive at each node, of forward and then of backward; while no activation is saved
+        that could be computed again.
+    where: the node at which the peak of the trial was.
     changes: for each candidate, spans of bytes more or (negative) fewer.
     """
 
     curve: tuple[int, ...]
     changes: tuple[tuple[Span, ...], ...]
+    where: int = 0
 
     @staticmethod
     def of(trial: Trial, candidates: Sequence[Candidate]) -> PeakModel:
-        """From a trial without any."""
+        """From a trial that keeps no parameter and saves every activation."""
         gathers: dict[Param, list[Gather]] = {}
         start = 0
         for lifetimes, profile in zip(trial.lifetimes, trial.profiles, strict=True):
@@ -97,7 +114,9 @@ class PeakModel:
         changes: list[tuple[Span, ...]] = []
         for candidate in candidates:
             found = gathers.get(candidate.param, [])
-            if len(found) < 2:  # backward has no use for it
+            if candidate.kind == SAVE:
+                changes.append(())
+            elif len(found) < 2:  # backward has no use for it
                 changes.append(())
             elif candidate.kind == SLICE:
                 until = found[1].first - 1
@@ -113,8 +132,30 @@ class PeakModel:
                         *([_without(in_place_of)] if in_place_of else []),
                     )
                 )
-        curve = chain.from_iterable(profile.curve.during for profile in trial.profiles)
-        return PeakModel(tuple(curve), tuple(changes))
+        curve = list(chain.from_iterable(profile.curve.during for profile in trial.profiles))
+        where = curve.index(max(curve))
+        saved = [i for i, candidate in enumerate(candidates) if candidate.kind == SAVE]
+        for i, spans in zip(saved, _saved(trial, [candidates[i] for i in saved]), strict=True):
+            changes[i] = spans
+            for span in spans:
+                for place in range(span.first, span.last + 1):
+                    curve[place] -= span.num_bytes
+        return PeakModel(tuple(curve), tuple(changes), where)
+
+    def prices(self, candidates: Sequence[Candidate]) -> list[float]:
+        """The seconds that each saves for each byte that it takes where the peak was; infinite for
+        slices, and for what takes none there.
+        """
+        found = []
+        for candidate, change in zip(candidates, self.changes, strict=True):
+            here = sum(s.num_bytes for s in change if s.first <= self.where <= s.last)
+            is_free = here <= 0 or candidate.kind == SLICE
+            found.append(inf if is_free else (candidate.seconds or 0.0) / here)
+        return found
+
+    def ordered(self, order: Sequence[int]) -> PeakModel:
+        """The same for the candidates in this order."""
+        return PeakModel(self.curve, tuple(self.changes[i] for i in order), self.where)
 
     def peaks(self) -> list[int]:
         """The peak of the step with the first n candidates kept, for each n from 0 on."""
@@ -129,6 +170,44 @@ class PeakModel:
                     intervals.add(first, end, span.num_bytes)
             found.append(intervals.most)
         return found
+
+
+def _saved(trial: Trial, saved: Sequence[Candidate]) -> list[tuple[Span, ...]]:
+    """For each activation, in the order of forward, what saving it changes: its bytes where nothing
+    needs them, less what is alive while, or since, it is computed again; nothing where it is needed
+    all the time.
+    """
+    wanted = {name for each in saved for name in (each.param[1], *each.values, *each.sooner)}
+    used: dict[str, set[int]] = {name: set() for name in wanted}
+    made: dict[str, Span] = {}  # where a node runs, in backward if in both, and its bytes
+    start = 0
+    for lifetimes in trial.lifetimes:
+        position = {node: i + start for i, node in enumerate(lifetimes.graph.nodes)}
+        for node in (node for node in position if node.name in wanted):
+            own = sum(s.num_bytes for s in lifetimes.of(node) if s.node is node)
+            made[node.name] = Span(position[node], position[node], own)
+            for storage in lifetimes.of(node)[:1]:
+                users = (user for user in storage.users if user.op != "output")
+                used[node.name].update(position[user] for user in users)
+        start += len(position)
+    spans: dict[str, tuple[Span, ...]] = {}
+    needed: dict[str, int] = {}  # where what is made of it is needed first
+    for candidate in reversed(saved):
+        name = candidate.param[1]
+        places = sorted(used[name].union(*(used[value] for value in candidate.values)))
+        first, last = max(pairwise(places), key=lambda gap: gap[1] - gap[0], default=(0, 0))
+        last = min(last, needed.get(name, last))
+        for other in candidate.needs:
+            needed[other] = min(last, needed.get(other, last))
+        spans[name] = ()
+        if first + 1 < last:
+            later = [made[other] for other in candidate.sooner if other in made]
+            spans[name] = (
+                Span(first + 1, last - 1, candidate.num_bytes),
+                Span(last, last, -candidate.scratch),
+                *(Span(last, s.first - 1, -s.num_bytes) for s in later if s.first > last),
+            )
+    return [spans[candidate.param[1]] for candidate in saved]
 
 
 def _without(span: Span) -> Span:
@@ -216,7 +295,11 @@ class _Maximum:
 
 
 def most(
-    peak: Callable[[int], int], expected: Sequence[int], room: float, patience: int = MOST_TRIALS
+    peak: Callable[[int], int],
+    expected: Sequence[int],
+    room: float,
+    patience: int = MOST_TRIALS,
+    known: Mapping[int, int] | None = None,
 ) -> tuple[int, int]:
     """Returns how many candidates are kept, and the peak with them: as many as fit, by few calls of
     `peak`, which are expensive; where none that was tried fits, the number with the least peak.
@@ -224,9 +307,10 @@ def most(
     What is returned fits, if anything that was tried does. More might fit, where `expected` is
     wrong. Nothing is said not to fit before `patience` numbers, or all, were tried.
 
-    expected: for each number; the first is right.
+    expected: for each number; the first is right, if `known` says nothing else.
+    known: what was tried before, the first number among it.
     """
-    tried = {0: expected[0]}
+    tried = dict(known or {0: expected[0]})
     while True:
         fits = max((num for num, found in tried.items() if found <= room), default=None)
         if len(tried) > (patience if fits is None else TRIALS):

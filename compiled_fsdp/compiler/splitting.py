@@ -108,7 +108,8 @@ def _key(graph: Graph, plan: Plan) -> int:
         if n.op == "call_function"
     )
     specs = tuple(param_spec(n) for n in find(graph, *TO_LOWER))
-    return hash((replace(plan, kept=(), dropped=()), current(Stage.HALF), nodes, specs))
+    undecided = replace(plan, kept=(), dropped=(), recomputed=())
+    return hash((undecided, current(Stage.HALF), nodes, specs))
 
 
 def _largest(graph: Graph) -> int:

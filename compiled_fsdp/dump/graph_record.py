@@ -92,6 +92,10 @@ class GraphRecord:
     inline: why there are no regions; "" if there are.
     chunks: of each block that left it to costs in how many chunks its tokens travel, the "number"
         and the predicted "seconds" of each number, both ways; of the forward graph alone.
+    choices: what the memory budget decided on, dearest first: "what" it is (a "slice", "keep": a
+        whole parameter, "save": an activation), "of" which unit or module, its "name", whether it
+        "is_kept" for backward, its "num_bytes", and the "seconds" that keeping it saves
+        (None where they are not known); of the backward graph or a whole step.
     """
 
     kind: str
@@ -111,6 +115,7 @@ class GraphRecord:
     alone: list[dict[str, Any]] = field(default_factory=list)
     inline: str = ""
     chunks: list[dict[str, Any]] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -121,11 +126,12 @@ class GraphRecord:
         consumed: Consumed,
         inline: str,
         memory: MemoryProfile,
+        choices: list[dict[str, Any]],
         *,
         is_fused: bool,
     ) -> GraphRecord:
         """From a finished graph, the plan that its passes got and as the user set it, what they
-        have consumed, and its memory; `inline` as in `passes.base.Context`.
+        have consumed, its memory, and what was decided for that; `inline` as in `passes.base.Context`.
         """
         regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
         kinds: dict[str, int] = {}
@@ -172,6 +178,7 @@ class GraphRecord:
             ],
             inline=inline,
             chunks=[] if phase_of(graph) == "backward" else chunks.shown(),
+            choices=[] if phase_of(graph) == "forward" else choices,
         )
 
     def text(self) -> str:

@@ -317,6 +317,7 @@ def _graph(run: Run, record: GraphRecord, keys: dict[str, str]) -> GraphInfo:
         alone=record.alone,
         inline=record.inline,
         chunks=record.chunks,
+        choices=record.choices,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,9 @@ class GraphInfo:
     inline: why nothing was compiled once; "" if something was.
     chunks: of blocks whose tokens travel in as many chunks as costs say, the "number", and by
         number the predicted "seconds" of the block, both ways.
+    choices: what a memory budget decided on: "what" ("slice", "keep", "save"), "of" which unit or
+        module, its "name", whether it "is_kept" for backward, "num_bytes", and the "seconds" that
+        keeping it saves, None where they are not known.
     """
 
     kind: str
@@ -104,6 +108,7 @@ class GraphInfo:
     alone: list[dict[str, Any]]
     inline: str
     chunks: list[dict[str, Any]]
+    choices: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +324,7 @@ def _graphs(graphs: list[GraphInfo]) -> str:
         ]
         lines += _regions(graph)
         lines += _chunks(graph)
+        lines += _budgeted(graph)
         if graph.predicted:
             times = {name: f"{1e3 * seconds:.2f} ms" for name, seconds in graph.predicted.items()}
             lines.append(
@@ -338,6 +344,41 @@ def _chunks(graph: GraphInfo) -> list[str]:
         line = f"in {_count(block['number'], 'chunk')} (predicted, both ways, in {times})"
         alike[line] = alike.get(line, 0) + 1
     return [f"    tokens of {_count(n, 'block')} {line}" for line, n in alike.items()]
+
+
+CHOICES = {  # by what it is, and whether it is kept
+    ("slice", True): "slices kept",
+    ("slice", False): "slices not kept",
+    ("keep", True): "parameters kept",
+    ("keep", False): "parameters gathered again",
+    ("save", True): "activations saved that could be computed again",
+    ("save", False): "activations computed again",
+}
+
+
+def _budgeted(graph: GraphInfo) -> list[str]:
+    """What the memory budget decided: for each choice the bytes, the seconds, and of what; layers
+    that differ by their number alone in one entry.
+    """
+    lines = []
+    for (what, is_kept), words in CHOICES.items():
+        found = [c for c in graph.choices if (c["what"], c["is_kept"]) == (what, is_kept)]
+        if not found:
+            continue
+        seconds = [c["seconds"] for c in found if c["seconds"] is not None]
+        does = "saves" if is_kept else "costs"
+        cost = f", {does} {1e3 * sum(seconds):.2f} ms" if seconds else ""
+        alike: dict[str, list[int]] = {}
+        for choice in found:
+            named = choice["name"] if what != "save" else re.sub(r"_\d+$", "", choice["name"])
+            place = re.sub(r"\d+", "*", f"{choice['of']} {named}" if what == "save" else named)
+            alike.setdefault(place, []).append(choice["num_bytes"])
+        most = sorted(alike.items(), key=lambda entry: -sum(entry[1]))
+        names = ", ".join(f"{len(sizes)} of {name} {_mb(sum(sizes))}" for name, sizes in most[:6])
+        more = f", and {len(most) - 6} more kinds (`as_dict` has them)" if len(most) > 6 else ""
+        total = _mb(sum(choice["num_bytes"] for choice in found))
+        lines.append(f"    budget: {len(found)} {words}, {total}{cost}: {names}{more}")
+    return lines
 
 
 def _regions(graph: GraphInfo) -> list[str]:

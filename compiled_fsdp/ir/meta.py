@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
-_RETURNED, _ROOM = "fsdp_returned", "fsdp_room"
+_RETURNED, _ROOM, _AGAIN = "fsdp_returned", "fsdp_room", "fsdp_again"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -198,6 +198,37 @@ def save(node: Node) -> None:
     """Save this for backward if backward needs it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
     node.meta[_REGION] = _OUR_REGION
+
+
+def is_saved_by_policy(node: Node) -> bool:
+    """Whether a checkpointing policy, torch's partitioner or `save` wants this to be saved."""
+    wanted = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return node.meta.get(_RECOMPUTE) in wanted
+
+
+def makes_sizes(node: Node) -> bool:
+    """Whether a node yields sizes that only data decides."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def compute_again(node: Node) -> None:
+    """Let backward compute a saved value of a joint graph again, behind the partitioner's back."""
+    node.meta[_AGAIN] = True
+
+
+def is_computed_again(node: Node) -> bool:
+    """Whether `compute_again` said so, of forward's node or of backward's copy."""
+    return bool(node.meta.get(_AGAIN))
+
+
+def save_after_all(node: Node) -> None:
+    """Take `compute_again` back."""
+    node.meta.pop(_AGAIN, None)
+
+
+def note_again(node: Node) -> None:
+    """Say of a node of backward that it is a copy of one of forward's."""
+    node.meta[_AGAIN] = node.meta["autograd_backward"] = True  # torch's partitioners say the latter
 
 
 def keep_in_backward(node: Node) -> None:

@@ -74,7 +74,12 @@ def agreed(graph: Graph, plan: Plan, what: str, mine: list[int], combine: Combin
         return mine
     specs = specs_of(graph)
     groups = dict.fromkeys(name for s in specs for name in (s.group, s.replicate_group) if name)
-    key = (what, str(replace(plan, kept=(), dropped=())), *groups, *map(_structure, specs))
+    key = (
+        what,
+        str(replace(plan, kept=(), dropped=(), recomputed=())),
+        *groups,
+        *map(_structure, specs),
+    )
     if key not in _settled:
         for group in groups:
             told = everyones(

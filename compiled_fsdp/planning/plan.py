@@ -51,6 +51,7 @@ SIZES = {
     "own_message": "'auto' (from costs)",
     "reduction_bytes": "None (three times the largest reduction)",
 }
+BY_BUDGET = "budget"  # of `recompute`
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
@@ -100,7 +101,9 @@ class Plan:
         meanwhile); 0: one at a time; None: three times the largest.
     recompute: whether backward computes again what pointwise kernels make from values that are
         saved anyway, also where a matmul reads it (`partition.py`); False: as torch's partitioner
-        decides. Activation checkpointing comes before it.
+        decides; "budget": as True, and under `memory_budget` also other saved activations, matmuls
+        among them, as far as they do not fit (`planning/recompute.py`). Activation checkpointing
+        comes before it.
     overlap_exchanges: whether what does not need tokens is computed while an all-to-all of the
         user's carries them, where the program says it before or after (`overlap_exchanges.py`);
         the numbers are the same.
@@ -117,10 +120,13 @@ class Plan:
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
-        With a budget, `reshard_after_forward=True` and None mean "may be dropped".
+        With a budget, `reshard_after_forward=True` and None mean "may be dropped". With
+        `recompute="budget"` 0.0 also means that all activations are computed again that may be.
     kept: decided from it, one graph at a time: (unit, parameter) that backward gets from forward.
     dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not
         even a slice fits.
+    recomputed: likewise, storages that forward would save, by the node that allocates them, which
+        backward computes again.
     costs: what computing and communicating cost, the same on every rank; None: measured in the
         first forward, see `calibrate`.
     gather_quantized: `torch.int8` or `torch.float8_e4m3fn`: parameters travel as codes of that
@@ -151,7 +157,7 @@ class Plan:
     reductions: str | None = "backend"
     copy_out: str | None = "copy"
     reduction_bytes: int | None = None
-    recompute: bool = True
+    recompute: bool | str = True
     overlap_exchanges: bool = True
     exchange_group: str = "own"
     record_routing: bool = False
@@ -159,6 +165,7 @@ class Plan:
     memory_budget: float | None = None
     kept: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
+    recomputed: tuple[str, ...] = ()
     costs: Costs | None = None
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
@@ -277,7 +284,11 @@ def _check_choices(plan: Plan) -> None:
             "cannot be compared with what was sent, so gradients are exchanged and added where they "
             "arrive. Leave out one of the two"
         )
-    for name in ("recompute", "overlap_exchanges", "record_routing"):
+    if not isinstance(plan.recompute, bool) and plan.recompute != BY_BUDGET:
+        raise ValueError(
+            f"Plan: recompute={plan.recompute!r}; should be True or False, or {BY_BUDGET!r}"
+        )
+    for name in ("overlap_exchanges", "record_routing"):
         if not isinstance(getattr(plan, name), bool):
             raise ValueError(f"Plan: {name}={getattr(plan, name)!r}; should be True or False")
 
@@ -285,6 +296,12 @@ def _check_choices(plan: Plan) -> None:
 def _check_budget(plan: Plan) -> None:
     """A budget is bytes, as an int, or a share, as a float."""
     budget = plan.memory_budget
+    if plan.recompute == BY_BUDGET and budget is None:
+        raise ValueError(
+            f"Plan: recompute={BY_BUDGET!r} with memory_budget=None; a budget decides which "
+            "activations are computed again. Set one, in bytes (an int) or as a float from 0.0 "
+            "to 1.0"
+        )
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (
         is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)

@@ -16,7 +16,9 @@ except ImportError:  # not in every version that is supported
     hinting = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from torch.fx import Node
 
 # What is replaced; 2.15 puts values in at once.
 IS_SLOW = (
@@ -89,3 +91,11 @@ def _put_in(env: Any, expr: Any, fallback: int | None) -> Any:
         return sympy.sympify(expr.xreplace(guesses))
     except ZeroDivisionError:  # torch has an answer of its own
         return expr
+
+
+def symbols_of(nodes: Iterable[Node]) -> set[Any]:
+    """The symbols in the sizes of these nodes' values; tried on torch 2.13."""
+    found: set[Any] = set()
+    for node in nodes:
+        found |= symbolic.free_symbols(node.meta.get("val"))
+    return found

@@ -6,16 +6,18 @@ from collections import Counter
 from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
+import torch
+
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import aliases, find, order, output
-from compiled_fsdp.ir.meta import get_tag, saved_for_backward
+from compiled_fsdp.ir.graph import aliases, find, order, output, phase_of
+from compiled_fsdp.ir.meta import get_tag, is_computed_again, saved_for_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import FREE, traits_of
 from compiled_fsdp.planning.plan import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
     from compiled_fsdp.verification.invariant import Violations
@@ -72,6 +74,26 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
                     f"%{alias.name} is saved for backward and shares storage with the gathered "
                     f"{names}",
                 )
+
+
+def computed_again_alike(gm: GraphModule, plan: Plan) -> Violations:
+    """What backward computes again for the memory budget is not saved, and is no random op, collective
+    or write.
+    """
+    is_forward = phase_of(gm.graph) == "forward"
+    saved = set(saved_for_backward(output(gm.graph))) if is_forward else ()
+    for node in (node for node in gm.graph.nodes if is_computed_again(node)):
+        for alias in (alias for alias in aliases(node) if alias in saved):
+            yield alias, f"%{alias.name} is saved for backward, which computes %{node.name} again"
+        if _may_differ(node):
+            yield node, f"%{node.name} ({node.target}) is computed again, and may differ"
+
+
+def _may_differ(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_random or node.target._schema.is_mutable or bool(traits_of(node.target).starts)
 
 
 def bounded_in_flight(gm: GraphModule, plan: Plan) -> Violations:

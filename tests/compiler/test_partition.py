@@ -96,5 +96,7 @@ def test_other_graphs_are_split_as_torch_does() -> None:
 
 
 def test_bad_value() -> None:
-    with pytest.raises(ValueError, match="Plan: recompute=1; should be True or False"):
+    with pytest.raises(ValueError, match="Plan: recompute=1; should be True or False, or 'budget'"):
         Plan(recompute=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"recompute='budget' with memory_budget=None; .* Set one"):
+        Plan(recompute="budget")

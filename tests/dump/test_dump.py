@@ -169,8 +169,9 @@ rank0/000_joint/02_dedup_unshard.txt
 rank0/000_joint/03_join_grads.txt
 rank0/000_joint/04_choose_collectives.txt
 rank0/000_joint/05_reshard.txt
-rank0/000_joint/06_note_heads.txt
-rank0/000_joint/07_name_groups.txt
+rank0/000_joint/06_mark_recomputed.txt
+rank0/000_joint/07_note_heads.txt
+rank0/000_joint/08_name_groups.txt
 rank0/001_forward/00_capture.json.gz
 rank0/001_forward/00_capture.txt
 rank0/001_forward/01_lower.diff
@@ -257,7 +258,7 @@ rank0/settings.json""",
             first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
             self.assertEqual(
                 first,
-                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED; "
+                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED; "
                 "0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0",
             )
             self.assertExpectedInline(

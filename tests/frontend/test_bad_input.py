@@ -490,8 +490,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
         "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
         "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'overlap_exchanges', "
-        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'kept', 'dropped', 'costs', "
-        "'gather_quantized', 'reduce_quantized', 'exact', 'check']",
+        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'kept', 'dropped', "
+        "'recomputed', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
     ),
     "planned with a bad value": (
         ValueError,

@@ -61,12 +61,13 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:10] == [
+    assert lines[:11] == [
         "000_joint number_batches: no change",
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
         "000_joint choose_collectives: no change",
         "000_joint reshard: no change",
+        "000_joint mark_recomputed: no change",
         "000_joint note_heads: no change",
         "000_joint name_groups: no change",
         "001_forward lower: nodes 12 -> 24",
@@ -76,7 +77,7 @@ def test_a_line_a_pass(logger, caplog):
     assert "001_forward prefetch_all_gather: 1 of 4 starts and waits moved past matmuls" in lines
     assert "001_forward free: nodes 28 -> 30, frees 0 -> 2" in lines
     assert lines[-1] == "002_backward verify: no change"
-    assert len(lines) == 7 + 25 + 25
+    assert len(lines) == 8 + 25 + 25
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -173,7 +174,7 @@ def test_artifacts_in_torchs_trace(traced):
         "string",
     )
     assert payload.startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())

@@ -332,6 +332,7 @@ CHANGES = {
     "memory_budget": 0.5,
     "kept": (("u", "w"),),
     "dropped": (("u", "w"),),
+    "recomputed": ("mm",),
     "costs": costs(1.0, 1.0),
     "gather_quantized": torch.int8,
     "reduce_quantized": torch.float8_e4m3fn,

@@ -31,7 +31,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from compiled_fsdp.ir.graph import Builder, find, join_batches, output
 from compiled_fsdp.ir.matrices import Matrix
-from compiled_fsdp.ir.meta import CommTag, get_tag, set_heads, set_tag
+from compiled_fsdp.ir.meta import CommTag, compute_again, get_tag, set_heads, set_tag
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import (
     ADD_RETAINED,
@@ -376,6 +376,28 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
 -> %permute_default: f32[2,4] = permute(%view_default, [1, 0])
    return [%neg_default, %permute_default]""",
         )
+
+    def test_computed_again_alike(self):
+        hand = Hand()
+        x = hand.input("x", 4, 2)
+        y = hand.compute(x)
+        compute_again(y)
+        self.assertBroken(
+            hand.returns(hand(aten.permute.default, y, [1, 0])),
+            """\
+after the pipeline: %permute_default is saved for backward, which computes %neg_default again.
+Invariant: What backward computes again for the memory budget is not saved, and is no random op, collective or write.
+This is a bug in the pass named above, or in a pass added to the pipeline.
+   %x: f32[4,2]
+   %neg_default: f32[4,2] = neg(%x)
+-> %permute_default: f32[2,4] = permute(%neg_default, [1, 0])
+   return [%permute_default]""",
+        )
+        hand = Hand()
+        y = hand(aten.rand_like.default, hand.input("x", 4, 2))
+        compute_again(y)
+        with self.assertRaisesRegex(GraphInvariantError, "is computed again, and may differ"):
+            verify(hand.returns(hand.compute(y)), PLAN)
 
     def test_kept_parameters_may_be_saved(self):
         hand = Hand()
