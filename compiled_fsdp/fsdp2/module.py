@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,12 @@ from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.state import State, get_state, set_state
 from compiled_fsdp.torch_private.dtensors import in_own_storage, local_tensor, starting_at_zero
-from compiled_fsdp.torch_private.dynamo import rebind_compiled, uncompiled, untraced
+from compiled_fsdp.torch_private.dynamo import (
+    never_traced_alone,
+    rebind_compiled,
+    uncompiled,
+    untraced,
+)
 from compiled_fsdp.torch_private.modules import register_first
 from compiled_fsdp.units.assigned import adopt_replaced
 from compiled_fsdp.units.registered import Registered
@@ -81,12 +87,25 @@ def share_params(
 
 
 def _reshard_first(state: State) -> Callable[..., None]:
-    """A hook before `state_dict` and `load_state_dict`: both are about the sharded parameters."""
+    """A hook before `state_dict` and `load_state_dict`: both are about the sharded parameters.
 
-    def hook(*_: object) -> None:
+    Where Dynamo has left the graph around it, it has no business inside: torch 2.11 prints what it
+    guards on, freed parameters too, and dies.
+    """
+
+    def rest() -> None:
         state.runtime.reshard()
         copies.settle()
 
+    rest_untraced = untraced(rest)
+
+    def hook(*_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            rest()
+        else:
+            rest_untraced()
+
+    never_traced_alone(hook)
     return hook
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import torch.distributed as dist
+from kit.harness import IS_2_11
 from moe import MoEConfig, MoEGPT, share_experts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -27,6 +29,7 @@ CONFIG = MoEConfig(
 ROUTED = 2 * 8 * CONFIG.top
 
 
+@pytest.mark.skipif(IS_2_11, reason="its fake group leaves numbers of tokens as memory has them")
 def test_tokens_are_taken_to_be_spread_evenly(fake_world: None) -> None:
     """As many come to a rank as it sends; its experts get as many each."""
     torch._dynamo.reset()

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from compiled_fsdp import fully_shard
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 BACKENDS = {"compiled": "compiled_fsdp_eager", "inductor": "inductor", "aot_eager": "aot_eager"}
 
+# Cannot do some things that 2.13 can, sharded or not: docs/torch_versions.md.
+IS_2_11 = TorchVersion(torch.__version__) < "2.12"
 SLOW = 400.0  # seconds that a test gets in which a C++ compiler runs
 ROUNDING = (1e-4, 1e-5)  # relative, absolute: where operations are fused, or added in another order
 

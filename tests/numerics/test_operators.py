@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import CLOSE, check_equal, whole
-from kit.harness import SLOW
+from kit.harness import IS_2_11, SLOW
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as map_rows
@@ -213,7 +213,8 @@ def control_flow() -> None:
     assert ranks_part()
     compare(lambda: Net(branch, num_layers=2), same=False)
     compare(lambda: Net(checkpointed, num_layers=2), same=False)
-    compare(lambda: Net(recurrent))
+    if not IS_2_11:  # scan "might be aliasing the input or the output", unsharded too
+        compare(lambda: Net(recurrent))
 
 
 def looped(layer: nn.Module, x: Tensor) -> Tensor:

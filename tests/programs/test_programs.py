@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kit.harness import IS_2_11
 from kit.variants import VARIANTS
 from programs.draw import (
     STEPS,
@@ -133,6 +134,8 @@ def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
     found = FOUND[name]
     program = found if isinstance(found, Program) else make(found)
     assert can_show(program, name)
+    if IS_2_11 and name == "what_is_transformed_is_not_reduced":
+        pytest.skip("torch 2.11 raises in this program's backward, as stock does")
     this = script(replace(program, kinds=("eager", "compiled")))
     if found not in SEEDS[:NUM_ALWAYS]:  # else `test_random_programs` sees that it has none
         assert not Hunter(pools).check(this).faults

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from kit.harness import IS_2_11
 from kit.oracle import rows, traces_alpha
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -331,6 +332,8 @@ def test_substituted_unit(two: Pool) -> None:
     "case", ["Clamped", "ClampedData", "MaxNorm", "ReadFirstWithoutGrad", "WrittenAfterInference"]
 )
 def test_written(case: str, two: Pool) -> None:
+    if IS_2_11 and case == "WrittenAfterInference":
+        pytest.skip("torch 2.11 compiles no layer in inference mode, sharded or not")
     two.run(check, case, "stock", EVERY)
 
 
