@@ -231,7 +231,10 @@ def _plan_of(values: dict[str, Any]) -> Plan:
                 for name in ("kept", "dropped")
             },
             **{name: CODES[values.get(name, "")] for name in QUANTIZED},
-            "exact": tuple(str(name) for name in values.get("exact", ())),
+            **{
+                name: tuple(str(each) for each in values.get(name, ()))
+                for name in ("exact", "recomputed")
+            },
         }
     )
 
