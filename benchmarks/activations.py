@@ -57,8 +57,9 @@ def run(settings: Settings, screen: Screen) -> Report:
             f"{length} per rank, fused AdamW, two local ranks; {settings.rounds or 3} rounds of "
             f"{steps} timed steps a variant.",
         ]
-        tables.append(Table(name, facts, COLUMNS, rows))
+        title = "Mixture of experts" if config in (SMALL, LARGE) else "GPT"
+        tables.append(Table(title, facts, COLUMNS, rows))
         bars = {side: {"above rest": num_bytes / 1e6} for side, num_bytes in above.items()}
-        panels.append(Panel(name, "MB per rank", bars))
+        panels.append(Panel(title, "MB per rank", bars))
     notes = [legend(sides), *NOTES]
     return Report("activations", "Activations computed again", tables, panels, notes)
