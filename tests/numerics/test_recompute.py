@@ -105,6 +105,7 @@ def test_same_numbers(two: Pool, kind: str) -> None:
     for again in two.run(train, kind):
         ops = {name.rstrip("_0123456789") for name in again}
         assert "addmm" in ops, again
+        ops -= {"getitem"}  # of a norm, which 2.15 leaves whole
         assert ops <= {"addmm", "add", "clone", "tanh"} - NEVER[kind], again
 
 
