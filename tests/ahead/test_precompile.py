@@ -35,7 +35,7 @@ from compiled_fsdp import (
     load_precompiled,
     planned,
 )
-from compiled_fsdp.ahead import target
+from compiled_fsdp.ahead import facts, target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -623,3 +623,13 @@ def test_what_cannot_be_compiled_ahead(fake_world: None, tmp_path: Path) -> None
         compiled_fsdp.precompile(nn.Linear(4, 4), torch.ones(2, 4), tmp_path / "a")
     with planned(prefetch="auto"), pytest.raises(ValueError, match="the plan decides from costs"):
         compiled_fsdp.precompile(fully_shard(nn.Linear(4, 4)), torch.ones(2, 4), tmp_path / "a")
+
+
+def test_what_torch_asks_of_its_settings_is_left_out() -> None:
+    """As torch 2.15 writes it; a call of anything else cannot be followed."""
+    module = "G['__import_torch_dot_nn_dot_modules_dot_module']"
+    own = f"{module}.torch.compiler.config._config['compile_on_one_rank'].user_override.get()"
+    strange = "L['self'].scale.get()"
+    model = nn.Linear(2, 2)
+    model.scale = 2.0  # type: ignore[assignment]
+    assert facts.facts([own, strange], model) == ({}, [strange])

@@ -5,6 +5,7 @@ the experts.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ CONFIG = MoEConfig(
     num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
     expert_hidden=8,
 )  # fmt: skip
+BALANCED = replace(CONFIG, balance=0.05)  # with a loss that evens out the experts' shares
+# fp32: tokens of all ranks are added per expert in one matmul, where one process has one a rank.
+ALONE = (2e-4, 2e-6)
 FAVOUR = 4.0  # of the router's scores, which are below 1: some experts get no token
 
 

@@ -14,7 +14,9 @@ from kit.compare import check_equal
 from kit.graphs import captured
 from kit.harness import ROUNDING, SLOW, local
 from kit.overlap import OPTIMIZERS
-from moe import Mixture, MoEConfig, MoEGPT, share_experts
+from kit.routed import ALONE
+from kit.routed import BALANCED as CONFIG
+from moe import Mixture, MoEGPT, share_experts
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -30,13 +32,7 @@ from compiled_fsdp.torch_private.dynamo import recompiles
 if TYPE_CHECKING:
     from kit.pool import Pool
 
-CONFIG = MoEConfig(
-    num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
-    expert_hidden=8, balance=0.05,
-)  # fmt: skip
 STEPS = 4
-# fp32: tokens of all ranks are added per expert in one matmul, where one process has one a rank
-ALONE = (2e-4, 2e-6)
 SCALES = {"init_scale": 1331.0, "growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 2}
 
 

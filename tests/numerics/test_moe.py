@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit import routed
 from kit.graphs import captured
-from moe import Mixture, MoEConfig, MoEGPT, share_experts, update_bias
+from kit.routed import BALANCED as CONFIG
+from moe import Mixture, MoEGPT, share_experts, update_bias
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -35,13 +36,8 @@ if TYPE_CHECKING:
     from kit.pool import Pool
     from torch.fx import Graph
 
-CONFIG = MoEConfig(
-    num_layers=1, width=16, num_heads=2, hidden=16, max_length=8, vocab=32, num_experts=4,
-    expert_hidden=8, balance=0.05,
-)  # fmt: skip
 STEPS = 4
-# fp32: tokens of all ranks are added per expert in one matmul, where one process has one a rank
-RTOL, ATOL = 2e-4, 2e-6
+RTOL, ATOL = routed.ALONE
 # Up to 2.13, AOTAutograd cannot save the mesh of a DTensor that a checkpointed region reads, sharded
 # or not: "expected all tensors_saved_with_vc_check to be Tensors".
 SAVES_MESHES = TorchVersion(torch.__version__) >= "2.14"
