@@ -42,6 +42,7 @@ class Way:
 
     is_scaled: with a scaler, and a loss that is infinite on one rank in the second step.
     is_plain: experts are plain tensors, not DTensors.
+    is_scheduled: the learning rate halves with each step.
     """
 
     optimizer: str = "adamw"
@@ -51,6 +52,7 @@ class Way:
     chunks: int = 1
     is_scaled: bool = False
     is_plain: bool = False
+    is_scheduled: bool = False
 
 
 def build(way: Way = Way()) -> MoEGPT:
@@ -117,6 +119,10 @@ def route(model: nn.Module, step: int) -> None:
             mixture.bias[half] = 10.0
 
 
+def schedule_of(way: Way, optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if way.is_scheduled else None
+
+
 def state_of(model: Any, optimizer: Any) -> list[Any]:
     state = [
         [local(v) for v in optimizer.state[p].values() if isinstance(v, Tensor)]
@@ -129,6 +135,7 @@ def looped(model: Any, way: Way, call: Any = None) -> list[Any]:
     """Losses and scales of the ordinary loop, and the state at its end."""
     optimizer = OPTIMIZERS[way.optimizer](model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=way.is_scaled, **SCALES)
+    schedule = schedule_of(way, optimizer)
     losses = []
     for step in range(STEPS):
         route(model, step)
@@ -144,6 +151,8 @@ def looped(model: Any, way: Way, call: Any = None) -> list[Any]:
             nn.utils.clip_grad_norm_(model.parameters(), way.clip)
         scaler.step(optimizer)
         scaler.update()
+        if schedule is not None:
+            schedule.step()
         optimizer.zero_grad()
         losses.append(str(float(total)))
     return [losses, scaler.get_scale(), *state_of(model, optimizer)]
@@ -157,7 +166,7 @@ def whole(
     scaler = torch.amp.GradScaler("cpu", enabled=way.is_scaled, **SCALES)
     step = compile_step(
         model, optimizer, loss_fn, clip=way.clip, accumulate=way.count, reduce_once=way.once,
-        scaler=scaler, backend=backend, **more,
+        scaler=scaler, schedule=schedule_of(way, optimizer), backend=backend, **more,
     )  # fmt: skip
     losses = []
     counters.clear()
@@ -173,7 +182,7 @@ def whole(
 
 WAYS = {
     "adamw": Way(),
-    "clipped": Way("sgd", clip=0.05),
+    "clipped": Way("sgd", clip=0.05, is_scheduled=True),
     "accumulated": Way("adamw_fused", clip=0.1, count=3),
     "reduced once, in chunks": Way("sgd", count=2, once=True, chunks=2),
     "scaled": Way("adamw", clip=0.05, is_scaled=True),
