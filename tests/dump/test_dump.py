@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from compiled_fsdp.passes.lower import lower
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, fake_ranks, getitem, trace, unit
+from kit.stems import stem
 from torch import nn
 
 from compiled_fsdp import dumped_to, fully_shard
@@ -311,16 +312,16 @@ return [None, %add]
         for large in (0, 1 << 16):
             with (
                 fake_ranks(2),
-                tempfile.TemporaryDirectory() as name,
+                tempfile.TemporaryDirectory() as folder,
                 mock.patch("compiled_fsdp.dump.writer.LARGE", large),
                 mock.patch("compiled_fsdp.units.unit._unit_numbers", itertools.count()),
             ):
-                trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(name))
-                graphs = [graph for rank in read_folder(Path(name)) for graph in rank.graphs]
+                trace(fully_shard(nn.Linear(4, 4)), (torch.ones(2, 4),), Path(folder))
+                graphs = [graph for rank in read_folder(Path(folder)) for graph in rank.graphs]
                 texts.append([dumped.text for graph in graphs for dumped in graph.passes])
-                backward = Path(name) / "rank0" / graphs[-1].name
+                backward = Path(folder) / "rank0" / graphs[-1].name
                 files = [
-                    (backward / f"{stem}.txt").read_text() for stem in ("01_lower", "22_agree")
+                    (backward / f"{stem(name)}.txt").read_text() for name in ("lower", "agree")
                 ]
             is_whole = ["%primals_2: f32[10]\n" in text for text in files]
             self.assertEqual(is_whole, [True, large > 0])
