@@ -45,6 +45,7 @@ class Property(Enum):
     EXCHANGES_APART = "the user's all-to-alls share no group with ours"
     EXCHANGES_OVERLAPPED = "tokens travel while what does not need them is computed"
     PREFETCHED = "all-gathers start ahead of their use"
+    GIVEN_WAY = "gathers start where no tokens are about to travel"
     DELAYED = "reductions are awaited late"
     LEFT = "the last reductions are awaited by who reads the gradients"
     STEPPED = "the optimizer steps what backward has reduced"

@@ -36,6 +36,7 @@ from .exchange_matrices import exchange_matrices
 from .free import free
 from .gather_ahead import gather_ahead
 from .gather_next import gather_next
+from .give_way import give_way
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
@@ -123,6 +124,13 @@ PIPELINE = check_order(
                 "set_modules_to_forward_prefetch",
                 "set_modules_to_backward_prefetch",
             ),
+        ),
+        Pass(
+            give_way,
+            Stage.HALF,
+            (P.EXCHANGES_OVERLAPPED, P.PREFETCHED),
+            P.GIVEN_WAY,
+            consumes=("Plan.overlap_exchanges",),
         ),
         Pass(
             delay_wait,

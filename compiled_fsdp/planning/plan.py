@@ -105,8 +105,9 @@ class Plan:
         among them, as far as they do not fit (`planning/recompute.py`). Activation checkpointing
         comes before it.
     overlap_exchanges: whether what does not need tokens is computed while an all-to-all of the
-        user's carries them, where the program says it before or after (`overlap_exchanges.py`);
-        the numbers are the same.
+        user's carries them, where the program says it before or after (`overlap_exchanges.py`),
+        and all-gathers start where no tokens are about to travel (`give_way.py`); the numbers are
+        the same.
     exchange_group: "own": in a graph, all-to-alls of the user's over a group that parameters are
         gathered or reduced over too run on a second group of the same ranks, which is made when the
         graph first runs, so that tokens do not stand behind a gather; "shared": they run where the
