@@ -30,6 +30,7 @@ from compiled_fsdp.command.replacement import replace_stock as replace_stock
 from compiled_fsdp.dump.writer import dumped_to as dumped_to
 from compiled_fsdp.eager.finalization import GradientReductionHandle as GradientReductionHandle
 from compiled_fsdp.frontend.chunks import in_chunks as in_chunks
+from compiled_fsdp.frontend.compile_step import compile_step as compile_step
 from compiled_fsdp.frontend.explain import UnusedOptionError as UnusedOptionError
 from compiled_fsdp.frontend.explain import explain as explain
 from compiled_fsdp.frontend.fallback import FallbackError as FallbackError
@@ -38,7 +39,6 @@ from compiled_fsdp.frontend.kernel_times import measure_kernels as measure_kerne
 from compiled_fsdp.frontend.overlap import overlap_optimizer as overlap_optimizer
 from compiled_fsdp.frontend.scalars import log_scalars as log_scalars
 from compiled_fsdp.frontend.step import Step as Step
-from compiled_fsdp.frontend.step import compile_step as compile_step
 from compiled_fsdp.frontend.warmup import warmup as warmup
 from compiled_fsdp.fsdp1.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 from compiled_fsdp.fsdp2.api import fully_shard as fully_shard
