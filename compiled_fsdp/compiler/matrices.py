@@ -24,7 +24,7 @@ from compiled_fsdp.ir.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch.fx import Node
@@ -36,17 +36,30 @@ if TYPE_CHECKING:
 Owned = tuple["ParamSpec", "Matrix"]
 
 
-def updated_whole(run: Builder, grad: Node, flat: Node, owned: Iterable[Owned], step: str) -> None:
-    """Update these parameters of a flat gradient, each at its owner."""
+def updated_whole(
+    run: Builder,
+    grad: Node,
+    flat: Node,
+    owned: Iterable[Owned],
+    step: str,
+    told: Sequence[Node] = (),
+) -> None:
+    """Update these parameters of a flat gradient, each at its owner. told: what a scaler has found."""
     by_dtype: dict[torch.dtype, list[Owned]] = {}
     for spec, matrix in sorted(owned, key=lambda each: (each[1].owner, each[0].offset)):
         by_dtype.setdefault(matrix.dtype, []).append((spec, matrix))
     for dtype, each in by_dtype.items():
-        _way(run, grad, flat, each, step, dtype)
+        _way(run, grad, flat, each, step, dtype, told)
 
 
 def _way(
-    run: Builder, grad: Node, flat: Node, owned: list[Owned], step: str, dtype: torch.dtype
+    run: Builder,
+    grad: Node,
+    flat: Node,
+    owned: list[Owned],
+    step: str,
+    dtype: torch.dtype,
+    told: Sequence[Node],
 ) -> None:
     first = owned[0][0]
     offsets = [spec.offset for spec, _ in owned]
@@ -57,7 +70,7 @@ def _way(
         flops[owner] += matrix.flops
     what = f"{first.unit.split('#')[0]} ({', '.join(spec.fqn for spec, _ in owned)})"
     way = (numels, owners, first.group_size, first.group)
-    moved = run(MOMENTUM, grad, flat, offsets, step, sum(numels), dtype)
+    moved = run(MOMENTUM, grad, flat, offsets, step, sum(numels), dtype, *told)
     if first.group_size > 1:
         moved = run(WAIT, run(TO_OWNERS, moved, *way, what=what))
     moved = run(ORTHOGONALIZE, moved, flat, offsets, owners, step, max(flops))

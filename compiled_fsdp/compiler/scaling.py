@@ -7,7 +7,8 @@ the check in `scaler.step(optimizer)` compute.
     %g = mul(%flat_grad, %inverse)                                   # of each flat gradient
     update_(%g, %flat, offsets, step, %f)
 
-Every update takes `%f`, and is left out where it is 1, on all ranks alike.
+Every update takes `%f`, and is left out where it is 1, on all ranks alike. Of several optimizers, `%f`
+has an element for each: `scaler.step(optimizer)` leaves out those whose own gradients have an inf.
 """
 
 from __future__ import annotations
@@ -29,12 +30,26 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def found_inf(run: Builder, grads: Sequence[Node], groups: Mapping[str, int]) -> Node:
-    """1 if any element of these flat gradients is inf or NaN on any rank, else 0: fp32, a scalar.
+def found_inf(run: Builder, grads: Sequence[Sequence[Node]], groups: Mapping[str, int]) -> Node:
+    """1 if any element of these gradients is inf or NaN on any rank, else 0, in fp32: for each
+    optimizer's gradients [n], for one a scalar.
 
     groups: the groups over which ranks are to agree, and how many ranks each has. They agree over
         the smallest first, so that what one of them has found is known to all of the next.
     """
+    device = next(value(grad).device for of_one in grads for grad in of_one)
+    each = [_found_here(run, of_one, device) for of_one in grads]
+    found: Node = each[0]
+    if len(each) > 1:
+        found = run(aten.stack.default, each)
+    for group, size in sorted(groups.items(), key=lambda item: item[1]):
+        if size > 1:
+            found = run(comm.WAIT, run(comm.ALL_REDUCE, found, "max", group))
+    return found
+
+
+def _found_here(run: Builder, grads: Sequence[Node], device: torch.device) -> Node:
+    """Whether any element of these is inf or NaN on this rank."""
     largest: dict[torch.dtype, list[Node]] = {}
     for grad in grads:
         if value(grad).numel() != 0:
@@ -49,10 +64,9 @@ def found_inf(run: Builder, grads: Sequence[Node], groups: Mapping[str, int]) ->
             run(aten.isnan.default, all_of),
         )
         flags.append(run(comm.CONVERT, bad, torch.float32))
+    if not flags:
+        return run(aten.full.default, [], 0.0, dtype=torch.float32, device=device, pin_memory=False)
     found: Node = run(aten.amax.default, run(aten.cat.default, flags))
-    for group, size in sorted(groups.items(), key=lambda item: item[1]):
-        if size > 1:
-            found = run(comm.WAIT, run(comm.ALL_REDUCE, found, "max", group))
     return found
 
 

@@ -87,6 +87,7 @@ class WholeStep:
         gradients are reduced over, and their number.
     max_ahead_bytes: of full parameters that are gathered for the next step.
     matrices: that are updated whole, each at its owner.
+    held_by: with a scaler and several optimizers, which of them holds each parameter.
     ignored: parameters that no unit has, by their place among the inputs of what Dynamo has captured:
         name, and groups that cut them; see `of_inputs`.
     doing: what the user did, for errors.
@@ -104,6 +105,7 @@ class WholeStep:
     scaler_group: tuple[str, int] = ("", 1)
     max_ahead_bytes: int = 0
     matrices: tuple[Matrix, ...] = ()
+    held_by: tuple[tuple[Name, int], ...] = ()
     ignored: tuple[tuple[int, str, Axes], ...] = ()
     doing: str = "compile_step"
 
@@ -221,7 +223,7 @@ def _update(
     run, told = Builder(end, grads[-1].node), []
     updated = [grad.node for grad in grads]
     if inverse is not None:
-        told = [found_inf(run, updated, _groups_that_agree(grads, step))]
+        told = [found_inf(run, _by_optimizer(run, grads, step), _groups_that_agree(grads, step))]
     if inverse is not None and step.unscales:
         updated = unscaled(run, updated, inverse)
     if step.clip is not None:
@@ -244,7 +246,26 @@ def _update(
                 owned.append((spec, matrix))
         if alone:
             run(UPDATE, node, grad.flat, sorted(alone), step.name, *told)
-        updated_whole(run, node, grad.flat, owned, step.name)
+        updated_whole(run, node, grad.flat, owned, step.name, told)
+
+
+def _by_optimizer(run: Builder, grads: list[FlatGrad], step: WholeStep) -> list[list[Node]]:
+    """The gradients of each optimizer; of a flat gradient that belongs to several, the parts."""
+    if not step.held_by:
+        return [[grad.node for grad in grads]]
+    numbers = dict(step.held_by)
+    found: list[list[Node]] = [[] for _ in range(1 + max(numbers.values()))]
+    for grad in grads:
+        parts = [(numbers[spec.unit, spec.fqn], spec) for spec in grad.specs]
+        holders = {number for number, _ in parts} or {numbers["", grad.fqn]}
+        if len(holders) == 1:
+            found[holders.pop()].append(grad.node)
+            continue
+        for number, spec in parts:
+            end = spec.offset + spec.shard_numel
+            part = run(torch.ops.aten.slice.Tensor, grad.node, 0, spec.offset, end)
+            found[number].append(part)
+    return found
 
 
 def _groups_that_agree(grads: list[FlatGrad], step: WholeStep) -> dict[str, int]:

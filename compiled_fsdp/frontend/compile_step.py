@@ -97,7 +97,8 @@ def compile_step(
         keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
             step.
         scaler: a `torch.amp.GradScaler` or `ShardedGradScaler`. Gradients are checked, on all ranks,
-            and unscaled in the graph; a step with an inf or NaN is left out on every rank. The scale
+            and unscaled in the graph; a step with an inf or NaN is left out on every rank, of several
+            optimizers by those whose own gradients have it. The scale
             and its state dict are the scaler's own.
         schedule: a learning rate scheduler of the optimizer, stepped after every step, also one that
             the scaler leaves out. Of several optimizers, a list of any number.
@@ -129,10 +130,10 @@ def compile_step(
     check_ahead_bytes(max_ahead_bytes, "compile_step")
     optimizers = Optimizers.of(optimizer)
     _check_units(units, clip, is_scaled=scaler is not None)
-    optimizers.check_made(units, is_scaled=scaler is not None)
+    optimizers.check_made(units)
     ignored = IgnoredParams(uncompiled(model), units, optimizers)
     schedules = optimizers.schedules(schedule)
-    scaling = Scaling.of(scaler, optimizers.made[0], units, clips=clip is not None)
+    scaling = Scaling.of(scaler, optimizers.made, units, clips=clip is not None)
     if clip is not None or scaling is not None:
         ignored.refuse_plain()
     wanted = {

@@ -26,23 +26,27 @@ if TYPE_CHECKING:
     from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
 
-    from .optimizers import Optimizers
+    from .optimizers import Optimizers, Told
 
 
 class Matrices:
     """All that the optimizers of a whole step update whole.
 
-    take: called with a buffer, its reduced gradient and some of its parameters, before their
-        momentum is updated; returns a function that drops their gradients again.
+    take: called with a buffer, its reduced gradient and some of its parameters, and what the
+        optimizers are told, before their momentum is updated; returns a function that drops their
+        gradients again.
+    told: called with what a scaler has found, returns that.
     """
 
     def __init__(
         self,
         units: list[Unit],
         optimizers: Optimizers,
-        take: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam]], Callable[[], None]],
+        take: Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Told], Callable[[], None]],
+        told: Callable[[Tensor | None], Told],
     ) -> None:
-        self._units, self._take = units, take
+        self._units, self._take, self._told, self._optimizers = units, take, told, optimizers
+        self._skipped: set[Muon] = set()
         self._muons = [each for each in optimizers.made if isinstance(each, Muon)]
         self._held: dict[int, tuple[Muon, dict[str, Any]]] = {}
 
@@ -106,13 +110,18 @@ class Matrices:
         flat_grad: Tensor,
         params: Sequence[ShardedParam],
         pieces: Tensor,
+        found_inf: Tensor | None,
     ) -> None:
-        """See `OnMatrices`."""
-        drop = self._take(flat, flat_grad, params)
+        """See `OnMatrices`. What is left out for an inf travels as zeros, and is not applied."""
+        told = self._told(found_inf)
+        made = self._optimizers.made
+        self._skipped = {muon for muon in self._muons if told[made.index(muon)] is None}
+        drop = self._take(flat, flat_grad, params, told)
         try:
             for param, place in self._places(flat, params, pieces):
                 muon, group = self._held[id(param.sharded)]
-                place.copy_(muon.direction(group, param.sharded))
+                if muon not in self._skipped:
+                    place.copy_(muon.direction(group, param.sharded))
         finally:
             drop()
 
@@ -125,7 +134,9 @@ class Matrices:
     ) -> None:
         """See `OnMatrices`."""
         for param, place in self._places(flat, params, pieces):
-            apply(self._held[id(param.sharded)][1], param.sharded, place)
+            muon, group = self._held[id(param.sharded)]
+            if muon not in self._skipped:
+                apply(group, param.sharded, place)
 
     def _places(
         self, flat: FlatBuffer, params: Sequence[ShardedParam], pieces: Tensor

@@ -6,6 +6,7 @@ hooks of their steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import optim
@@ -17,8 +18,6 @@ from compiled_fsdp.optim.muon import Muon
 from .parts import check_one_by_one, step_part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from compiled_fsdp.units.param import ShardedParam
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
 LOOP = (
     "Write the loop instead: loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()"
 )
+
+
+# What each optimizer has to know of a scaler, by name, for a step; None: it leaves this one out.
+Told = Sequence[dict[str, Any] | None]
 
 
 class Optimizers:
@@ -66,13 +69,12 @@ class Optimizers:
         """What errors call them."""
         return " and the ".join(dict.fromkeys(type(each).__name__ for each in self.made))
 
-    def check_made(self, units: list[Unit], *, is_scaled: bool) -> None:
+    def check_made(self, units: list[Unit]) -> None:
         """Check that a whole step of these can be taken.
 
         Raises:
             TypeError: one is of another class than those of which that is known.
             ValueError: one overlaps already, or two hold the same parameter.
-            NotImplementedError: there is a scaler, and several.
         """
         overlaps = any(unit.settings.overlap for unit in units)
         if overlaps or any(hasattr(each, "_fsdp_overlap") for each in self.made):
@@ -83,19 +85,6 @@ class Optimizers:
         for each in self.made:
             if type(each) is not Muon:
                 check_one_by_one(each, "compile_step")
-        if is_scaled and any(type(each) is Muon for each in self.made):
-            raise NotImplementedError(
-                "compile_step: a scaler with a Muon: whether a step is left out is known when its "
-                "matrices are on their way to their owners, which is not taken back in a graph yet. "
-                "Use bfloat16, which needs no scaler, or write the loop with scaler.step(muon)"
-            )
-        if is_scaled and len(self.made) > 1:
-            raise NotImplementedError(
-                f"compile_step: a scaler with {len(self.made)} optimizers: scaler.step(optimizer) "
-                "leaves out those alone whose own gradients have an inf, which the graph does not "
-                "tell apart. Use one optimizer with parameter groups, bfloat16, which needs no "
-                "scaler, or write the loop with scaler.step for each"
-            )
         self._check_owners([(p, held) for u in units for p in u.params for held in p.held_as])
 
     def schedules(self, given: object) -> tuple[LRScheduler, ...]:
@@ -204,9 +193,15 @@ class Optimizers:
             )
         return held
 
-    def step_part(self, params: set[int], **given: object) -> None:
+    def holders(self) -> dict[int, int]:
+        """Of each parameter that is held, by its identity: which of the optimizers holds it."""
+        groups = [(number, g) for number, each in enumerate(self.made) for g in each.param_groups]
+        return {id(p): number for number, group in groups for p in group["params"]}
+
+    def step_part(self, params: set[int], told: Told) -> None:
         """Each optimizer's own step for those of these parameters that it holds, and does not need
         whole; see `parts.step_part`.
         """
-        for optimizer in self.made:
-            step_part(optimizer, type(optimizer), params, **given)
+        for optimizer, given in zip(self.made, told, strict=True):
+            if given is not None:
+                step_part(optimizer, type(optimizer), params, **given)

@@ -18,9 +18,13 @@ from compiled_fsdp.torch_private.groups import common_name, default_group
 from compiled_fsdp.torch_private.scaling import is_ready, note_step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from compiled_fsdp.units.unit import Unit
+
+    from .optimizers import Told
 
 KNOWN = (
     torch.amp.GradScaler,
@@ -31,25 +35,36 @@ KNOWN = (
 
 
 class Scaling:
-    """A scaler beside the optimizer of a whole step.
+    """A scaler beside the optimizers of a whole step.
 
-    unscales: whether the graph unscales, not the optimizer.
+    unscales: whether the graph unscales, not the optimizers.
     """
 
     def __init__(
-        self, scaler: Any, optimizer: torch.optim.Optimizer, units: list[Unit], *, clips: bool
+        self,
+        scaler: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+        units: list[Unit],
+        *,
+        clips: bool,
     ) -> None:
-        self.scaler, self.optimizer = scaler, optimizer
+        self.scaler, self.optimizers = scaler, optimizers
         self._device = next(flat.device for unit in units for flat in unit.flats)
-        self._is_by_optimizer = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self.unscales = clips or not self._is_by_optimizer
+        self._is_by_optimizer = [
+            bool(getattr(each, "_step_supports_amp_scaling", False)) for each in optimizers
+        ]
+        self.unscales = clips or not all(self._is_by_optimizer)
         self._scale: Tensor | None = None
-        self._found_inf: Tensor | None = None
-        self._skips = False
+        self._found_inf: tuple[Tensor, ...] = ()  # of each optimizer, 0 or 1
+        self._told: list[dict[str, Any] | None] = []
 
     @staticmethod
     def of(
-        scaler: object, optimizer: torch.optim.Optimizer, units: list[Unit], *, clips: bool
+        scaler: object,
+        optimizers: Sequence[torch.optim.Optimizer],
+        units: list[Unit],
+        *,
+        clips: bool,
     ) -> Scaling | None:
         """None for no scaler, and for one that is not enabled.
 
@@ -70,7 +85,7 @@ class Scaling:
             )
         if not scaler.is_enabled():  # type: ignore[attr-defined]
             return None
-        made = Scaling(scaler, optimizer, units, clips=clips)
+        made = Scaling(scaler, optimizers, units, clips=clips)
         flats = [flat for unit in units for flat in unit.flats]
         half = [p.fqn for flat in flats for p in flat.params if flat.data.dtype == torch.float16]
         if half and made.unscales and type(scaler) is not ShardedGradScaler:
@@ -102,32 +117,41 @@ class Scaling:
         Raises:
             RuntimeError: gradients were unscaled, or used, since the scaler's last update.
         """
-        if not is_ready(self.scaler, self.optimizer):
+        if not all(is_ready(self.scaler, each) for each in self.optimizers):
             raise RuntimeError(
-                "compile_step: unscale_() or step() of the scaler was called with this optimizer since "
+                "compile_step: unscale_() or step() of the scaler was called with an optimizer since "
                 "its last update(). Call scaler.update() before the compiled step, which makes all "
                 "three calls by itself"
             )
-        self._found_inf, self._skips = None, False
+        self._found_inf, self._told = (), []
         self._scale = self.scaler.scale(torch.ones((), device=self._device))
         return self._scale
 
-    def skips(self, found_inf: Tensor) -> bool:
-        """Whether the optimizer is not to be called. found_inf: what the graph has computed."""
-        if self._found_inf is None:
-            self._found_inf = found_inf.clone()  # a compiler may write over the graph's own
-            self._skips = not self._is_by_optimizer and bool(found_inf.item())
-        return self._skips
+    def told(self, found_inf: Tensor) -> Told:
+        """What each optimizer has to know. found_inf: what the graph has computed.
 
-    def given(self) -> dict[str, Any]:
-        """Attributes that the optimizer reads, if it unscales, or skips, by itself."""
-        if not self._is_by_optimizer:
-            return {}
-        return {"grad_scale": None if self.unscales else self._scale, "found_inf": self._found_inf}
+        One that unscales, or skips, by itself reads two attributes; of others the step is left out.
+        """
+        if not self._found_inf:
+            own = found_inf.clone()  # a compiler may write over the graph's own
+            self._found_inf = own.unbind() if own.dim() else (own,)
+            scale = None if self.unscales else self._scale
+            self._told = [
+                {"grad_scale": scale, "found_inf": found}
+                if is_by_optimizer
+                else None
+                if found.item()
+                else {}
+                for is_by_optimizer, found in zip(
+                    self._is_by_optimizer, self._found_inf, strict=True
+                )
+            ]
+        return self._told
 
-    def end(self) -> bool:
-        """Update the scale as the loop does; returns whether the optimizer was called."""
-        assert self._found_inf is not None, "a graph with a scaler updates with found_inf"
-        note_step(self.scaler, self.optimizer, self._found_inf)
+    def end(self) -> list[bool]:
+        """Update the scale as the loop does; returns which optimizers were called."""
+        assert self._found_inf, "a graph with a scaler updates with found_inf"
+        for optimizer, found in zip(self.optimizers, self._found_inf, strict=True):
+            note_step(self.scaler, optimizer, found)
         self.scaler.update()
-        return not self._skips
+        return [told is not None for told in self._told]

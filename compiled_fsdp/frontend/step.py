@@ -26,7 +26,7 @@ from compiled_fsdp.torch_private.dynamo import error_of_backend, uncompiled, unt
 
 from .ignored import IgnoredParams
 from .matrices import Matrices
-from .optimizers import LOOP, Optimizers
+from .optimizers import LOOP, Optimizers, Told
 from .scaling import Scaling
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Step:
             "order": tuple(self._names(inner)),
             "units": tuple(unit.key for unit in units),
         }
-        self._matrices = Matrices(units, optimizers, self._take)
-        self._plan_matrices()
+        self._matrices = Matrices(units, optimizers, self._take, self._told)
+        self._plan()
         for unit in units:
             unit.on_update[self.name] = self._update
             unit.on_matrices[self.name] = self._matrices
@@ -117,18 +117,33 @@ class Step:
         _made.add(self)
         optimizer_steps.before(_drop_gathered)
 
-    def _plan_matrices(self) -> None:
-        """Decide who owns which matrix, and compile for that; anew if others are trained."""
-        self._trained_whole = self._matrices.signature()
-        planned = self._matrices.planned()
-        if planned == self._wanted.get("matrices"):
+    def _plan(self) -> None:
+        """Decide who owns which matrix, and compile for that, and for which optimizer holds which
+        parameter, if a scaler asks; anew if others are trained, or held by others.
+        """
+        self._planned_for = self._signature()
+        planned = {"matrices": self._matrices.planned(), "held_by": self._held_by()}
+        if planned.items() <= self._wanted.items():
             return
-        self._wanted["matrices"] = planned
+        self._wanted.update(planned)
         self._run: Callable[..., Any] = torch.compile(
             _own(self._function, self.name),
             **self._options,
             options={"whole_step": dict(self._wanted)},  # type: ignore[dict-item]
         )
+
+    def _signature(self) -> tuple[object, ...]:
+        """Changes if the step has to be planned anew."""
+        return self._matrices.signature(), self._held_by()
+
+    def _held_by(self) -> tuple[tuple[tuple[str, str], int], ...]:
+        """Which optimizer holds each parameter, by unit and name, if a graph has to know."""
+        if not self._wanted.get("is_scaled") or len(self.optimizers.made) == 1:
+            return ()
+        holders = self.optimizers.holders()
+        named = [((p.spec.unit, p.fqn), held) for p, held in self._held()]
+        named += [(("", each.fqn), each.param) for each in self._ignored.found]
+        return tuple((name, holders[id(held)]) for name, held in named if id(held) in holders)
 
     def _names(self, model: nn.Module) -> list[tuple[str, str]]:
         """The units and names of all parameters, in the order in which the model yields them."""
@@ -174,10 +189,11 @@ class Step:
                 "compile_step: the loss depends on no parameter that is trained, so nothing was "
                 "updated. Let loss_fn return a loss of the model's output, and train a parameter"
             )
-        if self.scaling is None or self.scaling.end():
-            for optimizer in self.optimizers.made:
+        made = self.optimizers.made
+        called = [True] * len(made) if self.scaling is None else self.scaling.end()
+        for optimizer, was_called in zip(made, called, strict=True):
+            if was_called:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers' advice
-        for optimizer in self.optimizers.made:
             optimizer_steps.ended(optimizer)
         for schedule in self.schedules:
             schedule.step()
@@ -244,8 +260,8 @@ class Step:
         params = self._held()
         self.optimizers.check_ready()
         self._ignored.check(self._units, params)
-        if self._matrices.signature() != self._trained_whole:
-            self._plan_matrices()
+        if self._signature() != self._planned_for:
+            self._plan()
         kept, self._kept = self._kept, {}
         held: list[tuple[ShardedParam | Ignored, nn.Parameter]] = [*params]
         held += [(each, each.param) for each in self._ignored.found]
@@ -276,58 +292,54 @@ class Step:
         found_inf: Tensor | None,
     ) -> None:
         """Called by a graph: update these parameters, whose gradients are reduced (unscaled, and
-        clipped), unless some gradient of the model is inf or NaN.
+        clipped), unless some gradient of their optimizer is inf or NaN.
         """
-        skips, given = self._told(found_inf)
-        drop = self._take(flat, flat_grad, params, skips=skips)
+        told = self._told(found_inf)
+        drop = self._take(flat, flat_grad, params, told)
         try:
-            if not skips:
-                held = {id(each) for param in params for each in param.held_as}
-                self.optimizers.step_part(held, **given)
+            held = {id(each) for param in params for each in param.held_as}
+            self.optimizers.step_part(held, told)
         finally:
             drop()
 
     def _update_ignored(self, own: Ignored, grad: Tensor, found_inf: Tensor | None) -> None:
         """Called by a graph: the same for a parameter that no unit has."""
-        skips, given = self._told(found_inf)
-        self._note_writing(skips=skips)
-        writes = given.get("grad_scale") is not None  # an optimizer that unscales writes to it
+        told = self._told(found_inf)
+        self._note_writing(told)
+        writes = any(given and given.get("grad_scale") is not None for given in told)  # unscales it
         own.param.grad = own.grad_of(grad, copies=self.keeps_grads or writes)
         self._updated[own] = None
         try:
-            if not skips:
-                self.optimizers.step_part({id(own.param)}, **given)
+            self.optimizers.step_part({id(own.param)}, told)
         finally:
             if self.keeps_grads:
                 self._kept[own.param] = _state(own.param.grad)
             else:
                 own.param.grad = None
 
-    def _told(self, found_inf: Tensor | None) -> tuple[bool, dict[str, Any]]:
-        """Whether the update is left out; if not, what the optimizer has to know of the scale."""
+    def _told(self, found_inf: Tensor | None) -> Told:
+        """Which optimizers leave their updates out; what the others have to know of the scale."""
         if self.scaling is None or found_inf is None:
-            return False, {}
-        return self.scaling.skips(found_inf), self.scaling.given()
+            return [{}] * len(self.optimizers.made)
+        return self.scaling.told(found_inf)
 
-    def _note_writing(self, *, skips: bool) -> None:
+    def _note_writing(self, told: Told) -> None:
         """Before the first update of a step."""
-        if not (self._updated or skips):
-            for optimizer in self.optimizers.made:
-                optimizer_steps.writing(optimizer)
+        if not self._updated:
+            for optimizer, given in zip(self.optimizers.made, told, strict=True):
+                if given is not None:
+                    optimizer_steps.writing(optimizer)
 
     def _take(
         self,
         flat: FlatBuffer,
         flat_grad: Tensor,
         params: Sequence[ShardedParam],
-        *,
-        skips: bool = False,
+        told: Told,
     ) -> Callable[[], None]:
-        """Let these have their gradients until what is returned is called. skips: they are not
-        updated.
-        """
+        """Let these have their gradients until what is returned is called."""
         flat.settle()
-        self._note_writing(skips=skips)
+        self._note_writing(told)
         if self.keeps_grads:
             flat_grad = flat_grad.clone()  # the graph's own is used for something else
         flat.drop_ahead()  # what another step has gathered, and this one has not used

@@ -91,7 +91,7 @@ SCHEMAS = (
     "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
     "-> ()",
     "momentum_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets, str step, SymInt numel, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, Tensor? found_inf=None) -> Tensor",
     "to_owners(Tensor pieces, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
     "what='') -> Tensor",
     "orthogonalize(Tensor received, Tensor flat, SymInt[] offsets, SymInt[] owners, str step, float "

@@ -252,12 +252,14 @@ class FlatBuffer:
         step: str,
         numel: int,
         dtype: torch.dtype,
+        found_inf: Tensor | None,
     ) -> Tensor:
         """See `kernels.Owner`."""
         self.marked.pop(backward_number(), None)  # as for `update`
         with torch.inference_mode(mode=False), torch.no_grad():
             pieces = flat_grad.new_zeros(numel, dtype=dtype)
-            self.unit.on_matrices[step].momentum(self, flat_grad, self._at(offsets), pieces)
+            on = self.unit.on_matrices[step]
+            on.momentum(self, flat_grad, self._at(offsets), pieces, found_inf)
         return pieces
 
     def orthogonalize(

@@ -56,9 +56,10 @@ class OnMatrices(Protocol):
         flat_grad: Tensor,
         params: Sequence[ShardedParam],
         pieces: Tensor,
+        found_inf: Tensor | None,
     ) -> None:
         """Take the gradients of these, and write what is to be orthogonalized into `pieces`, padded,
-        one behind the other.
+        one behind the other. `found_inf` as for `update_`.
         """
 
     def orthogonalize(self, param: ShardedParam, matrix: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Owner(unused_outputs.Buffer, Protocol):
         self, flat_grad: Tensor, offsets: Sequence[int], step: str, found_inf: Tensor | None
     ) -> None:
         """Reduced gradients of these, for the optimizer of the whole step of this name; `found_inf`
-        is 1 if gradients are scaled and some is inf or NaN.
+        is 1 if gradients are scaled and some is inf or NaN; of several optimizers, one for each.
         """
 
     def momentum(
@@ -101,9 +101,11 @@ class Owner(unused_outputs.Buffer, Protocol):
         step: str,
         numel: int,
         dtype: torch.dtype,
+        found_inf: Tensor | None,
     ) -> Tensor:
         """Reduced gradients of these matrices, for the optimizer of a whole step that needs them
         whole; returns this rank's pieces of what is to be orthogonalized, padded: [numel].
+        `found_inf` as for `update`.
         """
 
     def orthogonalize(

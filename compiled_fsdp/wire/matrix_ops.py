@@ -26,8 +26,10 @@ def _momentum(
     step: str,
     numel: int,
     dtype: torch.dtype,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
-    return owner_of(flat, "momentum_").momentum(flat_grad, offsets, step, numel, dtype)
+    owner = owner_of(flat, "momentum_")
+    return owner.momentum(flat_grad, offsets, step, numel, dtype, found_inf)
 
 
 @fake("momentum_")
@@ -38,6 +40,7 @@ def _momentum_fake(
     step: str,
     numel: int,
     dtype: torch.dtype,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
     return flat_grad.new_empty(numel, dtype=dtype)
 

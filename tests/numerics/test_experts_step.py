@@ -40,6 +40,7 @@ SCALES = {"init_scale": 1331.0, "growth_factor": 1.5, "backoff_factor": 0.7, "gr
 class Way:
     """How a step is taken.
 
+    optimizer: of two, joined by "+", the first has the experts.
     is_scaled: with a scaler, and a loss that is infinite on one rank in the second step.
     is_plain: experts are plain tensors, not DTensors.
     is_scheduled: the learning rate halves with each step.
@@ -123,9 +124,20 @@ def schedule_of(way: Way, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if way.is_scheduled else None
 
 
-def state_of(model: Any, optimizer: Any) -> list[Any]:
+def optimizers_of(model: Any, way: Way) -> list[Any]:
+    if "+" not in way.optimizer:
+        return [OPTIMIZERS[way.optimizer](model.parameters())]
+    experts = [p for m in mixtures(model) for p in m.experts.parameters()]
+    held = {id(p) for p in experts}
+    others = [p for p in model.parameters() if id(p) not in held]
+    kinds = way.optimizer.split("+")
+    return [OPTIMIZERS[kind](ps) for kind, ps in zip(kinds, (experts, others), strict=True)]
+
+
+def state_of(model: Any, *optimizers: Any) -> list[Any]:
     state = [
-        [local(v) for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+        [local(v) for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+        for optimizer in optimizers
         for p in model.parameters()
     ]
     return [[local(p) for p in model.parameters()], state]
@@ -133,9 +145,9 @@ def state_of(model: Any, optimizer: Any) -> list[Any]:
 
 def looped(model: Any, way: Way, call: Any = None) -> list[Any]:
     """Losses and scales of the ordinary loop, and the state at its end."""
-    optimizer = OPTIMIZERS[way.optimizer](model.parameters())
+    optimizers = optimizers_of(model, way)
     scaler = torch.amp.GradScaler("cpu", enabled=way.is_scaled, **SCALES)
-    schedule = schedule_of(way, optimizer)
+    schedule = schedule_of(way, optimizers[0])
     losses = []
     for step in range(STEPS):
         route(model, step)
@@ -147,26 +159,29 @@ def looped(model: Any, way: Way, call: Any = None) -> list[Any]:
             scaler.scale(loss).backward()
             total = total + loss.detach()
         if way.clip:
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), way.clip)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
         if schedule is not None:
             schedule.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         losses.append(str(float(total)))
-    return [losses, scaler.get_scale(), *state_of(model, optimizer)]
+    return [losses, scaler.get_scale(), *state_of(model, *optimizers)]
 
 
 def whole(
     model: Any, way: Way, backend: str = "compiled_fsdp_eager", **more: Any
 ) -> tuple[list[Any], Any, Any]:
-    """The same by a compiled step; and its optimizer."""
-    optimizer = OPTIMIZERS[way.optimizer](model.parameters())
+    """The same by a compiled step; and its first optimizer."""
+    optimizers = optimizers_of(model, way)
     scaler = torch.amp.GradScaler("cpu", enabled=way.is_scaled, **SCALES)
     step = compile_step(
-        model, optimizer, loss_fn, clip=way.clip, accumulate=way.count, reduce_once=way.once,
-        scaler=scaler, schedule=schedule_of(way, optimizer), backend=backend, **more,
+        model, optimizers, loss_fn, clip=way.clip, accumulate=way.count, reduce_once=way.once,
+        scaler=scaler, schedule=schedule_of(way, optimizers[0]), backend=backend, **more,
     )  # fmt: skip
     losses = []
     counters.clear()
@@ -177,7 +192,7 @@ def whole(
         if not more.get("keep_grads"):
             assert all(p.grad is None for p in model.parameters())
     assert counters["stats"]["unique_graphs"] == 1, (counters["stats"], recompiles())
-    return [losses, scaler.get_scale(), *state_of(model, optimizer)], optimizer, step
+    return [losses, scaler.get_scale(), *state_of(model, *optimizers)], optimizers[0], step
 
 
 WAYS = {
@@ -187,6 +202,8 @@ WAYS = {
     "reduced once, in chunks": Way("sgd", count=2, once=True, chunks=2),
     "scaled": Way("adamw", clip=0.05, is_scaled=True),
     "scaled, fused": Way("adamw_fused", is_scaled=True),
+    "scaled, two optimizers": Way("sgd+adamw", clip=0.05, is_scaled=True),
+    "scaled, two fused": Way("adamw_fused+adamw_fused", is_scaled=True),
     "plain tensors": Way("adamw", count=2, is_plain=True),
 }
 

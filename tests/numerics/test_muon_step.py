@@ -355,12 +355,6 @@ def refused() -> None:
         step_of(model, [adamw, 3])
     with pytest.raises(TypeError, match=r"Give the matrices to a compiled_fsdp.Muon"):
         step_of(model, [adamw, torch.optim.Muon(matrices(model))])
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(NotImplementedError, match="a scaler with a Muon"):
-        step_of(model, [adamw, muon], scaler=scaler)
-    parts = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(NotImplementedError, match="a scaler with 6 optimizers"):
-        step_of(model, parts, scaler=scaler)
     schedule = torch.optim.lr_scheduler.StepLR(muon, 2)
     with pytest.raises(ValueError, match="schedule has one scheduler twice"):
         step_of(model, [adamw, muon], schedule=[schedule, schedule])

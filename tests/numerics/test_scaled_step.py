@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from compiled_fsdp import compile_step, explain, fully_shard, planned
+from compiled_fsdp import Muon, compile_step, explain, fully_shard, planned
 from compiled_fsdp.sharded_grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
@@ -162,6 +162,133 @@ def compare_inductor() -> None:
 
 def test_inductor(two: Pool) -> None:
     two.run(compare_inductor, timeout=SLOW)
+
+
+def partly_infinite(model: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Where the factor is infinite, the gradient of the last bias is, and no other."""
+    plain: torch.Tensor = model(x).float().square().mean()
+    return plain + (factor - 1) * model[2].bias.float().sum()
+
+
+def weight_infinite(model: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The same of the last weight, which lies before its bias."""
+    plain: torch.Tensor = model(x).float().square().mean()
+    return plain + (factor - 1) * model[2].weight.float().sum()
+
+
+def adamw_and_muon(model: nn.Sequential, *, fused: bool = False) -> list[Any]:
+    biases = [model[0].bias, model[2].bias]
+    weights = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    return [torch.optim.AdamW(biases, lr=0.02, fused=fused), Muon(weights, lr=0.05)]
+
+
+def adamw_and_muon_fused(model: nn.Sequential) -> list[Any]:
+    return adamw_and_muon(model, fused=True)
+
+
+def adamw_and_sgd(model: nn.Sequential) -> list[Any]:
+    """The last bias by itself."""
+    others = [*model[0].parameters(), model[2].weight]
+    return [
+        torch.optim.SGD([model[2].bias], lr=0.05, momentum=0.9),
+        torch.optim.AdamW(others, lr=0.02),
+    ]
+
+
+def both_fused(model: nn.Sequential) -> list[Any]:
+    others = [*model[0].parameters(), model[2].weight]
+    return [
+        torch.optim.AdamW([model[2].bias], lr=0.05, fused=True),
+        torch.optim.AdamW(others, lr=0.02, fused=True),
+    ]
+
+
+def trained_by(make: Any, loss: Any, *, whole: bool, clip: float | None = None) -> list[Any]:
+    """Six steps with several optimizers; after each loss, scaler, parameters, and states."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), Shift(), nn.Linear(9, 3))
+    for unit in (model[0], model):
+        fully_shard(unit)
+    made = make(model)
+    scaler = torch.amp.GradScaler("cpu", **EVEN)
+    step = compile_step(model, made, loss, clip=clip, scaler=scaler, backend="compiled_fsdp_eager")
+    found: list[Any] = [local(p).clone() for p in model.parameters()]
+    for i in range(6):
+        if whole:
+            lost = step(*batch(i))
+        else:
+            lost = loss(model, *batch(i))
+            scaler.scale(lost).backward()
+            if clip is not None:
+                for each in made:
+                    scaler.unscale_(each)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for each in made:
+                scaler.step(each)
+            scaler.update()
+            for each in made:
+                each.zero_grad()
+        states = [
+            local(v) if isinstance(v, torch.Tensor) else v
+            for each in made
+            for p in model.parameters()
+            for v in each.state.get(p, {}).values()
+        ]
+        found += [str(float(lost)), copy.deepcopy(scaler.state_dict()), states]
+        found += [local(p).clone() for p in model.parameters()]
+    return found
+
+
+# Weight and bias of the first layer, and of the last: which are as before after an infinite loss.
+ALL, BIASES, WEIGHTS, LAST = [True] * 4, [False, True] * 2, [True, False] * 2, [False] * 3 + [True]
+
+
+def compare_several() -> None:
+    for make, loss, clip, unchanged in (
+        (adamw_and_sgd, partly_infinite, None, LAST),
+        (adamw_and_sgd, loss_fn, 0.05, ALL),
+        (adamw_and_muon, partly_infinite, None, BIASES),
+        (adamw_and_muon, weight_infinite, None, WEIGHTS),
+        (adamw_and_muon, loss_fn, 0.05, ALL),
+        (adamw_and_muon_fused, partly_infinite, None, BIASES),
+        (both_fused, partly_infinite, None, LAST),
+    ):
+        wanted = trained_by(make, loss, whole=False, clip=clip)
+        found = trained_by(make, loss, whole=True, clip=clip)
+        check_equal(found, wanted, f"{make}, {loss.__name__}, clip={clip}")
+        first, then = wanted[:4], wanted[7:11]  # parameters, before and after an infinite loss
+        same = [torch.equal(a, b) for a, b in zip(first, then, strict=True)]
+        assert same == unchanged, f"{make}: {same}"
+
+
+def test_several_optimizers(two: Pool) -> None:
+    """Bit for bit: each leaves out the steps in which one of its own gradients is infinite, on all
+    ranks, and no other; matrices of a `Muon` too, and the scaler backs off.
+    """
+    two.run(compare_several, timeout=SLOW)
+
+
+def compare_moved() -> None:
+    """A parameter changes hands between two steps: its infinite gradient is the other's now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), Shift(), nn.Linear(9, 3))
+    for unit in (model[0], model):
+        fully_shard(unit)
+    first, second = adamw_and_sgd(model)
+    scaler = torch.amp.GradScaler("cpu", **EVEN)
+    step = compile_step(
+        model, [first, second], partly_infinite, scaler=scaler, backend="compiled_fsdp_eager"
+    )
+    step(*batch(1))
+    second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop())
+    before = [local(p).clone() for p in model.parameters()]
+    step(*batch(0))
+    assert all(torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_parameter_changes_hands(two: Pool) -> None:
+    two.run(compare_moved)
 
 
 class Own(torch.amp.GradScaler):
