@@ -37,9 +37,11 @@ from .free import free
 from .gather_ahead import gather_ahead
 from .gather_next import gather_next
 from .give_way import give_way
+from .hide_copies import hide_copies
 from .join_grads import join_grads
 from .leave_in_flight import leave_in_flight
 from .lower import lower
+from .mark_offloaded import mark_offloaded
 from .mark_recomputed import mark_recomputed
 from .name_collectives import name_collectives
 from .name_groups import name_groups
@@ -92,6 +94,7 @@ PIPELINE = check_order(
             consumes=("reshard_after_forward", "set_unshard_in_backward"),
         ),
         Pass(mark_recomputed, Stage.JOINT, (), P.MARKED),
+        Pass(mark_offloaded, Stage.JOINT, (), P.MARKED_AWAY),
         Pass(note_heads, Stage.JOINT, (P.DEDUPED,), P.HEADS_NOTED),
         Pass(name_groups, Stage.JOINT, (), P.GROUPS_NAMED),
         # torch's partitioner splits the joint graph here
@@ -184,6 +187,7 @@ PIPELINE = check_order(
             is_tried=False,
             consumes=("offload_policy",),
         ),
+        Pass(hide_copies, Stage.HALF, (P.PREFETCHED, P.DELAYED), P.HIDDEN),
         Pass(summarize, Stage.HALF, (P.AHEAD,), P.SUMMARIZED, is_tried=False),
         Pass(
             watch_heads,

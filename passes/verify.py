@@ -18,7 +18,7 @@ from compiled_fsdp.ir.meta import get_captured
 from compiled_fsdp.verification.invariant import GraphInvariantError
 from compiled_fsdp.verification.meaning import Captured, interface
 
-from .invariants import gradients, memory, messages
+from .invariants import gradients, memory, messages, offloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +82,9 @@ INVARIANTS: tuple[Callable[[GraphModule, Plan], Violations], ...] = (
     memory.freed_once,
     memory.nothing_gathered_saved,
     memory.computed_again_alike,
+    offloads.free_where_awaited,
+    offloads.back_once,
+    offloads.within_host_budget,
     gradients.reduced_once,
     gradients.gradients_marked,
     gradients.updated_once,

@@ -35,6 +35,8 @@ from hashlib import sha256
 from operator import and_, or_
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import backward_nodes, find, is_backward, value
 from compiled_fsdp.ir.meta import set_room
@@ -48,8 +50,11 @@ from compiled_fsdp.planning.memory import profile, profile_of
 from compiled_fsdp.planning.plan import BY_BUDGET
 from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.planning.recompute import Saved
+from compiled_fsdp.wire import copies
 
-from .peaks import KEEP, SAVE, SLICE, Candidate, PeakModel, most, patience
+from .hosted import moved_to_host
+from .offload import offload
+from .peaks import KEEP, OFFLOAD, SAVE, SLICE, Candidate, PeakModel, most, patience
 from .recompute import compute_again
 from .splitting import run_fitted
 from .trial import is_settled, num_outputs, schedule, split, with_kept
@@ -96,11 +101,13 @@ class Fitted:
     """What a rank would decide.
 
     candidates: in the order of their prices.
+    again: the activations that could be computed again, by name, whatever would become of them.
     room: None where nothing had to be measured.
     """
 
     plan: Plan
     candidates: tuple[Candidate, ...] = ()
+    again: tuple[str, ...] = ()
     room: Room | None = None
 
 
@@ -133,7 +140,7 @@ def _recomputed_by_all(graph: Graph, what: str, mine: Plan, plan: Plan, fitted: 
     """
     if plan.recompute != BY_BUDGET:
         return mine
-    names = sorted(c.param[1] for c in fitted.candidates if c.kind == SAVE)
+    names = sorted(fitted.again)
     digest = int.from_bytes(sha256(" ".join(names).encode()).digest()[:4], "big")
     again = set(mine.recomputed)
 
@@ -154,26 +161,45 @@ def _recomputed_by_all(graph: Graph, what: str, mine: Plan, plan: Plan, fitted: 
             "shapes"
         )
         return replace(mine, recomputed=())
-    return replace(mine, recomputed=tuple(n for n, w in zip(names, words[1:], strict=True) if w))
+    chosen = tuple(n for n, w in zip(names, words[1:], strict=True) if w)
+    offloaded = tuple(name for name in mine.offloaded if name not in chosen)
+    return replace(mine, recomputed=chosen, offloaded=offloaded)
 
 
 def _choice(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     """What was decided about a candidate, for `explain`."""
     where, name = candidate.param
-    if candidate.kind == SAVE:
-        is_kept = name not in plan.recomputed
+    if candidate.is_activation:
+        is_kept = name not in (*plan.recomputed, *plan.offloaded)
     elif candidate.kind == KEEP:
         is_kept = candidate.param in plan.kept
     else:
         is_kept = candidate.param not in plan.dropped
     return {
-        "what": candidate.kind,
+        "what": SAVE if name in plan.recomputed else candidate.kind,
         "of": where.split("#")[0],
         "name": name,
         "is_kept": is_kept,
         "num_bytes": candidate.num_bytes,
         "seconds": candidate.seconds,
     }
+
+
+def options_of(gm: GraphModule, plan: Plan) -> list[str]:
+    """The options about the host that something was decided from, for `explain`; says once where
+    nothing can be.
+    """
+    if plan.offload is None or not backward_nodes(gm.graph):
+        return []
+    device = _device(gm.graph)
+    if not copies.is_apart(device):
+        warn_once(
+            f"compiled_fsdp: Plan(offload={plan.offload!r}) on {device.type}: host and device are the "
+            "same memory, so that no activation is copied (as CPUOffloadPolicy copies no parameter "
+            "there). Use recompute='budget', or leave offload out"
+        )
+        return []
+    return ["Plan.offload", *(["Plan.host_budget"] if plan.host_budget is not None else [])]
 
 
 def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | None) -> Fitted:
@@ -199,18 +225,19 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
         else:
             halves = with_kept(split_once, under.kept)
             compute_again(halves, under.recomputed)
+            offload(halves, under.offloaded)
         return schedule(halves, under, is_fused=is_fused, run=run, step=into)
 
     first = trial(nothing_kept)
-    candidates, model = params, PeakModel.of(first, params)
+    candidates, model, again = params, PeakModel.of(first, params), tuple[str, ...]()
 
     def peak_with(num: int) -> int:
         return trial(_with(plan, candidates, num)).peak
 
     known = {0: first.peak}
-    if plan.recompute == BY_BUDGET:
-        costs = (plan.costs or assumed(_device(gm.graph))).fused(is_fused)
-        candidates, model = _priced(params, split_once, first, costs)
+    if BY_BUDGET in (plan.recompute, plan.offload):
+        costs = (plan.costs or assumed(_device(gm.graph).type)).fused(is_fused)
+        candidates, model, again = _priced(params, split_once, first, costs, plan)
         expected = model.peaks()
         # To compute all again need not be the least.
         known = {num: peak_with(num) for num in {0, expected.index(min(expected))}}
@@ -218,7 +245,7 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
     room = _in_bytes(budget, min(known.values()), expected[every])
     num, peak = most(peak_with, expected, room, patience(first.num_nodes), known)
     if peak > room:
-        are_all = plan.recompute != BY_BUDGET
+        are_all = BY_BUDGET not in (plan.recompute, plan.offload)
         what = "parameters and slices" if are_all else "parameters, slices and activations"
         warn_once(
             f"compiled_fsdp: memory_budget is {_megabytes(room)}, and a step needs at least "
@@ -226,7 +253,7 @@ def _fit_here(gm: GraphModule, plan: Plan, *, is_fused: bool, step: WholeStep | 
             f"gets: {num} of {every} {what} stay for backward. Shard into smaller "
             "units, or checkpoint activations"
         )
-    return Fitted(_with(plan, candidates, num), candidates, Room(room, peak))
+    return Fitted(_with(plan, candidates, num), candidates, again, Room(room, peak))
 
 
 def _with(plan: Plan, candidates: Sequence[Candidate], num: int) -> Plan:
@@ -237,20 +264,24 @@ def _with(plan: Plan, candidates: Sequence[Candidate], num: int) -> Plan:
         kept=tuple(c.param for c in first if c.kind == KEEP),
         dropped=tuple(c.param for c in rest if c.kind == SLICE),
         recomputed=tuple(c.param[1] for c in rest if c.kind == SAVE),
+        offloaded=tuple(c.param[1] for c in rest if c.kind == OFFLOAD),
     )
 
 
 def _priced(
-    params: Sequence[Candidate], halves: Halves, first: Trial, costs: Costs
-) -> tuple[tuple[Candidate, ...], PeakModel]:
-    """The parameters and the activations that could be computed again, in the order of what they
-    save for each byte; of those that save the same, parameters in their own order, then what
-    forward makes last.
+    params: Sequence[Candidate], halves: Halves, first: Trial, costs: Costs, plan: Plan
+) -> tuple[tuple[Candidate, ...], PeakModel, tuple[str, ...]]:
+    """The parameters and the activations that could be computed again, or be on the host, in the
+    order of what they save for each byte; of those that save the same, parameters in their own order,
+    then what forward makes last. Last, by name, all that could be computed again.
 
     first: the trial of these halves, in which no parameter is kept.
     """
     exposed = _exposed(first, costs)
-    saved = Saved.of(*(half.graph for half in halves)).candidates(costs)
+    saved = Saved.of(*(half.graph for half in halves))
+    again = saved.candidates(costs) if plan.recompute == BY_BUDGET else ()
+    moved = moved_to_host(first, saved, again, costs, plan.host_budget) if plan.offload else []
+    on_host = {c.param[1] for c in moved}
     found = [
         c if c.kind == SLICE else replace(c, seconds=exposed.get(c.param, 0.0)) for c in params
     ]
@@ -265,15 +296,18 @@ def _priced(
             r.needs,
             r.sooner,
         )
-        for r in saved
+        for r in again
+        if r.name not in on_host
     ]
+    found += moved
     model = PeakModel.of(first, found)
     # What backward has no use for is not kept: it may be gathered along, to compute others again.
     prices = model.prices(found)
     last_first = [*range(len(params)), *reversed(range(len(params), len(found)))]
-    useful = [i for i in last_first if found[i].kind == SAVE or model.changes[i]]
+    useful = [i for i in last_first if found[i].is_activation or model.changes[i]]
     order = sorted(useful, key=lambda i: -prices[i])
-    return tuple(found[i] for i in order), model.ordered(order)
+    names = tuple(each.name for each in again)
+    return tuple(found[i] for i in order), model.ordered(order), names
 
 
 def _exposed(first: Trial, costs: Costs) -> dict[tuple[str, str], float]:
@@ -291,9 +325,9 @@ def _exposed(first: Trial, costs: Costs) -> dict[tuple[str, str], float]:
     return found
 
 
-def _device(graph: Graph) -> str:
-    """Which kind of device the parameters are gathered on."""
-    return next((value(node).device.type for node in find(graph, UNSHARD)), "cpu")
+def _device(graph: Graph) -> torch.device:
+    """The device that parameters are gathered on."""
+    return next((value(node).device for node in find(graph, UNSHARD)), torch.device("cpu"))
 
 
 @dataclass(slots=True)

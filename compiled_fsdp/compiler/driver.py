@@ -40,7 +40,7 @@ from compiled_fsdp.torch_private.groups import common_name
 from compiled_fsdp.torch_private.subgraphs import why_inline
 from compiled_fsdp.wire.gloo import is_gloo
 
-from .budget import fit_budget
+from .budget import fit_budget, options_of
 from .splitting import fit_split
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def run_joint(
     plan = fit_budget(gm, asked, is_fused=is_fused, step=step)
     if plan is not asked:
         note(context.consumed, fit_budget.__name__, "Plan.memory_budget")
+    for option in options_of(gm, asked):
+        note(context.consumed, fit_budget.__name__, option)
     watcher = dump.Dump(gm, JOINT, plan)
     after_pass = _counting("joint graph", current(Stage.JOINT), context, watcher.after_pass)
     gm = run_pipeline(gm, plan, current(Stage.JOINT), after_pass, context)

@@ -26,6 +26,8 @@ from compiled_fsdp.ir.graph import find, output
 from compiled_fsdp.ir.meta import (
     get_room,
     is_computed_again,
+    is_offloaded,
+    keep_on_device,
     note_returned,
     returned,
     save_after_all,
@@ -34,13 +36,14 @@ from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.sizes import quick_hints
 
+from .offload import offload
 from .recompute import compute_again
 from .stitch import stitch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.plan import Plan
 
@@ -58,19 +61,27 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     with functorch_config.patch(ban_recompute_materialized_backward=bans), quick_hints():
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
     note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
-    _compute_again(halves)
+    _give_up(halves, is_computed_again, compute_again, save_after_all)
+    _give_up(halves, is_offloaded, offload, keep_on_device)
     return halves
 
 
-def _compute_again(halves: Halves) -> None:
-    """Let backward compute what is marked; where it cannot, the mark goes, and `explain` will say so."""
+def _give_up(
+    halves: Halves,
+    is_marked: Callable[[Node], bool],
+    give_up: Callable[[Halves, Collection[str]], list[str]],
+    keep: Callable[[Node], None],
+) -> None:
+    """Let backward compute again, or the host have, what is marked; where that cannot be, the mark
+    goes, and `explain` will say so.
+    """
     nodes = halves[0].graph.nodes
-    marked = {node.name: node for node in nodes if is_computed_again(node)}
+    marked = {node.name: node for node in nodes if is_marked(node)}
     if not marked:
         return
-    left, room = compute_again(halves, marked), get_room(nodes)
+    left, room = give_up(halves, marked), get_room(nodes)
     for name in left:
-        save_after_all(marked[name])
+        keep(marked[name])
     if room is not None:
         for choice in room.choices:
             choice["is_kept"] |= choice["name"] in left

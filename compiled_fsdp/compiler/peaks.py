@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .trial import Trial
 
-SLICE, KEEP, SAVE = "slice", "keep", "save"
+SLICE, KEEP, SAVE, OFFLOAD = "slice", "keep", "save", "offload"
 TRIALS = 5  # at most, after the first, where something fits
 # Where nothing that was tried fits, as many more as take about as long as five of a graph of 4,000
 # nodes: of a small graph, every number of parameters.
@@ -41,16 +41,27 @@ MOST_TRIALS, NODES_TRIED = 64, 20_000
 Param = tuple[str, str]
 
 
+class Span(NamedTuple):
+    """Bytes, from one position in a step to another, both included."""
+
+    first: int
+    last: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A way to use more memory.
 
-    kind: a slice, a whole parameter, or an activation that backward would else compute again.
+    kind: a slice, a whole parameter, an activation that backward would else compute again, or one
+        that would else be on the host.
     param: unit and name; of an activation, module and the forward node that allocates it.
     num_bytes: that stay from forward to backward.
     seconds: that this saves: of gathering the parameter again, what is exposed; of computing the
-        activation again, all of it; None where nobody asked.
+        activation again, all of it; of copies to the host and back, what is exposed; None where
+        nobody asked.
     scratch, values, needs, sooner: of an activation, as in `planning.recompute.Recompute`.
+    away: where an activation is not on the device, if it goes to the host.
     """
 
     kind: str
@@ -61,14 +72,12 @@ class Candidate:
     values: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     sooner: tuple[str, ...] = ()
+    away: Span | None = None
 
-
-class Span(NamedTuple):
-    """Bytes, from one position in a step to another, both included."""
-
-    first: int
-    last: int
-    num_bytes: int
+    @property
+    def is_activation(self) -> bool:
+        """Whether it is a saved value, and no parameter."""
+        return self.kind in (SAVE, OFFLOAD)
 
 
 @dataclass(slots=True)
@@ -92,8 +101,8 @@ class Gather:
 class PeakModel:
     """The memory of a step in which nothing is kept, and what candidates change about it.
 
-    curve: bytes alive at each node, of forward and then of backward; while no activation is saved
-        that could be computed again.
+    curve: bytes alive at each node, of forward and then of backward; while no activation is on the
+        device that could be computed again, or be on the host.
     where: the node at which the peak of the trial was.
     changes: for each candidate, spans of bytes more or (negative) fewer.
     """
@@ -114,7 +123,9 @@ class PeakModel:
         changes: list[tuple[Span, ...]] = []
         for candidate in candidates:
             found = gathers.get(candidate.param, [])
-            if candidate.kind == SAVE:
+            if candidate.kind == OFFLOAD:
+                changes.append((candidate.away,) if candidate.away else ())
+            elif candidate.kind == SAVE:
                 changes.append(())
             elif len(found) < 2:  # backward has no use for it
                 changes.append(())
@@ -137,9 +148,10 @@ class PeakModel:
         saved = [i for i, candidate in enumerate(candidates) if candidate.kind == SAVE]
         for i, spans in zip(saved, _saved(trial, [candidates[i] for i in saved]), strict=True):
             changes[i] = spans
-            for span in spans:
-                for place in range(span.first, span.last + 1):
-                    curve[place] -= span.num_bytes
+        given_up = [c for c, each in zip(changes, candidates, strict=True) if each.is_activation]
+        for span in chain.from_iterable(given_up):
+            for place in range(span.first, span.last + 1):
+                curve[place] -= span.num_bytes
         return PeakModel(tuple(curve), tuple(changes), where)
 
     def prices(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -178,24 +190,14 @@ def _saved(trial: Trial, saved: Sequence[Candidate]) -> list[tuple[Span, ...]]:
     all the time.
     """
     wanted = {name for each in saved for name in (each.param[1], *each.values, *each.sooner)}
-    used: dict[str, set[int]] = {name: set() for name in wanted}
-    made: dict[str, Span] = {}  # where a node runs, in backward if in both, and its bytes
-    start = 0
-    for lifetimes in trial.lifetimes:
-        position = {node: i + start for i, node in enumerate(lifetimes.graph.nodes)}
-        for node in (node for node in position if node.name in wanted):
-            own = sum(s.num_bytes for s in lifetimes.of(node) if s.node is node)
-            made[node.name] = Span(position[node], position[node], own)
-            for storage in lifetimes.of(node)[:1]:
-                users = (user for user in storage.users if user.op != "output")
-                used[node.name].update(position[user] for user in users)
-        start += len(position)
+    used, _ = uses(trial, wanted)
+    made = _made(trial, {name for each in saved for name in each.sooner})
     spans: dict[str, tuple[Span, ...]] = {}
     needed: dict[str, int] = {}  # where what is made of it is needed first
     for candidate in reversed(saved):
         name = candidate.param[1]
-        places = sorted(used[name].union(*(used[value] for value in candidate.values)))
-        first, last = max(pairwise(places), key=lambda gap: gap[1] - gap[0], default=(0, 0))
+        places = used[name].union(*(used[value] for value in candidate.values))
+        first, last = longest_gap(places)
         last = min(last, needed.get(name, last))
         for other in candidate.needs:
             needed[other] = min(last, needed.get(other, last))
@@ -208,6 +210,43 @@ def _saved(trial: Trial, saved: Sequence[Candidate]) -> list[tuple[Span, ...]]:
                 *(Span(last, s.first - 1, -s.num_bytes) for s in later if s.first > last),
             )
     return [spans[candidate.param[1]] for candidate in saved]
+
+
+def uses(trial: Trial, names: set[str]) -> tuple[dict[str, set[int]], dict[str, int]]:
+    """For each of these nodes, by name, the positions in the step at which its storage is used; and
+    where it is computed, in forward if in both.
+    """
+    used: dict[str, set[int]] = {name: set() for name in names}
+    made: dict[str, int] = {}
+    start = 0
+    for lifetimes in trial.lifetimes:
+        position = {node: i + start for i, node in enumerate(lifetimes.graph.nodes)}
+        for node in (node for node in position if node.name in names):
+            made.setdefault(node.name, position[node])
+            for storage in lifetimes.of(node)[:1]:
+                users = (user for user in storage.users if user.op != "output")
+                used[node.name].update(position[user] for user in users)
+        start += len(position)
+    return used, made
+
+
+def longest_gap(places: Iterable[int]) -> tuple[int, int]:
+    """The two neighbours among positions that are farthest apart."""
+    return max(pairwise(sorted(places)), key=lambda gap: gap[1] - gap[0], default=(0, 0))
+
+
+def _made(trial: Trial, names: set[str]) -> dict[str, Span]:
+    """Where each of these nodes runs, in backward if in both, and its bytes."""
+    made: dict[str, Span] = {}
+    start = 0
+    for lifetimes in trial.lifetimes:
+        nodes = list(lifetimes.graph.nodes)
+        for place, node in enumerate(nodes, start):
+            if node.name in names:
+                own = sum(s.num_bytes for s in lifetimes.of(node) if s.node is node)
+                made[node.name] = Span(place, place, own)
+        start += len(nodes)
+    return made
 
 
 def _without(span: Span) -> Span:

@@ -20,7 +20,7 @@ from compiled_fsdp.planning.recompute import Saved
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from torch.fx import Node
+    from torch.fx import GraphModule, Node
 
     from compiled_fsdp.planning.recompute import Cone
 
@@ -41,16 +41,30 @@ def compute_again(halves: Halves, names: Collection[str]) -> list[str]:
     if not cones:
         return left
     bases = {start for cone in cones.values() for start in cone.bases} - set(cones)
+    _rewrite(backward, saved, set(cones), bases)
+    return left
+
+
+def save_whole(halves: Halves, names: Collection[str]) -> None:
+    """Let forward save these storages, of which it saves views, as a whole, and backward make the
+    views; in place.
+    """
+    forward, backward = halves
+    saved = Saved.of(forward.graph, backward.graph)
+    _rewrite(backward, saved, set(), {node for node in saved.origins if node.name in names})
+
+
+def _rewrite(backward: GraphModule, saved: Saved, again: set[Node], whole: set[Node]) -> None:
+    """Make halves in which some storages are not saved, and others as a whole."""
     dropped: set[str] = set()
     instead: dict[str, Node] = {}  # by the input of backward in whose place it comes
     for start, values in saved.origins.items():
-        if start in cones or start in bases:
+        if start in again or start in whole:
             dropped.update(value.name for value in values)
-        if start in bases:
+        if start in whole:
             instead[values[0].name] = start
     backward.graph = _Rewriter(saved, dropped, instead).run()
     _save(saved, dropped, instead)
-    return left
 
 
 def _cones(saved: Saved, roots: set[Node]) -> dict[Node, Cone]:

@@ -233,7 +233,7 @@ def _plan_of(values: dict[str, Any]) -> Plan:
             **{name: CODES[values.get(name, "")] for name in QUANTIZED},
             **{
                 name: tuple(str(each) for each in values.get(name, ()))
-                for name in ("exact", "recomputed")
+                for name in ("exact", "recomputed", "offloaded")
             },
         }
     )

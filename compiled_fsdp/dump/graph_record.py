@@ -93,9 +93,10 @@ class GraphRecord:
     chunks: of each block that left it to costs in how many chunks its tokens travel, the "number"
         and the predicted "seconds" of each number, both ways; of the forward graph alone.
     choices: what the memory budget decided on, dearest first: "what" it is (a "slice", "keep": a
-        whole parameter, "save": an activation), "of" which unit or module, its "name", whether it
-        "is_kept" for backward, its "num_bytes", and the "seconds" that keeping it saves
-        (None where they are not known); of the backward graph or a whole step.
+        whole parameter, "save" or "offload": an activation, by what it would be given up for), "of"
+        which unit or module, its "name", whether it "is_kept" for backward, its "num_bytes", and the
+        "seconds" that keeping it saves (None where they are not known); of the backward graph or a
+        whole step.
     """
 
     kind: str

@@ -88,9 +88,9 @@ class GraphInfo:
     inline: why nothing was compiled once; "" if something was.
     chunks: of blocks whose tokens travel in as many chunks as costs say, the "number", and by
         number the predicted "seconds" of the block, both ways.
-    choices: what a memory budget decided on: "what" ("slice", "keep", "save"), "of" which unit or
-        module, its "name", whether it "is_kept" for backward, "num_bytes", and the "seconds" that
-        keeping it saves, None where they are not known.
+    choices: what a memory budget decided on: "what" ("slice", "keep", "save", or "offload", by what
+        it would be given up for), "of" which unit or module, its "name", whether it "is_kept" for
+        backward, "num_bytes", and the "seconds" that keeping it saves, None where they are not known.
     """
 
     kind: str
@@ -353,6 +353,8 @@ CHOICES = {  # by what it is, and whether it is kept
     ("keep", False): "parameters gathered again",
     ("save", True): "activations saved that could be computed again",
     ("save", False): "activations computed again",
+    ("offload", True): "activations on the device that could be on the host",
+    ("offload", False): "activations on the host from forward to backward",
 }
 
 
@@ -370,8 +372,10 @@ def _budgeted(graph: GraphInfo) -> list[str]:
         cost = f", {does} {1e3 * sum(seconds):.2f} ms" if seconds else ""
         alike: dict[str, list[int]] = {}
         for choice in found:
-            named = choice["name"] if what != "save" else re.sub(r"_\d+$", "", choice["name"])
-            place = re.sub(r"\d+", "*", f"{choice['of']} {named}" if what == "save" else named)
+            named = choice["name"]
+            if what in ("save", "offload"):
+                named = f"{choice['of']} {re.sub(r'_[0-9]+$', '', named)}"
+            place = re.sub(r"\d+", "*", named)
             alike.setdefault(place, []).append(choice["num_bytes"])
         most = sorted(alike.items(), key=lambda entry: -sum(entry[1]))
         names = ", ".join(f"{len(sizes)} of {name} {_mb(sum(sizes))}" for name, sizes in most[:6])

@@ -252,6 +252,10 @@ def as_in_torch(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return ALL_REDUCE, args, {}
     if target is schema.START_COPY:
         return schema.COPY_TO, args, {}
+    if target is schema.OFFLOAD:
+        return schema.COPY_TO, (args[0], HOST, args[1]), {}
+    if target is schema.RELOAD:
+        return schema.COPY_TO, (*args, False), {}
     if target is schema.ALL_GATHER and list(args[1]) == [args[0].meta["val"].numel()]:
         return ALL_GATHER, (args[0], *args[2:]), {}
     if target is schema.EXCHANGE:

@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from . import fakes, meta
-from .collectives import STARTS
-from .schema import GATHER_NEXT, MOMENTUM, UPDATE, traits_of
+from .collectives import HOST, STARTS
+from .schema import COPY_TO, GATHER_NEXT, MOMENTUM, OFFLOAD, RELOAD, UPDATE, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,6 +230,20 @@ def batches_of(graph: Graph, losses: Sequence[Node], ones: Sequence[Node]) -> di
         if node not in found:
             found[node] = min((found[u] for u in node.users), default=len(losses) - 1)
     return found
+
+
+def is_moved(node: Node) -> bool:
+    """Whether this is an activation on the host: copied there, or what a backward gets of it."""
+    if node.op == "placeholder":
+        return bool(node.users) and all(map(is_way_back, node.users))
+    is_host = node.target is OFFLOAD or (node.target is COPY_TO and node.args[1] == HOST)
+    return is_host and meta.get_tag(node) is None
+
+
+def is_way_back(node: Node) -> bool:
+    """Whether this copies an activation from the host to the device."""
+    is_copy = node.target is RELOAD or (node.target is COPY_TO and node.args[1] != HOST)
+    return is_copy and meta.get_tag(node) is None
 
 
 def erase_unused(root: Node, *targets: object) -> None:

@@ -37,6 +37,7 @@ _KEY = "fsdp"
 _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RETURNED, _ROOM, _AGAIN = "fsdp_returned", "fsdp_room", "fsdp_again"
+_OFFLOADED = "fsdp_offloaded"
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -224,6 +225,21 @@ def is_computed_again(node: Node) -> bool:
 def save_after_all(node: Node) -> None:
     """Take `compute_again` back."""
     node.meta.pop(_AGAIN, None)
+
+
+def offload(node: Node) -> None:
+    """Let a saved value of a joint graph be in host memory from forward to backward."""
+    node.meta[_OFFLOADED] = True
+
+
+def is_offloaded(node: Node) -> bool:
+    """Whether `offload` said so."""
+    return bool(node.meta.get(_OFFLOADED))
+
+
+def keep_on_device(node: Node) -> None:
+    """Take `offload` back."""
+    node.meta.pop(_OFFLOADED, None)
 
 
 def note_again(node: Node) -> None:

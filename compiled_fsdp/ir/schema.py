@@ -32,6 +32,8 @@ them.
 | `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
 | `copy_to(x, device, pins) -> copied` | between host memory, where an offloaded unit rests, and the device that computes |
 | `start_copy(x, device, pins) -> copied` | the same, started, not awaited |
+| `offload(x, pins) -> copied` | an activation to the host, started; awaited by the device, which alone reads it again |
+| `reload(x, device) -> copied` | it comes back to the device: started, not awaited |
 | `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
 | `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
 | `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
@@ -114,6 +116,8 @@ SCHEMAS = (
     "watch_heads(Tensor(a!) token, Tensor[] flats, SymInt num_outputs, str text) -> ()",
     "copy_to(Tensor x, str device, bool pins) -> Tensor",
     "start_copy(Tensor x, str device, bool pins) -> Tensor",
+    "offload(Tensor x, bool pins) -> Tensor",
+    "reload(Tensor x, str device) -> Tensor",
     "encode(Tensor[] pieces, str[] codes) -> Tensor",
     "decode(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "decode_sum(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
@@ -204,6 +208,8 @@ OURS = {
     "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
     "copy_to":                "0  -      -              kernel    -      no  no  -       no  yes",
     "start_copy":             "0  -      copy           kernel    -      no  no  -       no  yes",
+    "offload":                "0  -      copy           none      -      no  no  -       no  yes",
+    "reload":                 "0  -      copy           none      -      no  no  -       no  yes",
     "encode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode":                 "0  -      -              kernel    -      no  no  -       no  no",
     "decode_sum":             "0  -      -              kernel    -      no  no  -       no  no",
@@ -295,6 +301,8 @@ AGREE = fsdp.agree.default
 WATCH_HEADS = fsdp.watch_heads.default
 COPY_TO = fsdp.copy_to.default
 START_COPY = fsdp.start_copy.default
+OFFLOAD = fsdp.offload.default
+RELOAD = fsdp.reload.default
 ENCODE = fsdp.encode.default
 DECODE = fsdp.decode.default
 DECODE_SUM = fsdp.decode_sum.default

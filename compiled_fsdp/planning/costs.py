@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 
 # An update reads a shard, its gradient and two states, and writes all but the gradient (Adam's).
 UPDATE_PASSES = 7
+# Bytes a second between a device and pinned host memory, each way, where nothing is known of it: what
+# torch assumes (`torch._functorch.config.activation_offload_cpu_gpu_bw`), of PCIe 5.0 with 16 lanes,
+# which carries 63 GB/s; and what a core of a CPU copies.
+HOST_BANDWIDTH = 5e10
+COPIED_ON_CPU = 1e10
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}
 
 
@@ -77,6 +82,7 @@ class Costs:
         nothing.
     kernels: seconds of matmuls and attentions that were measured inside the model
         (`measure_kernels`), by `kernel`.
+    host: bytes a second that are copied between the device and pinned host memory, each way.
     """
 
     flops: float
@@ -85,6 +91,7 @@ class Costs:
     links: tuple[tuple[str, Link], ...]
     is_fused: bool = True
     kernels: tuple[tuple[str, float], ...] = ()
+    host: float = HOST_BANDWIDTH
 
     def link(self, group: str) -> Link:
         """The link of a group."""
@@ -167,13 +174,17 @@ class Costs:
         link = self.link(group)
         return link.seconds(sent, getattr(link, traits_of(start.target).price))
 
+    def copy(self, num_bytes: float) -> float:
+        """Seconds that so many bytes take to the host or back, beside what the device computes."""
+        return self.overhead + num_bytes / self.host
+
 
 def assumed(device: str) -> Costs:
     """Round numbers for where nothing was measured: a core of a CPU over a fast network, or a
     data-centre GPU over NVLink.
     """
     if device == "cpu":
-        return Costs(5e10, 1e10, 5e-6, (("", Link(1e-4, 1e9)),))
+        return Costs(5e10, 1e10, 5e-6, (("", Link(1e-4, 1e9)),), host=COPIED_ON_CPU)
     return Costs(3e14, 2e12, 5e-6, (("", Link(2e-5, 1e11)),))
 
 

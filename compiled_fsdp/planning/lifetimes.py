@@ -20,7 +20,7 @@ import torch
 
 from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.fusion import inlined, is_pointwise
-from compiled_fsdp.ir.graph import is_backward, output, placeholders
+from compiled_fsdp.ir.graph import is_backward, is_moved, output, placeholders
 from compiled_fsdp.ir.meta import get_tag, saved_for_backward
 from compiled_fsdp.ir.origins import key_of, num_bytes_of, source_of, tensors_of, unpacked
 from compiled_fsdp.ir.schema import (
@@ -242,7 +242,7 @@ class Lifetimes:
 
     def _input(self, node: Node, tensor: Tensor | None) -> Reads:
         """The storage of a placeholder; several may be views of one."""
-        if tensor is None or self._is_elsewhere(tensor):
+        if tensor is None or self._is_elsewhere(node, tensor):
             return ()
         place = self._places.get(node)
         key = ("value", key_of(tensor)) if place is None else ("place", place[0])
@@ -260,15 +260,15 @@ class Lifetimes:
             source = None if tensor is None else source_of(node, i)
             if source is not None:
                 found.append(self._leaves[source[0]][source[1]])
-            elif tensor is None or self._is_elsewhere(tensor):
+            elif tensor is None or self._is_elsewhere(node, tensor):
                 found.append(())
             else:
                 found.append((self._new(unpacked(node), num_bytes_of(tensor)),))
         return found
 
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
+    def _is_elsewhere(self, node: Node, tensor: Tensor) -> bool:
         """Whether it is in host memory beside a device that computes."""
-        return self._has_device and tensor.device.type == "cpu"
+        return is_moved(node) or (self._has_device and tensor.device.type == "cpu")
 
     def _begin_ahead(self) -> None:
         """The first gathers that the optimizer's step may start are under way when the graph

@@ -50,8 +50,9 @@ SIZES = {
     "split_bytes": "'auto' (from costs)",
     "own_message": "'auto' (from costs)",
     "reduction_bytes": "None (three times the largest reduction)",
+    "host_budget": "None (as many as the memory budget asks for)",
 }
-BY_BUDGET = "budget"  # of `recompute`
+BY_BUDGET = "budget"  # of `recompute` and `offload`
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
 REGIONS = ("auto", "off")
@@ -123,11 +124,18 @@ class Plan:
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
         With a budget, `reshard_after_forward=True` and None mean "may be dropped". With
         `recompute="budget"` 0.0 also means that all activations are computed again that may be.
-    kept: decided from it, one graph at a time: (unit, parameter) that backward gets from forward.
+    offload: "budget": saved activations may be in host memory from forward to backward, as far as
+        `memory_budget` has no room for them: in one order with what is gathered and computed again,
+        by what their copies leave exposed (`planning/offload.py`). On a CPU, whose memory is the
+        host's, nothing is copied. None: all saved activations are on the device.
+    host_budget: with it, the bytes of activations that each rank may have in host memory (pinned) at
+        once; None: as many as the memory budget asks for.
+    kept: decided from `memory_budget`, one graph at a time: (unit, parameter) that backward gets from forward.
     dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not
         even a slice fits.
     recomputed: likewise, storages that forward would save, by the node that allocates them, which
         backward computes again.
+    offloaded: likewise, storages that are on the host from forward to backward.
     costs: what computing and communicating cost, the same on every rank; None: measured in the
         first forward, see `calibrate`.
     gather_quantized: `torch.int8` or `torch.float8_e4m3fn`: parameters travel as codes of that
@@ -164,9 +172,12 @@ class Plan:
     record_routing: bool = False
     regions: str = "auto"
     memory_budget: float | None = None
+    offload: str | None = None
+    host_budget: int | None = None
     kept: tuple[tuple[str, str], ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     costs: Costs | None = None
     gather_quantized: torch.dtype | None = None
     reduce_quantized: torch.dtype | None = None
@@ -303,6 +314,7 @@ def _check_budget(plan: Plan) -> None:
             "activations are computed again. Set one, in bytes (an int) or as a float from 0.0 "
             "to 1.0"
         )
+    _check_offload(plan)
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (
         is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)
@@ -316,6 +328,26 @@ def _check_budget(plan: Plan) -> None:
             f"Plan: memory_budget={budget!r} is an int, so {budget} bytes above what is at rest, "
             f"and fewer than {LEAST_BUDGET} are no budget. For a share, write a float: 0.0 "
             "(nothing kept for backward) to 1.0"
+        )
+
+
+def _check_offload(plan: Plan) -> None:
+    """Activations are offloaded by a budget; nothing else is by a plan."""
+    if plan.offload not in (None, BY_BUDGET):
+        raise ValueError(
+            f"Plan: offload={plan.offload!r}; should be None, or {BY_BUDGET!r}, for saved "
+            "activations. Parameters and the optimizer's state rest on the host by CPUOffloadPolicy "
+            "(fully_shard) or CPUOffload (FullyShardedDataParallel)"
+        )
+    if plan.offload is not None and plan.memory_budget is None:
+        raise ValueError(
+            f"Plan: offload={BY_BUDGET!r} with memory_budget=None; a budget decides which "
+            "activations go to the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0"
+        )
+    if plan.host_budget is not None and plan.offload is None:
+        raise ValueError(
+            f"Plan: host_budget={plan.host_budget!r} with offload=None, so that nothing goes to the "
+            f"host. Set offload={BY_BUDGET!r}, or leave out host_budget"
         )
 
 
@@ -351,6 +383,8 @@ ASKED = (
     "record_routing",
     "regions",
     "memory_budget",
+    "offload",
+    "host_budget",
     "costs",
 )
 # What users set of the plan; `Plan.kept` is decided, not set.

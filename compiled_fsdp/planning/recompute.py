@@ -57,6 +57,7 @@ class Recompute:
     seconds: of what is computed again for it, once what it `needs` is there.
     scratch: bytes of the largest value in between, which nobody else reads.
     needs: other candidates that it is made of, by name.
+    reads: all saved storages that it is made of, by name.
     values: the saved values that lie in it, by name.
     sooner: what backward computes again anyway, and has to sooner for it, by name.
     """
@@ -67,6 +68,7 @@ class Recompute:
     seconds: float
     scratch: int
     needs: tuple[str, ...]
+    reads: tuple[str, ...]
     values: tuple[str, ...]
     sooner: tuple[str, ...]
 
@@ -173,6 +175,10 @@ class Saved:
             for place, (node, _) in enumerate(returned(output(self.forward)))
         )
 
+    def is_written(self, origin_node: Node) -> bool:
+        """Whether forward writes to a storage."""
+        return any(origin(node) is origin_node for node in self._written)
+
     def are_views(self, start: Node) -> bool:
         """Whether backward could make all values that are saved of a storage from the whole."""
         views = (view for value in self.origins[start] for view in _views(value, start))
@@ -204,7 +210,7 @@ class Saved:
                 if start in self.origins and not self.has(source) and start not in unsaved:
                     bases[start] = None
                 stack += self._missing(source, start, unsaved)
-        if not all(self._is_base(start) for start in bases):
+        if not all(self.is_base(start) for start in bases):
             return None
         nodes, starts = (sorted(each, key=self.place.__getitem__) for each in (found, origins))
         whole = tuple(start for start in bases if start.name not in self.inputs)
@@ -234,7 +240,7 @@ class Saved:
             return [] if self.has(source) else _views(source, start)
         return [] if source.name in self.inputs else [source]
 
-    def _is_base(self, start: Node) -> bool:
+    def is_base(self, start: Node) -> bool:
         """Whether a storage is saved as a whole, or could be in the place of views of it."""
         return start.name in self.inputs or (
             start.op == "call_function"
@@ -264,6 +270,7 @@ class Saved:
                     (_own_bytes(node) for node in cones[root].nodes if node is not root), default=0
                 ),
                 tuple(n.name for n in cones[root].origins if n in cones),
+                tuple(n.name for n in cones[root].origins),
                 tuple(value.name for value in self.origins[root]),
                 tuple(node.name for node in cones[root].passed if _own_bytes(node)),
             )

@@ -25,17 +25,12 @@ class Offload:
     @classmethod
     def beside(cls, device: torch.device, *, pins: bool) -> Offload:
         """For units that compute on `device`."""
-        return cls(device.type if is_apart(device) else "", pins)
+        return cls(device.type if copies.is_apart(device) else "", pins)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer on the host."""
         made = torch.zeros(numel, dtype=dtype, device=CPU)
         return copies.pinned(made) if self.pins else made
-
-
-def is_apart(device: torch.device) -> bool:
-    """Whether a device has memory of its own; tests say that the CPU has."""
-    return device.type != CPU.type
 
 
 def can_pin() -> bool:

@@ -39,7 +39,6 @@ from compiled_fsdp.ir.schema import (
     MARK_GRADS,
     REDUCE_GRAD,
     REDUCE_LATER,
-    START_COPY,
     STEP,
     UNSHARD_SLICE,
     param_spec,
@@ -451,7 +450,7 @@ def _expression(node: Node, run: Expressions, exprs: dict[Node, Expr]) -> Expr:
         return exprs[argument] if isinstance(argument, torch.fx.Node) else argument
 
     op, *arguments = cast("tuple[Any, ...]", comm.as_in_torch(node))
-    if op is comm.WAIT and node.all_input_nodes[0].target is START_COPY:
+    if op is comm.WAIT and traits_of(node.all_input_nodes[0].target).starts == "copy":
         return exprs[node.all_input_nodes[0]]
     args, kwargs = (torch.fx.node.map_aggregate(a, read) for a in arguments)
     if is_sum(node) and all(a.terms for a in args):

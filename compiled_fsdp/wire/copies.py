@@ -1,8 +1,11 @@
-"""Copies between host memory, where offloaded units rest, and the device that computes.
+"""Copies between host memory, where offloaded units rest and activations go, and the device that
+computes.
 
 A copy is started on a stream of its own, one for each direction, and awaited as a collective is:
 what is copied to the device, by the device's current stream, so that the host runs on; what is
-copied to the host, by the host, which reads it next (the optimizer's step).
+copied to the host, by the host, which reads it next (the optimizer's step). An activation is read
+by the device alone, when it is copied back: so the device's stream awaits it, behind which its memory
+there may be used for something else.
 
 [Note: host memory under way]
 A copy out of pinned memory reads it after the host has moved on. So `settle` waits for those before
@@ -34,18 +37,19 @@ class Copy(PythonWork):  # type: ignore[misc]
     """A copy under way.
 
     event: recorded behind it.
+    is_for_host: whether the host is to read it.
     holds: what it reads and writes.
     """
 
-    def __init__(self, event: Any, device: torch.device, is_to_host: bool, *holds: Tensor) -> None:
+    def __init__(self, event: Any, device: torch.device, is_for_host: bool, *holds: Tensor) -> None:
         super().__init__()
-        self.event, self.device, self.is_to_host = event, device, is_to_host
+        self.event, self.device, self.is_for_host = event, device, is_for_host
         self.holds: tuple[Tensor, ...] = holds
         _under_way.add(self)
 
     def wait(self, timeout: object = None) -> bool:
         """Let the host wait for what it is to read, else the device's current stream."""
-        if self.is_to_host:
+        if self.is_for_host:
             self.event.synchronize()
         else:
             _module(self.device).current_stream(self.device).wait_event(self.event)
@@ -54,9 +58,18 @@ class Copy(PythonWork):  # type: ignore[misc]
         return True
 
 
-def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
+def is_apart(device: torch.device) -> bool:
+    """Whether a device has memory of its own; tests say that the CPU has."""
+    return device.type != "cpu"
+
+
+def begin(
+    source: Tensor, device: str, pins: bool, *, is_for_device: bool = False
+) -> tuple[Tensor, Any]:
     """Start to copy a tensor to a type of device, or to the host, into pinned memory if `pins`; the
     copy, and a `Work` to await it by.
+
+    is_for_device: what goes to the host is not read there.
     """
     is_to_host = device == HOST
     on = source.device if is_to_host else _current(device)
@@ -68,6 +81,8 @@ def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
     with module.stream(stream):
         copied.copy_(source, non_blocking=True)
         event = stream.record_event()
+    if is_for_device:
+        return copied, Copy(event, on, False, source, copied)
     if is_to_host:
         source.record_stream(stream)
         return copied, Copy(event, on, True, copied)
@@ -76,7 +91,9 @@ def begin(source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
 
 
 def _empty(like: Tensor, device: torch.device, pins: bool) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=device, pin_memory=pins)
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=device, pin_memory=pins
+    )
 
 
 def settle() -> None:

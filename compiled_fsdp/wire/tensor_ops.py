@@ -160,8 +160,34 @@ def _start_copy(x: Tensor, device: str, pins: bool) -> Tensor:
     return copied
 
 
+@kernel("offload")
+def _offload(x: Tensor, pins: bool) -> Tensor:
+    copied, work = copies.begin(x, comm.HOST, pins, is_for_device=True)
+    register_work(copied, work)
+    return copied
+
+
+@kernel("reload")
+def _reload(x: Tensor, device: str) -> Tensor:
+    copied, work = copies.begin(x, device, False)
+    register_work(copied, work)
+    return copied
+
+
+@fake("offload")
+def _offload_fake(x: Tensor, pins: bool) -> Tensor:
+    return _copy_fake(x, comm.HOST, pins)
+
+
+@fake("reload")
+def _reload_fake(x: Tensor, device: str) -> Tensor:
+    return _copy_fake(x, device, False)
+
+
 def _copy_fake(x: Tensor, device: str, pins: bool) -> Tensor:
-    return x.new_empty(x.shape, device="cpu" if device == comm.HOST else device)
+    """Of the same strides: an activation is read again as it was."""
+    where = "cpu" if device == comm.HOST else device
+    return x.new_empty_strided(x.shape, x.stride(), device=where)
 
 
 for _copy in ("copy_to", "start_copy"):

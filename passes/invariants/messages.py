@@ -18,7 +18,9 @@ from compiled_fsdp.ir.schema import (
     CHECKSUM,
     COMPARE,
     GATHER_AHEAD,
+    OFFLOAD,
     REDUCE_LATER,
+    RELOAD,
     START_COPY,
     TO_LOWER,
     WATCH_HEADS,
@@ -61,7 +63,7 @@ def waited_once(gm: GraphModule, plan: Plan) -> Violations:
 
 def copied_once(gm: GraphModule, plan: Plan) -> Violations:
     """Every copy to or from the host is awaited exactly once, and nothing else reads its result."""
-    for node in find(gm.graph, START_COPY):
+    for node in find(gm.graph, START_COPY, OFFLOAD, RELOAD):
         if [user.target for user in node.users] != [WAIT]:
             yield node, f"%{node.name} is read by {[f'%{u.name}' for u in node.users]}"
 

@@ -159,6 +159,12 @@ CASES: dict[str, Callable[[], object]] = {
     "a budget below nothing": lambda: Plan(memory_budget=-1),
     "a budget of more than all": lambda: Plan(memory_budget=1.5),
     "a budget by word": lambda: Plan(memory_budget="8 GiB"),
+    "the optimizer's state by a budget": lambda: Plan(memory_budget=0.5, offload="optimizer"),
+    "offload without a budget": lambda: Plan(offload="budget"),
+    "a host's budget alone": lambda: Plan(memory_budget=0.5, host_budget=1 << 30),
+    "a host's budget by word": lambda: Plan(
+        memory_budget=0.5, offload="budget", host_budget="8 GiB"
+    ),
     "endless reductions": lambda: Plan(reduces_in_flight=float("inf")),
     "backward prefetch by nan": lambda: Plan(backward_prefetch=float("nan")),
     "planned with another field": lambda: planned(prefetch_units=2),
@@ -475,6 +481,27 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "Plan: memory_budget='8 GiB'; should be bytes (an int), or a float from 0.0 (nothing kept "
         "for backward) to 1.0",
     ),
+    "the optimizer's state by a budget": (
+        ValueError,
+        "Plan: offload='optimizer'; should be None, or 'budget', for saved activations. Parameters "
+        "and the optimizer's state rest on the host by CPUOffloadPolicy (fully_shard) or CPUOffload "
+        "(FullyShardedDataParallel)",
+    ),
+    "offload without a budget": (
+        ValueError,
+        "Plan: offload='budget' with memory_budget=None; a budget decides which activations go to "
+        "the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0",
+    ),
+    "a host's budget alone": (
+        ValueError,
+        "Plan: host_budget=1073741824 with offload=None, so that nothing goes to the host. Set "
+        "offload='budget', or leave out host_budget",
+    ),
+    "a host's budget by word": (
+        ValueError,
+        "Plan: host_budget='8 GiB'; should be a number of bytes, at least 0, or None (as many as "
+        "the memory budget asks for)",
+    ),
     "endless reductions": (
         ValueError,
         "Plan: reduces_in_flight=inf; should be a number of units, at least 0, or 'auto' (from "
@@ -490,8 +517,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "planned: ['prefetch_units'] are no fields of Plan; it has ['prefetch', "
         "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
         "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'overlap_exchanges', "
-        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'kept', 'dropped', "
-        "'recomputed', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
+        "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'offload', 'host_budget', "
+        "'kept', 'dropped', 'recomputed', 'offloaded', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
     ),
     "planned with a bad value": (
         ValueError,

@@ -62,13 +62,14 @@ def test_a_line_a_pass(logger, caplog):
     with mock.patch("compiled_fsdp.dump.writer._number", 0):
         step(torch.compile(build(), backend=BACKEND))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp"]
-    assert lines[:11] == [
+    assert lines[:12] == [
         "000_joint number_batches: no change",
         "000_joint dedup_unshard: no change",
         "000_joint join_grads: no change",
         "000_joint choose_collectives: no change",
         "000_joint reshard: no change",
         "000_joint mark_recomputed: no change",
+        "000_joint mark_offloaded: no change",
         "000_joint note_heads: no change",
         "000_joint name_groups: no change",
         "001_forward lower: nodes 12 -> 24",
@@ -175,7 +176,7 @@ def test_artifacts_in_torchs_trace(traced):
         "string",
     )
     assert payload.startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, HEADS_NOTED, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())

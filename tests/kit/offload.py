@@ -9,6 +9,7 @@ or writes to the source too early, computes NaN or something else.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
@@ -20,7 +21,6 @@ from compiled_fsdp.fsdp2 import api
 from compiled_fsdp.ir.collectives import HOST
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.groups import PythonWork
-from compiled_fsdp.units import offload
 from compiled_fsdp.wire import copies
 
 if TYPE_CHECKING:
@@ -39,26 +39,44 @@ class Late(PythonWork):  # type: ignore[misc]
 
     def wait(self, timeout: object = None) -> bool:
         with torch.inference_mode(mode=False), torch.no_grad():
-            torch.neg(self.source, out=self.copied)
+            self.copied.copy_(turned(self.source))
         Late.under_way.discard(self)
         return True
 
 
+def turned(values: Tensor) -> Tensor:
+    """What stands for values in the other memory."""
+    return -values if values.is_floating_point() else ~values
+
+
 class Copies:
-    """How many were begun, and the most that were under way at once."""
+    """How many were begun, the most that were under way at once, and the most bytes of activations
+    that were on the host.
+    """
 
     def __init__(self) -> None:
         self.num_begun = 0
         self.most_under_way = 0
+        self.most_on_host = 0
+        self._on_host = 0
 
-    def begin(self, source: Tensor, device: str, pins: bool) -> tuple[Tensor, Any]:
-        copied = torch.full_like(
-            source, torch.nan, memory_format=torch.contiguous_format, requires_grad=False
-        )
+    def begin(
+        self, source: Tensor, device: str, pins: bool, *, is_for_device: bool = False
+    ) -> tuple[Tensor, Any]:
+        copied = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+        copied.fill_(torch.nan if source.is_floating_point() else 1)
         work = Late(source.detach(), copied, device == HOST)
         self.num_begun += 1
+        if is_for_device:
+            num_bytes = copied.nbytes
+            self._on_host += num_bytes
+            self.most_on_host = max(self.most_on_host, self._on_host)
+            weakref.finalize(copied.untyped_storage(), self._gone, num_bytes)
         self.most_under_way = max(self.most_under_way, len(Late.under_way))
         return copied, work
+
+    def _gone(self, num_bytes: int) -> None:
+        self._on_host -= num_bytes
 
 
 @contextmanager
@@ -66,7 +84,7 @@ def beside_host() -> Iterator[Copies]:
     """For units that are made inside."""
     seen = Copies()
     with (
-        mock.patch.object(offload, "is_apart", return_value=True),
+        mock.patch.object(copies, "is_apart", return_value=True),
         mock.patch.object(copies, "begin", seen.begin),
         mock.patch.object(torch.Tensor, "pin_memory", Tensor.clone),
         mock.patch.object(api, "can_pin", return_value=True),

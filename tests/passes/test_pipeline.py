@@ -132,7 +132,7 @@ class TestPipeline(GraphTest):
     def test_every_option_of_the_plan_is_consumed(self):
         """By a pass, as its entry says, or by one of the two decisions before."""
         declared = {option for entry in PIPELINE for option in entry.consumes}
-        before = {"Plan.memory_budget", "Plan.recompute"}
+        before = {"Plan.memory_budget", "Plan.recompute", "Plan.offload", "Plan.host_budget"}
         self.assertEqual(
             {o for o in declared if o.startswith("Plan.")} | before, {*map("Plan.{}".format, ASKED)}
         )

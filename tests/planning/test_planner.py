@@ -330,25 +330,34 @@ CHANGES = {
     "record_routing": True,
     "regions": "off",
     "memory_budget": 0.5,
+    "offload": "budget",
+    "host_budget": 3,
     "kept": (("u", "w"),),
     "dropped": (("u", "w"),),
     "recomputed": ("mm",),
+    "offloaded": ("mm",),
     "costs": costs(1.0, 1.0),
     "gather_quantized": torch.int8,
     "reduce_quantized": torch.float8_e4m3fn,
     "exact": ("head.*",),
     "check": "checksums",
 }
+WITH = {  # what a field cannot be without
+    "offload": {"memory_budget": 0.5},
+    "host_budget": {"memory_budget": 0.5, "offload": "budget"},
+}
 
 
 def test_every_field_is_part_of_the_compile_caches_key():
     """Of the plan, of its costs, and of each link."""
     assert [f.name for f in fields(Plan)] == list(CHANGES)
-    plans = [Plan(**{name: changed}) for name, changed in CHANGES.items()]
+    plans = [Plan(**{name: changed}, **WITH.get(name, {})) for name, changed in CHANGES.items()]
     machine = costs(1.0, 1.0)
     ((_, link),) = machine.links
     links = [replace(link, **{f.name: 7.0}) for f in fields(Link)]
-    machines = [replace(machine, **{name: 7.0}) for name in ("flops", "bandwidth", "overhead")]
+    machines = [
+        replace(machine, **{name: 7.0}) for name in ("flops", "bandwidth", "overhead", "host")
+    ]
     machines += [machine.fused(False), replace(machine, kernels=(("mm", 7.0),))]
     machines += [replace(machine, links=(("shard", changed),)) for changed in links]
     assert len(machines) == len(fields(Costs)) - 1 + len(links)

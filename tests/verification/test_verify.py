@@ -42,8 +42,10 @@ from compiled_fsdp.ir.schema import (
     GATHER_NEXT,
     MARK_GRADS,
     MOMENTUM,
+    OFFLOAD,
     ORTHOGONALIZE,
     REDUCE_LATER,
+    RELOAD,
     START_COPY,
     TO_OWNERS,
     UPDATE,
@@ -132,6 +134,40 @@ def without_matrices(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+HOSTED = Plan(memory_budget=1.0, offload="budget", host_budget=64)
+
+
+def there_and_back(case: str = "") -> GraphModule:
+    """A value [4, 4] that goes to the host and comes back, with something wrong in this case."""
+    hand = Hand()
+    x, y = hand.input("x", 4, 4), hand.input("y", 4, 4)
+    a = hand(aten.mm.default, x, y)
+    start = hand(OFFLOAD, a, False)
+    if case == "copied twice":
+        hand(WAIT, hand(OFFLOAD, a, False))
+    hand.compute(a)
+    if case == "written":
+        hand(aten.copy_.default, a, y)
+    moved = hand(WAIT, start)
+    if case == "read late":
+        hand.compute(a)
+    source = {"never there": hand.compute(y), "not awaited there": start}.get(case, moved)
+    other = hand(WAIT, hand(OFFLOAD, y, False)) if case == "beside each other" else None
+    if case == "left there":
+        return hand.returns(y)
+    back = hand(RELOAD, source, "cpu")
+    found = [hand.compute(hand(WAIT, back))]
+    if case == "after each other":
+        other = hand(WAIT, hand(OFFLOAD, y, False))
+    if other is not None:
+        found.append(hand(WAIT, hand(RELOAD, other, "cpu")))
+    if case == "back twice":
+        found.append(hand(WAIT, hand(RELOAD, moved, "cpu")))
+    if case in ("read there", "not awaited"):
+        found.append(hand.compute(moved if case == "read there" else back))
+    return hand.returns(*found, *([a] if case == "saved" else []))
+
+
 class TestVerify(GraphTest):
     def assertBroken(self, gm: GraphModule, expected: str, plan: Plan = PLAN) -> None:
         with self.assertRaises(GraphInvariantError) as caught:
@@ -196,6 +232,45 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
    %neg_default: f32[4] = neg(%start_copy_default)
    return [%neg_default]""",
         )
+
+    def assertSaid(self, cases: dict[str, str]) -> None:
+        """What is said of each way in which an activation's way there and back is broken."""
+        verify(there_and_back(), HOSTED)
+        for case, said in cases.items():
+            with self.subTest(case), self.assertRaisesRegex(GraphInvariantError, said):
+                verify(there_and_back(case), HOSTED)
+
+    def test_free_where_awaited(self):
+        self.assertSaid(
+            {
+                "copied twice": "%offload_default_1 copies %mm_default, which %offload_default has",
+                "saved": "%mm_default is saved on the device too, beside %offload_default",
+                "read late": "%neg_default_1 reads %mm_default behind the wait for its copy",
+                "written": "%copy__default writes to %mm_default, which %offload_default copies",
+            }
+        )
+
+    def test_back_once(self):
+        self.assertSaid(
+            {
+                "back twice": r"%wait_tensor_default is read by \['%reload_default', '%reload_",
+                "read there": r"%wait_tensor_default is read by \['%reload_default', '%neg_def",
+                "left there": r"%wait_tensor_default is read by \[\]",
+                "never there": "%reload_default copies %neg_default, which is not on the host",
+                "not awaited": r"%reload_default is read by \['%wait_tensor_default_1', '%neg_",
+                "not awaited there": r"%offload_default is read by \['%wait_tensor_default', '%r",
+            }
+        )
+
+    def test_within_host_budget(self):
+        """64 bytes there and back; others may follow, but not beside them."""
+        verify(there_and_back("after each other"), HOSTED)
+        for case, budget in (("", 63), ("beside each other", 64)):
+            with self.assertRaisesRegex(
+                GraphInvariantError, f"bytes are on the host at once; host_budget={budget}"
+            ):
+                verify(there_and_back(case), replace(HOSTED, host_budget=budget))
+        verify(there_and_back("beside each other"), replace(HOSTED, host_budget=128))
 
     def test_never_waited(self):
         hand = Hand()

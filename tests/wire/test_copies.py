@@ -123,6 +123,24 @@ def test_to_the_host(device: Device) -> None:
     assert device.log[4:] == ["the host waits for an event"]
 
 
+def test_an_activation_to_the_host(device: Device) -> None:
+    """The device's stream waits, not the host; until then the source is held, not kept for another
+    stream, so that its memory is free behind the wait. What comes back has the same strides.
+    """
+    source = torch.empty(4, 2, device="cuda").t()
+    copied, work = copies.begin(source, copies.HOST, False, is_for_device=True)
+    assert (copied.device.type, copied.stride()) == ("cpu", (1, 2))
+    assert device.log == ["aside waits for main", "late copy on aside", "event on aside"]
+    assert any(held is source for held in work.holds)
+    work.wait()
+    assert device.log[3:] == ["main waits for an event"]
+    assert not work.holds
+    copies.settle()
+    assert device.log[4:] == [], "nothing reads the host's memory"
+    back, _ = copies.begin(copied, "cuda", False)
+    assert back.stride() == (1, 2)
+
+
 def test_one_stream_for_each_direction(device: Device) -> None:
     one: Any = torch.device("cuda", 0)
     assert copies._stream(one, True) is copies._stream(one, True)

@@ -172,4 +172,5 @@ def test_no_cuda_graph_replays_what_the_host_has_to_do() -> None:
         "verdict_",
         "note_counts_",
     }
-    assert tagged == users | units | {"agree", "watch_heads", "copy_to", "start_copy"}
+    copies = {"copy_to", "start_copy", "offload", "reload"}
+    assert tagged == users | units | copies | {"agree", "watch_heads"}
