@@ -1,0 +1,102 @@
+"""What stands around a compiled unit, or is computed with its parameters, and is autograd's or
+torch's own: hooks for saved tensors, checkpoints of a compiled call, ops with effects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kit.beside import Net, Side, beside
+from kit.harness import SLOW
+from kit.oracle import message
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from kit.pool import Pool
+
+
+# -- hooks for saved tensors: what backward gets is not the flat buffer itself
+
+
+def checkpoint_of_model(side: Side) -> None:
+    model = side.shard(Net(), "a", "b")
+    call = side.compile(model)
+    side.train(lambda x: checkpoint(call, x, use_reentrant=False), model)
+
+
+def checkpoint_of_wrapper(side: Side) -> None:
+    model = side.wrap(Net(), "a", "b")
+    call = side.compile(model)
+    side.train(lambda x: checkpoint(call, x, use_reentrant=False), model)
+
+
+def wrapped_blocks(side: Side) -> None:
+    """Blocks are compiled, and then wrapped."""
+    model = Net()
+    for name in ("a", "b"):
+        layer = side.shard(model.get_submodule(name))
+        if side.kind == "compiled":
+            layer.compile(backend="compiled_fsdp_eager")
+        setattr(model, name, checkpoint_wrapper(layer))
+    side.train(side.shard(model), model)
+
+
+def aliases(side: Side) -> None:
+    model = side.shard(Net(), "a", "b")
+    call = side.compile(model)
+
+    def run(x: Tensor) -> Any:
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            return call(x)
+
+    side.train(run, model)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [checkpoint_of_model, checkpoint_of_wrapper, wrapped_blocks, aliases],
+    ids=lambda script: script.__name__,
+)
+def test_hooks_for_saved_tensors(two: Pool, script: Any) -> None:
+    two.run(beside, script)
+
+
+def test_a_copied_buffer_is_refused(two: Pool) -> None:
+    two.run(copied)
+
+
+def copied() -> None:
+    side = Side("compiled")
+    call = side.compile(side.shard(Net(), "a", "b"))
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = call(side.batch(0)).sum()
+    text = message(loss.backward)
+    assert "no unit owns the flat buffer" in text
+    assert "Hooks for saved tensors (save_on_cpu) copy it" in text
+
+
+# -- ops with effects: a graph has tokens, which are None where it runs
+
+
+def orthogonal(side: Side) -> None:
+    """`linalg.solve` in forward, which checks for errors, in two units."""
+    model = Net()
+    for layer in (model.a, model.b):
+        nn.utils.parametrizations.orthogonal(layer, orthogonal_map="cayley")
+    side.train(side.compile(side.shard(model, "b"), fullgraph=True), model)
+
+
+def test_ops_with_effects(two: Pool) -> None:
+    two.run(beside, orthogonal)
+
+
+def test_ops_with_effects_by_inductor(two: Pool) -> None:
+    two.run(by_inductor, timeout=SLOW)
+
+
+def by_inductor() -> None:
+    beside(orthogonal, kinds=("inductor",))
