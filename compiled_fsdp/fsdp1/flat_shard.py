@@ -140,9 +140,10 @@ class FlatShard(ShardedParam):
                     member.module, member.name, view.detach() if self.is_frozen(member) else view
                 )
                 if self.keeper._use_orig_params:
-                    shown = member.module.__dict__[member.name]
+                    shown = member.module.__dict__.pop(member.name)
                     member.module._parameters[member.name] = shown
                     self._views_shown.append(shown)
+        self._register_flat(full)
         self.is_shown = True
 
     def _views(self, full: Tensor) -> list[Tensor]:
@@ -169,13 +170,19 @@ class FlatShard(ShardedParam):
             log_post_backward(self.root, self.keeper, logger)
 
     def hide(self) -> None:
-        """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but
-        the flat parameter itself.
-        """
+        """Show the sharded parameters; without `use_orig_params` that is the flat parameter."""
         if self.is_shown and self.keeper._use_orig_params:
             self.keeper._use_sharded_views()
+        if self.is_shown:
+            self._register_flat(self.sharded)
         self.is_shown = False
         self._views_shown = []
+
+    def _register_flat(self, flat: nn.Parameter) -> None:
+        """Without `use_orig_params`: what `parameters()` gives of the wrapped module."""
+        if not self.keeper._use_orig_params:
+            module: Any = self.root.module
+            module._parameters["_flat_param"] = flat
 
     def begin_backward(self) -> None:
         """Show views as in forward: activation checkpointing inside the instance computes with them
