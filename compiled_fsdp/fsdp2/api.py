@@ -259,7 +259,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
             return
         seen.add(id(module))
         for child in module.children():
-            if id(child) not in seen and get_state(child) is None:
+            if id(child) not in seen and get_state(uncompiled(child)) is None:
                 visit(child)
         found[id(module)] = module
 
