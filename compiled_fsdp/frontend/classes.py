@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.torch_private.dtensors import starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
-from compiled_fsdp.units.registered import Watched
+from compiled_fsdp.units.registered import Registered, Watched
 from compiled_fsdp.units.unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def _accessors(
             # `torch.cond` has read the module: what it found there it keeps by where it was found.
             table = owner._parameters
             is_replaced = isinstance(table, Watched) and name in table.replaced
+            if READS_DICTS and name in owner.__dict__ and isinstance(table, Registered):
+                return _held(self, name)
             if name in handles and not is_replaced:
                 handle = handles[name]
                 if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow

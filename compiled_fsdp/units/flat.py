@@ -520,7 +520,10 @@ class FlatBuffer:
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         replaced = [
-            a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
+            a
+            for a, p in zip(locals_, self.params, strict=True)
+            if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
+            or (a.numel() and a.data_ptr() != self.local_view(flat, p).data_ptr())
         ]
         if not replaced:
             return

@@ -207,5 +207,6 @@ class ShardedParam:
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what the owning modules hold, where users have not put something else."""
         self.registered_as = param
+        param._fsdp_is_units = True  # type: ignore[attr-defined]
         for module, name in self.owners:
             registered(module).show(name, param)

@@ -51,6 +51,9 @@ TIED = (
     "parameters() of a module that fully_shard was not given comes to one tied parameter under two "
     "names, and would yield it twice. Iterate over the parameters of the sharded module around it"
 )
+TIED_INSIDE = "a forward registers a sharded parameter under another name, which ties the two"
+# Dynamo forgets what comes back under a name that was removed in the same frame, sharded or not.
+REMOVED = "a forward removes a sharded parameter from its module"
 FLAT = (
     "a forward iterates over parameters of its own FullyShardedDataParallel instance, which has them "
     "as one flat parameter (use_orig_params=False)"
@@ -85,6 +88,8 @@ class Watched(dict[str, Any]):
             if value is self.shown[name]:
                 self.replaced.pop(name, None)
             else:
+                if isinstance(value, nn.Parameter) and getattr(value, "_fsdp_is_units", False):
+                    torch._dynamo.graph_break(msg=TIED_INSIDE)
                 self.replaced[name] = True
             super().__setitem__(name, value)
         else:
@@ -101,13 +106,13 @@ class Watched(dict[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         if name in self.shown and torch.compiler.is_dynamo_compiling():
-            self.replaced[name] = True
+            torch._dynamo.graph_break(msg=REMOVED)
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
         """Remove a name."""
         if name in self.shown and torch.compiler.is_dynamo_compiling():
-            self.replaced[name] = True
+            torch._dynamo.graph_break(msg=REMOVED)
         return super().pop(name, *default)
 
     def items(self) -> Any:
