@@ -126,7 +126,7 @@ def _accessors(
             # `torch.cond` has read the module: what it found there it keeps by where it was found.
             table = owner._parameters
             is_replaced = isinstance(table, Watched) and name in table.replaced
-            if READS_DICTS and name in owner.__dict__ and isinstance(table, Registered):
+            if READS_DICTS and isinstance(table, Registered) and name in owner.__dict__:
                 return _held(self, name)
             if name in handles and not is_replaced:
                 handle = handles[name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compiled_fsdp.units.flat import FlatBuffer
 from compiled_fsdp.units.handles import OPEN, Handle
+from compiled_fsdp.units.hooks import say_uncalled_flat
 from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
@@ -287,6 +288,7 @@ class FlatShardBuffer(FlatBuffer):
         views.
         """
         self.unit.has_gradients = True
+        say_uncalled_flat(self.shard.names, self.shard.held_as)
         self.hide_unreduced()
         if params and self.keeper.flat_param.requires_grad:
             accumulate(self.keeper, flat_grad)

@@ -27,6 +27,7 @@ from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.kernels import Piece, set_owner
 
 from .gathers import PieceGather
+from .hooks import say_uncalled
 from .in_flight import Arrival
 from .layout import FlatLayout
 from .mesh import MeshInfo
@@ -370,6 +371,7 @@ class FlatBuffer:
         """
         self.settle()
         self.unit.has_gradients = True
+        say_uncalled(params)
         if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
             program.finish()
             self.accumulate_grad(flat_grad.tensor, params)
@@ -394,6 +396,7 @@ class FlatBuffer:
         """
         self.settle()
         self.unit.has_gradients = True
+        say_uncalled(params)
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
             buffer = None if fresh else self._gradient_buffer(params)

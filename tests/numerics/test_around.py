@@ -4,9 +4,11 @@ torch's own: hooks for saved tensors, checkpoints of a compiled call, ops with e
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed as dist
 from kit.beside import Net, Side, beside
 from kit.harness import SLOW
 from kit.oracle import message
@@ -16,6 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kit.pool import Pool
 
 
@@ -77,6 +81,68 @@ def copied() -> None:
     text = message(loss.backward)
     assert "no unit owns the flat buffer" in text
     assert "Hooks for saved tensors (save_on_cpu) copy it" in text
+
+
+# -- hooks on parameters: autograd computes no gradient of what is sharded
+
+
+def halve(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+def hooked(side: Side, is_wrapped: bool, when: str) -> list[str]:
+    model = Net()
+    if when == "before":
+        model.b.weight.register_hook(halve)
+    model = side.wrap(model) if is_wrapped else side.shard(model)
+    if when == "after":
+        next(model.parameters()).register_hook(halve)
+    return said(lambda: side.compile(model)(side.batch(0)).sum().backward())
+
+
+def said(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught]
+
+
+HOOKS = {
+    "before": "hooks that were registered on b.weight before it was sharded are never called",
+    "after": "hooks of register_hook on a.weight are never called",
+}
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("when", HOOKS)
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["fully_shard", "wrapper"])
+def test_hooks_that_nobody_calls_are_announced(
+    two: Pool, is_wrapped: bool, when: str, kind: str
+) -> None:
+    two.run(announced, is_wrapped, when, kind)
+
+
+def announced(is_wrapped: bool, when: str, kind: str) -> None:
+    texts: list[str] = []
+    texts += said(lambda: texts.extend(hooked(Side(kind), is_wrapped, when)))
+    expected = "hooks on parameters of a FullyShardedData" if is_wrapped else HOOKS[when]
+    if dist.get_rank() == 0:
+        assert any(expected in text for text in texts), texts
+
+
+def test_hooks_after_accumulation_are_called_and_nothing_is_said(two: Pool) -> None:
+    two.run(called)
+
+
+def called() -> None:
+    for kind in ("eager", "compiled"):
+        side, seen = Side(kind), []
+        model = side.shard(Net(), "a", "b")
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(seen.append)
+        texts = said(lambda side=side, m=model: side.compile(m)(side.batch(0)).sum().backward())
+        assert len(seen) == 6
+        assert not any("hooks" in text for text in texts)
 
 
 # -- ops with effects: a graph has tokens, which are None where it runs
