@@ -69,6 +69,7 @@ class FullParams:
     ahead_of: what they were started ahead of, for errors.
     kept: checksums of the flat buffers when full parameters began to be kept for another forward.
     num_gathered: how often full parameters were registered.
+    num_compiled: how often a compiled call of the unit, or around it, has begun.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
@@ -90,7 +91,7 @@ class FullParams:
         self.checksums: list[tuple[FlatBuffer, Tensor]] = []
         self.kept: list[tuple[FlatBuffer, Tensor]] = []
         self.ahead_of = IN_FORWARD
-        self.num_gathered = 0
+        self.num_gathered = self.num_compiled = 0
         self.extensions: dict[ShardedParam, Extension] = {}
         self.pending_extensions: list[
             tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]

@@ -182,21 +182,23 @@ def written_in_forward() -> None:
     model.reset_iter_state()
 
 
-def test_late_wait(two: Pool) -> None:
-    two.run(late_wait)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_late_wait(two: Pool, is_compiled: bool) -> None:
+    two.run(late_wait, is_compiled)
 
 
-def late_wait() -> None:
-    """A handle whose unit has run its forward meanwhile changes nothing."""
+def late_wait(is_compiled: bool) -> None:
+    """A handle whose unit has run its forward meanwhile, be it in a graph, changes nothing."""
     model = seeded(net)
     shard(model, model[0], model[2])
+    call = torch.compile(model, backend="compiled_fsdp_eager") if is_compiled else model
     handle = model[0].unshard(async_op=True)
-    loss = model(torch.ones(2, 4)).sum()
+    loss = call(torch.ones(2, 4)).sum()
     handle.wait()
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
     other = model[0].unshard(async_op=True)
-    model(torch.ones(2, 4)).sum().backward()
+    call(torch.ones(2, 4)).sum().backward()
     other.wait()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
