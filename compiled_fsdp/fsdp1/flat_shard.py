@@ -152,7 +152,10 @@ class FlatShard(ShardedParam):
         return [views[member.index] for member in self.members]
 
     def end_forward(self) -> None:
-        """Show the sharded parameters again, for strategies that reshard after forward."""
+        """Show the sharded parameters again, for strategies that reshard after forward; the flat
+        parameter always.
+        """
+        self._register_flat(self.sharded)
         if self.hides_after_forward:
             self.hide()
 

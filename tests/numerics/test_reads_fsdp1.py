@@ -11,9 +11,9 @@ import pytest
 import torch
 from kit.beside import WIDTH, Net, Side, beside
 from kit.oracle import each
-from kit.oracle_fsdp1 import Api
+from kit.oracle_fsdp1 import Api, same
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.func import functional_call
 
 if TYPE_CHECKING:
@@ -122,6 +122,43 @@ def script(side: Side, kind: Any, use_orig_params: bool) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Afterwards(nn.Module):
+    """Iterates over parameters of a unit that is inside, and whose forward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Net(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        result: Tensor = self.last(y) * (sum(p.numel() for p in self.inner.parameters()) / 50)
+        return result
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_after_a_forward(two: Pool, strategy: str, use_orig_params: bool) -> None:
+    """What is registered then depends on the strategy."""
+    two.run(same, after_a_forward, strategy, use_orig_params)
+
+
+def after_a_forward(api: Api, strategy: str, use_orig_params: bool) -> Any:
+    torch.manual_seed(0)
+    options = {
+        "use_orig_params": use_orig_params,
+        "sharding_strategy": getattr(ShardingStrategy, strategy),
+    }
+    model = Afterwards()
+    model.inner = api.wrap(model.inner, **options)
+    model = api.wrap(model, **options)
+    call = torch.compile(model, backend="compiled_fsdp_eager") if api.is_compiled else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = call(torch.ones(2, WIDTH)).square().sum()
+        loss.backward()
+    return loss
 
 
 def test_a_write_that_no_graph_shows_is_announced(two: Pool) -> None:
