@@ -226,7 +226,7 @@ class State:
         flats = [flat for runtime in called for flat in runtime.unit.flats]
         for flat in () if in_backward() else flats:
             if self.unit.is_outermost:
-                flat.read_as = None
+                flat.forget_read()
             if is_compiled:
                 flat.note_read()
 
