@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compiled_fsdp.ir.graph import begin, placeholders, starts
+from compiled_fsdp.ir.graph import begin, is_effect_token, placeholders, starts
 from compiled_fsdp.ir.meta import get_tag, take_record
 from compiled_fsdp.ir.schema import AGREE
 from compiled_fsdp.ir.sequence import sequence
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 def agree(gm: GraphModule, plan: Plan) -> GraphModule:
     """See the module docstring."""
-    tensors = [n for n in placeholders(gm.graph) if isinstance(n.meta.get("val"), torch.Tensor)]
+    tensors = [
+        node
+        for node in placeholders(gm.graph)
+        if isinstance(node.meta.get("val"), torch.Tensor) and not is_effect_token(node)
+    ]
     record = take_record(gm)
     communicates = any(get_tag(node) is not None for node in starts(gm.graph))
     if tensors and (communicates or record):

@@ -115,6 +115,7 @@ class Finalization:
         self.delivered |= tree.delivers
         tree.backward.clear()
         tree.used.clear()
+        tree.transformed_before.update(tree.transformed)
         tree.transformed.clear()
         tree.last_forward = None
         for runtime in self._with_lenders(list(self.reached)):

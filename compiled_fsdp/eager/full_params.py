@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 
 WHO = "eager runtime"  # consumes options
+NUM_LOOKED = (
+    4  # gathers of a unit whose bits are compared: what forward writes in one, it does in all
+)
 
 
 def span(what: str, unit: str) -> AbstractContextManager[object]:
@@ -57,8 +60,8 @@ class FullParams:
     is_unsharded: the modules hold full parameters.
     is_left_over: a forward has left them, and no backward has come since.
     full_versions: of the full parameters when they were filled: users may write to them.
-    full_checksums: the same of their bits, with COMPILED_FSDP_VERIFY alone: versions do not count
-        writes through `.data`.
+    full_checksums: the same of their bits, since versions do not count writes through `.data`: of
+        the first gathers, and with COMPILED_FSDP_VERIFY of all.
     were_trained: whether each was trained when it was registered: users may freeze or unfreeze
         either form since then.
     slices: what int reshard keeps between forward and backward, by parameter.
@@ -69,6 +72,7 @@ class FullParams:
     ahead_of: what they were started ahead of, for errors.
     kept: checksums of the flat buffers when full parameters began to be kept for another forward.
     num_gathered: how often full parameters were registered.
+    num_compiled: how often a compiled call of the unit, or around it, has begun.
     pending_extensions: the same of `extensions`.
     extensions: how parameters that bring an all-gather of their own are gathered.
     resident_versions: of the flat buffers when `resident.prepare` gathered them.
@@ -90,7 +94,7 @@ class FullParams:
         self.checksums: list[tuple[FlatBuffer, Tensor]] = []
         self.kept: list[tuple[FlatBuffer, Tensor]] = []
         self.ahead_of = IN_FORWARD
-        self.num_gathered = 0
+        self.num_gathered = self.num_compiled = 0
         self.extensions: dict[ShardedParam, Extension] = {}
         self.pending_extensions: list[
             tuple[Deferred, Recorded, list[tuple[Extension, list[Tensor]]]]
@@ -212,7 +216,9 @@ class FullParams:
         self.is_unsharded = True
         self.full_versions = [(p, _version(p)) for p in self.unit.params]
         self.full_checksums = (
-            [(p, checksum(p.gathered)) for p in self._own_memory()] if is_verifying() else []
+            [(p, checksum(p.gathered)) for p in self._own_memory()]
+            if is_verifying() or self.num_gathered < NUM_LOOKED
+            else []
         )
         self.were_trained = [(p, p.sharded.requires_grad) for p in self.unit.params]
         self.checksums = []

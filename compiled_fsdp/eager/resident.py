@@ -44,6 +44,7 @@ def prepare(runtimes: Iterable[FullParams]) -> None:
     started = []
     for runtime in runtimes:
         unit = runtime.unit
+        runtime.num_compiled += 1
         if unit.is_resident and (
             runtime.resident_versions != runtime.versions_now() or _is_left_over(runtime)
         ):

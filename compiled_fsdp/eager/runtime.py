@@ -252,12 +252,13 @@ class Runtime(FullParams):
         watched = iter(function.apply(self, _probe(), *found))
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
-    def _reshard_after_forward(self) -> None:
+    def _reshard_after_forward(self, since: tuple[Runtime, ...] = ()) -> None:
+        """Since: units whose forward has ended with this one, which may lend to each other."""
         if any(borrower.is_in_forward for borrower in self.borrowers):
             return
         for lender in self.lenders:
-            if not lender.is_in_forward:
-                lender._reshard_after_forward()
+            if not lender.is_in_forward and lender not in since:
+                lender._reshard_after_forward((*since, self))
         self.unit.options.consume(WHO, "reshard_after_forward")
         stays = self.unit.reshard is False and torch.is_grad_enabled() and not self._is_for_graphs()
         stays = stays or self in self.tree.transformed

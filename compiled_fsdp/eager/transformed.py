@@ -55,6 +55,16 @@ def leave(runtime: Runtime) -> None:
             end_of_forward(runtime.tree)
 
 
+def come_again(tree: Tree) -> None:
+    """A backward reaches the tree, after another of the same forward: gather again what that has
+    freed.
+    """
+    for runtime in tree.transformed_before:
+        runtime.unshard()
+        tree.transformed.setdefault(runtime)
+    tree.transformed_before.clear()
+
+
 def end_of_forward(tree: Tree) -> None:
     """The outermost module's forward has ended: without a backward to come, free."""
     if not torch.is_grad_enabled():

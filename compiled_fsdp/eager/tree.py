@@ -26,6 +26,7 @@ from compiled_fsdp.torch_private.autograd import backward_number
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.wire import ranges
 
+from . import transformed
 from .clock import Clock
 from .finalization import Finalization
 from .resident import num_steps
@@ -62,6 +63,8 @@ class Tree:
     used: units that ran a forward which backward may come back to.
     transformed: units that ran a forward inside of `torch.func`'s transformations, see
         `transformed.py`.
+    transformed_before: the same of a forward whose backward has ended; another may come
+        (`retain_graph=True`).
     delivers: the running backward adds to gradients of the units' parameters: it was not asked for
         others only.
     creates_graph: the running backward records itself (`create_graph=True`).
@@ -89,6 +92,7 @@ class Tree:
         self.backward: dict[Runtime, None] = {}
         self.used: dict[Runtime, None] = {}
         self.transformed: dict[Runtime, None] = {}
+        self.transformed_before: dict[Runtime, None] = {}
         self.double_step = 0
         self.entered: dict[Runtime, None] = {}
         self.post_optim_event: torch.Event | None = None
@@ -121,6 +125,7 @@ class Tree:
     def enter_backward(self, runtime: Runtime) -> None:
         """Note that the running backward reaches a unit, and have its end noticed."""
         self.queue_callback()
+        transformed.come_again(self)
         for reached in (runtime, *self.transformed):
             if reached not in self.backward:
                 reached.gave_zeros = False
@@ -211,8 +216,10 @@ class Tree:
 
     def recover(self) -> None:
         """Before a forward. If a backward began and never ended, an exception ended it: `reset`."""
-        if self.has_callback and not in_backward():
-            self.reset()
+        if not in_backward():
+            self.transformed_before.clear()
+            if self.has_callback:
+                self.reset()
         self.finalization.before_forward()
 
     def reset(self) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.torch_private.dtensors import starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
-from compiled_fsdp.units.registered import Registered
+from compiled_fsdp.units.registered import Registered, Watched
 from compiled_fsdp.units.unit import original_class, originals
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
     from .state import State
 
+
+WRITTEN_OVER = (
+    "a forward puts a plain attribute in the place of a sharded parameter that no name is registered "
+    "for (FullyShardedDataParallel without use_orig_params, object.__setattr__)"
+)
 
 _classes: dict[tuple[type, type | None], type] = {}
 
@@ -120,7 +125,9 @@ def _accessors(
             # Where `functional_call` writes, or Dynamo takes it for another dict once a function of
             # `torch.cond` has read the module: what it found there it keeps by where it was found.
             table = owner._parameters
-            is_replaced = isinstance(table, Registered) and name in table.replaced
+            is_replaced = isinstance(table, Watched) and name in table.replaced
+            if READS_DICTS and isinstance(table, Registered) and name in owner.__dict__:
+                return _held(self, name)
             if name in handles and not is_replaced:
                 handle = handles[name]
                 if handle.is_plain:  # as `traced` would, with nothing that Dynamo has to follow
@@ -130,9 +137,11 @@ def _accessors(
         return _held(self, name)
 
     def write(self: nn.Module, value: object) -> None:
+        _check_written_over(self, name)
         self.__dict__[name] = value
 
     def delete(self: nn.Module) -> None:
+        _check_written_over(self, name)
         self.__dict__.pop(name)
 
     for accessor in (
@@ -144,17 +153,33 @@ def _accessors(
     return read, write, delete
 
 
+def _check_written_over(module: Any, name: str) -> None:
+    """A graph break where a traced read of this name yields a unit's parameter."""
+    handle = module._fsdp_handles.get(name)
+    if (
+        torch.compiler.is_dynamo_compiling()
+        and handle is not None
+        and handle.key
+        and name not in module._fsdp_replaced
+    ):
+        torch._dynamo.graph_break(msg=WRITTEN_OVER)
+
+
 def _held(module: Any, name: str) -> Any:
-    """What a module has under a name, if that is no sharded parameter at rest in a trace."""
-    if name in module._parameters:
-        return module._parameters[name]
+    """What a module has under a name, if that is no sharded parameter at rest in a trace.
+
+    As in any module, what is in its `__dict__` hides a parameter of the name.
+    """
     if name in module.__dict__:
         if torch.compiler.is_dynamo_compiling() and not READS_DICTS:
             return getattr(module._fsdp_attributes, name)
         return module.__dict__[name]
+    if name in module._parameters:
+        return module._parameters[name]
     return nn.Module.__getattr__(module, name)
 
 
+never_traced_alone(_check_written_over)
 never_traced_alone(_held)
 
 

@@ -206,6 +206,7 @@ _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def check_optimizers() -> None:
     """From now on, look at every optimizer before its first step, and count its steps."""
     optimizer_steps.before(_check_optimizer)
+    optimizer_steps.before(_say_not_finalized)
     optimizer_steps.after(_after_step)
 
 
@@ -234,6 +235,19 @@ def _after_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _holds(tree: Tree, params: set[int]) -> bool:
     return any(id(p.sharded) in params for runtime in tree.members for p in runtime.unit.params)
+
+
+def _say_not_finalized(optimizer: torch.optim.Optimizer) -> None:
+    """A step comes before the user has finalized the backward."""
+    for tree in [tree for tree in list(TREES) if tree.finalization.held]:
+        held = sorted(runtime.unit.name for runtime in tree.finalization.held)
+        if _holds(tree, {id(p) for group in optimizer.param_groups for p in group["params"]}):
+            warn_once(
+                f"compiled_fsdp: {type(optimizer).__name__}.step() before the backward of {held[0]} is "
+                "finalized, which set_manual_backward_finalization(True) leaves to you: gradients "
+                "may be missing, and the next forward may use parameters from before the step. Call "
+                "finalize_backward() on it first, and wait() on what that returns with async_op=True"
+            )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -226,7 +226,7 @@ class State:
         flats = [flat for runtime in called for flat in runtime.unit.flats]
         for flat in () if in_backward() else flats:
             if self.unit.is_outermost:
-                flat.read_as = None
+                flat.forget_read()
             if is_compiled:
                 flat.note_read()
 
@@ -235,7 +235,8 @@ class State:
         error, where there is one.
         """
         self.runtime.end_failed_forward()
-        self._say_what_is_kept()
+        if not in_backward():  # where checkpointing ends what it computes again by an exception
+            self._say_what_is_kept()
         units = [runtime.unit for runtime in self.runtime.tree.in_order()]
         try:
             if isinstance(error, RuntimeError):

@@ -301,6 +301,7 @@ def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> Non
     from that.
     """
     inputs = {id(real_input(node)): node for node in graph.find_nodes(op="placeholder")}
+    _check_not_of_wrappers(list(inputs.values()), written)
     last = [*inputs.values()][-1] if inputs else None
     modes = _grad_modes(graph)
     for node in list(inputs.values()):
@@ -322,6 +323,31 @@ def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> Non
             shard = graph.call_function(shard_of, (buffer, _places.key(place)))
         traced_as(shard, node)
         node.replace_all_uses_with(shard)
+
+
+def _check_not_of_wrappers(inputs: list[Node], written: set[int]) -> None:
+    """FSDP1's sharded parameters are parts of a flat parameter, padded where ranks end: no graph shows
+    a write to them to what is gathered.
+    """
+    shards = {
+        flat.data.untyped_storage()._cdata: param.names
+        for unit in list(UNITS)
+        if unit.is_flat
+        for flat in unit.flats
+        for param in flat.params
+    }
+    for node in inputs:
+        value = real_input(node)
+        if not isinstance(value, Tensor) or not _is_written(node, written):
+            continue
+        names = shards.get(local_tensor(value).untyped_storage()._cdata)
+        if names is not None:
+            _refuse(
+                "torch.compile of a forward that writes in place to sharded parameters of a "
+                f"FullyShardedDataParallel instance (of {shortened(names)}): a graph cannot show "
+                "that to what it gathers. It runs eagerly. Write outside of forward, in a function "
+                "decorated with torch.compiler.disable, or use fully_shard"
+            )
 
 
 def _write_without_autograd(graph: Graph) -> None:

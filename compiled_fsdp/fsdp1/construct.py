@@ -14,9 +14,11 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from compiled_fsdp.eager.tree import map_tensors
 from compiled_fsdp.frontend.beside_stock import check_no_stock_unit
+from compiled_fsdp.units.hooks import say_lost
 
 from . import stock
 from .at_rest import Keeper
+from .stock import clean_tensor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -173,6 +175,7 @@ def flatten(wrapper: Any, module: nn.Module, options: Mapping[str, Any]) -> list
     stock.init_buffer_state(wrapper, module)
     stock.init_extension(wrapper, options["device_mesh"])
     originals = list(module.parameters())
+    names = {id(p): clean_tensor_name(name) for name, p in module.named_parameters()}
     stock.init_param_handle(
         wrapper,
         module,
@@ -186,7 +189,9 @@ def flatten(wrapper: Any, module: nn.Module, options: Mapping[str, Any]) -> list
     if not use_orig_params:
         stock.check_all_flattened(wrapper, wrapper._ignored_params)
         stock.register_flat_param(wrapper, wrapper)
-    return _without(originals, module.parameters())
+    replaced = _without(originals, module.parameters())
+    say_lost([names[id(p)] for p in replaced], replaced, is_flat=True)
+    return replaced
 
 
 def _without(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compiled_fsdp.units.flat import FlatBuffer
 from compiled_fsdp.units.handles import OPEN, Handle
+from compiled_fsdp.units.hooks import say_uncalled_flat
 from compiled_fsdp.units.param import ShardedParam
 from compiled_fsdp.units.tensor_parallel import Full, key_of
 from compiled_fsdp.units.views import View, key_of_view, memory_order
@@ -140,9 +141,10 @@ class FlatShard(ShardedParam):
                     member.module, member.name, view.detach() if self.is_frozen(member) else view
                 )
                 if self.keeper._use_orig_params:
-                    shown = member.module.__dict__[member.name]
+                    shown = member.module.__dict__.pop(member.name)
                     member.module._parameters[member.name] = shown
                     self._views_shown.append(shown)
+        self._register_flat(full)
         self.is_shown = True
 
     def _views(self, full: Tensor) -> list[Tensor]:
@@ -150,7 +152,10 @@ class FlatShard(ShardedParam):
         return [views[member.index] for member in self.members]
 
     def end_forward(self) -> None:
-        """Show the sharded parameters again, for strategies that reshard after forward."""
+        """Show the sharded parameters again, for strategies that reshard after forward; the flat
+        parameter always.
+        """
+        self._register_flat(self.sharded)
         if self.hides_after_forward:
             self.hide()
 
@@ -169,13 +174,19 @@ class FlatShard(ShardedParam):
             log_post_backward(self.root, self.keeper, logger)
 
     def hide(self) -> None:
-        """Show the sharded parameters, with `use_orig_params`; else there is nothing to show but
-        the flat parameter itself.
-        """
+        """Show the sharded parameters; without `use_orig_params` that is the flat parameter."""
         if self.is_shown and self.keeper._use_orig_params:
             self.keeper._use_sharded_views()
+        if self.is_shown:
+            self._register_flat(self.sharded)
         self.is_shown = False
         self._views_shown = []
+
+    def _register_flat(self, flat: nn.Parameter) -> None:
+        """Without `use_orig_params`: what `parameters()` gives of the wrapped module."""
+        if not self.keeper._use_orig_params:
+            module: Any = self.root.module
+            module._parameters["_flat_param"] = flat
 
     def begin_backward(self) -> None:
         """Show views as in forward: activation checkpointing inside the instance computes with them
@@ -280,6 +291,7 @@ class FlatShardBuffer(FlatBuffer):
         views.
         """
         self.unit.has_gradients = True
+        say_uncalled_flat(self.shard.names, self.shard.held_as)
         self.hide_unreduced()
         if params and self.keeper.flat_param.requires_grad:
             accumulate(self.keeper, flat_grad)

@@ -26,15 +26,18 @@ from compiled_fsdp.frontend.classes import swap_class
 from compiled_fsdp.frontend.fallback import AGREED
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.state import State, adopt_nested, enter_state
+from compiled_fsdp.frontend.writes import watch_writes
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 from compiled_fsdp.torch_private.modules import cast_floating
+from compiled_fsdp.units.reads import begin_forward, end_forward
+from compiled_fsdp.units.registered import Watched
 from compiled_fsdp.wire.absence import note_raised
 
 from . import stock
 from .at_rest import AtRest, rest
 from .construct import check_arguments, flatten, settle_groups, wrap_children
 from .stock import StockFSDP, TrainingState
-from .unit import FlatUnit
+from .unit import RESHARDED, FlatUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -144,7 +147,11 @@ class FullyShardedDataParallel(Called, AtRest):
         if torch.compiler.is_dynamo_compiling():
             if self._fsdp_state.unit.runs_eagerly:
                 torch._dynamo.graph_break(msg=AGREED)
-            return self._fsdp_wrapped_module(*args, **kwargs)
+            begin_forward(self._fsdp_unit_key)
+            watch_writes()
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+            end_forward(self._fsdp_unit_key, stays=self._fsdp_stays and torch.is_grad_enabled())
+            return output
         args, kwargs = self._fsdp_enter(args, kwargs)
         return self._fsdp_leave(self._fsdp_wrapped_module(*args, **kwargs))
 
@@ -207,17 +214,32 @@ def _attach(wrapper: FullyShardedDataParallel, originals: Iterable[nn.Parameter]
     state = State(unit)
     unit.on_end_of_backward = partial(_end_of_backward, weakref.proxy(wrapper))
     wrapper.__dict__.update(_fsdp_casts_to=None, _fsdp_moves_to=None)
+    wrapper.__dict__.update(
+        _fsdp_unit_key=f"#{unit.number}", _fsdp_stays=wrapper.sharding_strategy not in RESHARDED
+    )
     names: dict[nn.Module, list[str]] = {}
     for param in unit.params:
         for module, name in param.owners:
             names.setdefault(module, []).append(name)
     for module, owned in names.items():
         swap_class(module, tuple(owned))
+        _watch(module, owned)
         module.__dict__["_fsdp_owner"] = state
+    if unit.keeper is not None and not unit.keeper._use_orig_params:
+        _watch(wrapper.module).flat["_flat_param"] = wrapper._fsdp_unit_key
     enter_state(wrapper, state)
     adopt_nested(wrapper)
     install_passes()
     check_optimizers()
+
+
+def _watch(module: nn.Module, names: Iterable[str] = ()) -> Watched:
+    """The `_parameters` of a module, as what a trace can look into."""
+    known = module._parameters
+    if not isinstance(known, Watched):
+        module.__dict__["_parameters"] = known = Watched(module)
+    known.shown.update((name, known[name]) for name in names if name in known)
+    return known
 
 
 def _rest_first(module: Any, *_: object) -> None:

@@ -20,6 +20,7 @@ from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
 from compiled_fsdp.units.extension import has_extension
+from compiled_fsdp.units.hooks import say_lost
 from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_reshard
 from compiled_fsdp.units.offload import Offload, can_pin
 from compiled_fsdp.units.param import Original
@@ -133,6 +134,7 @@ def fully_shard(
     _check_reshard(reshard, params)
     shared = _shared_params(managed, ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
+    say_lost([o.path for o in params], [o.parameter for o in params])
     unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard, offload)
     asked = {
         "mesh": mesh,
@@ -259,7 +261,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
             return
         seen.add(id(module))
         for child in module.children():
-            if id(child) not in seen and get_state(child) is None:
+            if id(child) not in seen and get_state(uncompiled(child)) is None:
                 visit(child)
         found[id(module)] = module
 

@@ -37,16 +37,20 @@ class UnshardHandle(StockUnshardHandle):
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
-        self._before = 0 if runtime is None else runtime.num_gathered
+        self._before = None if runtime is None else _counted(runtime)
 
     def wait(self) -> None:
         """Finish the unshard; does nothing when called again, or if the unit's forward has done it,
-        and may have resharded.
+        and may have resharded, or has run as a graph, which gathers for itself.
         """
         runtime, self._runtime = self._runtime, None
-        if runtime is not None and runtime.num_gathered == self._before:
+        if runtime is not None and _counted(runtime) == self._before:
             runtime.unshard()
             runtime.keep()
+
+
+def _counted(runtime: Runtime) -> tuple[int, int]:
+    return runtime.num_gathered, runtime.num_compiled
 
 
 class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):

@@ -306,9 +306,22 @@ def phase_of(graph: Graph) -> str:
     return "step" if is_step(graph) else "forward"
 
 
+def is_effect_token(node: Node) -> bool:
+    """Whether this is what AOTAutograd puts ops with effects in an order by (`linalg.solve` checks
+    for errors): None where the graph runs, whatever it is in the trace.
+    """
+    return any(
+        user.target is torch.ops.higher_order.with_effects and user.args[0] is node
+        for user in node.users
+    )
+
+
 def begin(graph: Graph, like: Node, op: Callable[..., Any], *args: Any) -> None:
-    """Let a graph begin with an op that writes to a token, made like one of its inputs."""
-    first = next(n for n in graph.nodes if n.op != "placeholder")
+    """Let a graph begin with an op that writes to a token, made like one of its inputs.
+
+    Behind all inputs: Inductor has makers of tokens before them.
+    """
+    first = [*placeholders(graph)][-1].next
     run = Builder(first, first)
     run(op, run(torch.ops.aten.new_empty.default, like, [1], dtype=torch.uint8), *args)
 

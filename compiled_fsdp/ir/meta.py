@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
@@ -38,6 +40,7 @@ _CONSUMED, _RECORD, _SYMBOLS = "fsdp_consumed", "fsdp_record", "fsdp_symbols"
 _HEADS, _CONTEXT = "fsdp_heads", "fsdp_context"
 _RETURNED, _ROOM, _AGAIN = "fsdp_returned", "fsdp_room", "fsdp_again"
 _OFFLOADED = "fsdp_offloaded"
+TOKENS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _RECOMPUTE, _REGION = "recompute", "ac_graph_id"
 # Larger than any region of activation checkpointing: a user in a region with a larger id would turn
 # a tag into a save.
@@ -254,10 +257,14 @@ def keep_in_backward(node: Node) -> None:
 
 def returned(output: Node) -> list[tuple[Node | None, object]]:
     """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
-    graphs).
+    graphs). Inductor takes out of a graph the tokens that order ops with effects, and leaves what is
+    said of them.
     """
     nodes: Any = output.args[0]
-    return list(zip(nodes, output.meta.get("desc") or [None] * len(nodes), strict=True))
+    kinds: Any = output.meta.get("desc") or [None] * len(nodes)
+    if len(kinds) > len(nodes):
+        kinds = [kind for kind in kinds if not isinstance(kind, TOKENS)]
+    return list(zip(nodes, kinds, strict=True))
 
 
 def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[int]:
@@ -334,9 +341,10 @@ def is_for_backward(output: Node) -> list[bool] | None:
     """For each value that a graph returns, whether it is saved for backward; None if torch does not
     say.
     """
-    kinds = output.meta.get("desc")
+    if output.meta.get("desc") is None:
+        return None
     ours = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput, type(None))
-    return None if kinds is None else [isinstance(kind, ours) for kind in kinds]
+    return [isinstance(kind, ours) for _, kind in returned(output)]
 
 
 def set_for_backward(output: Node, flags: list[bool] | None) -> None:

@@ -8,6 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.errors import warn_once
+from compiled_fsdp.torch_private.dtensors import local_tensor
+
+from .registered import UNITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +38,12 @@ def adopt_replaced(unit: Unit) -> None:
                 "distribute_tensor, or "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict"
             )
+        if of := _shares_memory(param, new):
+            warn_once(
+                f"compiled_fsdp: load_state_dict(assign=True) gave {param.fqn} the memory of the "
+                f"sharded parameter {of}, of which it has the values now. {APART}",
+                about="load_state_dict(assign=True) of memory that another has",
+            )
     _adopt(unit, assigned)
 
 
@@ -44,11 +53,16 @@ def adopt_assigned(unit: Unit) -> None:
 
     Raises:
         RuntimeError: one of several names of a tied parameter was assigned a sharded parameter
-            of its own.
+            of its own, or one shares its memory with another.
     """
     assigned = _assigned(unit)
     fitting = [(param, new) for param, new in assigned if _fits(param, new)]
     for param, new in fitting:
+        if of := _shares_memory(param, new):
+            raise RuntimeError(
+                f"{unit.name}: {param.fqn} was assigned a Parameter that has the memory of {of}. "
+                f"{APART}: nn.Parameter(p.detach().clone())"
+            )
         kept = [name for module, name in param.owners if module._parameters.get(name) is not new]
         if kept:
             raise RuntimeError(
@@ -74,6 +88,24 @@ def adopt_assigned(unit: Unit) -> None:
 def _assigned(unit: Unit) -> list[tuple[ShardedParam, Any]]:
     unit.was_assigned = False
     return [(param, new) for param in unit.params if (new := param.assigned()) is not None]
+
+
+def _shares_memory(param: ShardedParam, new: Any) -> str:
+    """Of which other sharded parameter the new one has the memory; "" if of none."""
+    start = local_tensor(new).data_ptr()
+    for flat in (flat for unit in list(UNITS) for flat in unit.flats):
+        begin = flat.data.data_ptr()
+        if not new.numel() or not begin <= start < begin + flat.data.nbytes:
+            continue
+        shared = [p for p in flat.params if flat.local_view(flat.data, p).data_ptr() == start]
+        return "" if param in shared else (shared or flat.params)[0].fqn
+    return ""
+
+
+APART = (
+    "Sharded parameters have memory of their own, so that a change of one does not reach the other. "
+    "Assign the other parameter itself, which ties them, or a copy of it"
+)
 
 
 def _adopt(unit: Unit, assigned: Sequence[tuple[ShardedParam, Any]]) -> None:

@@ -27,6 +27,7 @@ from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.kernels import Piece, set_owner
 
 from .gathers import PieceGather
+from .hooks import say_uncalled
 from .in_flight import Arrival
 from .layout import FlatLayout
 from .mesh import MeshInfo
@@ -82,6 +83,8 @@ class FlatBuffer:
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
     read_as: with COMPILED_FSDP_VERIFY, a checksum of what the first graph of a forward has read.
+    read_at: the versions that its trained parameters had then; `is_read_back` once a backward has
+        come for it, since when the next graph reads anew.
     """
 
     unit: Unit
@@ -98,6 +101,8 @@ class FlatBuffer:
     left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
     ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
     read_as: Tensor | None = None
+    read_at: list[tuple[ShardedParam, int]] | None = None
+    is_read_back: bool = False
 
     def __post_init__(self) -> None:
         set_owner(self.data, self)
@@ -222,6 +227,7 @@ class FlatBuffer:
     def step(self, flat_grad: Tensor, offsets: Sequence[int]) -> None:
         """See `kernels.Owner`."""
         self._say_if_written()
+        self.forget_read()
         self.unit.on_gradients()
         if self.unit.settings.is_accumulating:
             self.unit.on_retained()
@@ -236,6 +242,7 @@ class FlatBuffer:
     ) -> None:
         """See `kernels.Owner`."""
         self._say_if_written()
+        self.forget_read()
         self.marked.pop(backward_number(), None)  # no leaf takes these: they end here
         params = _trained(p for p in self.params if p.layout.offset in offsets)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -370,6 +377,7 @@ class FlatBuffer:
         """
         self.settle()
         self.unit.has_gradients = True
+        say_uncalled(params)
         if any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params):
             program.finish()
             self.accumulate_grad(flat_grad.tensor, params)
@@ -394,6 +402,7 @@ class FlatBuffer:
         """
         self.settle()
         self.unit.has_gradients = True
+        say_uncalled(params)
         fresh = [p for p in params if p.sharded.grad is None]
         with torch.no_grad():
             buffer = None if fresh else self._gradient_buffer(params)
@@ -460,23 +469,32 @@ class FlatBuffer:
         text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
         torch._assert_async(self.checksum() == before, _for_device(text, before.device))
 
+    def forget_read(self) -> None:
+        """Another forward begins, or parameters change as they are to."""
+        self.read_as = self.read_at = None
+
     def note_read(self) -> None:
         """Remember what a graph that records for a backward is going to read, if it is the first."""
-        if is_verifying() and self.read_as is None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self.read_at is not None and not self.is_read_back):
+            return
+        self.is_read_back = False
+        self.read_at = [(p, p.sharded._version) for p in _trained(self.params)]
+        if is_verifying():
             self.read_as = self.checksum()
 
     def _say_if_written(self) -> None:
         """In a backward: announce that parameters have changed since; who wrote outside of graphs
-        was seen by none.
+        was seen by none. No version counts writes through `.data`.
         """
-        before, self.read_as = self.read_as, None
-        if before is not None and before != self.checksum():
+        before, self.read_as, self.is_read_back = self.read_as, None, True
+        is_written = any(p.sharded._version != version for p, version in self.read_at or ())
+        if is_written or (before is not None and before != self.checksum()):
             warn_once(
                 f"compiled_fsdp: parameters of {self.unit.name} were written to between a graph "
-                "that read them and its backward, through .data or in other code that autograd "
-                "does not see. That backward finds the old value where the full parameter was "
-                "kept and the new one where it is gathered again; the plan decides which. Write "
-                "to them after backward, or freeze them if they are not trained"
+                "that read them and its backward, in code that no graph sees. That backward finds "
+                "the old value where the full parameter was kept and the new one where it is "
+                "gathered again; the plan decides which. Write to them after backward, or freeze "
+                "them if they are not trained"
             )
 
     def gather_ahead(self, piece: Piece) -> None:
@@ -520,7 +538,10 @@ class FlatBuffer:
         flat = self.data
         locals_ = [_local(p.sharded) for p in self.params]
         replaced = [
-            a for a in locals_ if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
+            a
+            for a, p in zip(locals_, self.params, strict=True)
+            if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
+            or (a.numel() and a.data_ptr() != self.local_view(flat, p).data_ptr())
         ]
         if not replaced:
             return

@@ -75,6 +75,8 @@ class ShardedParam:
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
     held: what `sharded` was made of when that was last looked at.
+    registered_as, shown_as: parameter and handle that the owning modules were last given; they
+        outlast the last of these (weights that are exchanged).
     """
 
     owners: list[tuple[nn.Module, str]]
@@ -90,6 +92,8 @@ class ShardedParam:
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
     held: tuple[tuple[int, int], int] | None = None
+    registered_as: nn.Parameter | None = None
+    shown_as: Handle | None = None
 
     def was_data_assigned(self) -> bool:
         """Whether somebody has written `p.data = x` since this was last asked: DTensor takes
@@ -171,6 +175,7 @@ class ShardedParam:
 
     def show_handle(self, handle: Handle) -> None:
         """Make `handle` what a traced read finds; compiled code guards on it."""
+        self.shown_as = handle
         for module, name in self.owners:
             module.__dict__.setdefault("_fsdp_handles", {})[name] = handle
 
@@ -201,5 +206,7 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Make `param` what the owning modules hold, where users have not put something else."""
+        self.registered_as = param
+        param._fsdp_is_units = True  # type: ignore[attr-defined]
         for module, name in self.owners:
             registered(module).show(name, param)

@@ -14,6 +14,9 @@ hold what their unit registered, and
       forward is being traced or that are gathered already (`unshard()`), and the sharded parameters
       of all others: what an eager forward finds.
 `[]` yields what is registered: `functional_call` takes it from there and puts it back.
+
+FSDP1 registers by itself, and copies back what users assign outside of a trace. `Watched` is what is
+the same there.
 """
 
 from __future__ import annotations
@@ -48,48 +51,35 @@ TIED = (
     "parameters() of a module that fully_shard was not given comes to one tied parameter under two "
     "names, and would yield it twice. Iterate over the parameters of the sharded module around it"
 )
+TIED_INSIDE = "a forward registers a sharded parameter under another name, which ties the two"
+# Dynamo forgets what comes back under a name that was removed in the same frame, sharded or not.
+REMOVED = "a forward removes a sharded parameter from its module"
+FLAT = (
+    "a forward iterates over parameters of its own FullyShardedDataParallel instance, which has them "
+    "as one flat parameter (use_orig_params=False)"
+)
 
 
-class Registered(dict[str, Any]):
-    """The parameters of one module by name.
+class Watched(dict[str, Any]):
+    """The parameters of one module by name, of which a trace finds what an eager forward would find.
 
     module: whose they are.
     number: tells it apart from others.
-    shown: what units have registered, by name.
-    owners: the unit and the sharded parameter behind each of these names.
+    shown: what is registered for parameters of units, by name.
     replaced: names under which a user has put something else, or nothing; a traced read guards on
         it.
     gathered: names whose full parameter is registered; a traced iteration guards on it.
+    flat: names of flat parameters, which no trace has whole, and the numbers of their units.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
         self.module = module
         self.number = str(next(_numbers))
-        self.shown: dict[str, nn.Parameter] = {}
-        self.owners: dict[str, tuple[Unit, ShardedParam]] = {}
+        self.shown: dict[str, Any] = {}
         self.replaced: dict[str, bool] = module.__dict__.setdefault("_fsdp_replaced", {})
         self.gathered: dict[str, bool] = {}
-
-    def note_owner(self, name: str, unit: Unit, param: ShardedParam) -> None:
-        """Note which sharded parameter of which unit `name` stands for."""
-        self.owners[name] = unit, param
-
-    def show(self, name: str, param: nn.Parameter) -> None:
-        """Register what a unit has for `name`, unless a user has put something else in its
-        place.
-        """
-        self.shown[name] = param
-        if param is self.owners[name][1].sharded:
-            self.gathered.pop(name, None)
-        else:
-            self.gathered[name] = True
-        if name in self.replaced:
-            return
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            super().__setitem__(name, param)
-        else:  # a module that watches assignments, such as nn.LSTM
-            setattr(self.module, name, param)
+        self.flat: dict[str, str] = {}
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.shown:
@@ -98,6 +88,8 @@ class Registered(dict[str, Any]):
             if value is self.shown[name]:
                 self.replaced.pop(name, None)
             else:
+                if isinstance(value, nn.Parameter) and getattr(value, "_fsdp_is_units", False):
+                    torch._dynamo.graph_break(msg=TIED_INSIDE)
                 self.replaced[name] = True
             super().__setitem__(name, value)
         else:
@@ -105,31 +97,22 @@ class Registered(dict[str, Any]):
 
     @untraced
     def _assign(self, name: str, value: Any) -> None:
-        """A user assigns: what is the unit's own again, another sharded parameter (tied from now
-        on), or something else.
+        """Outside of a trace: FSDP1 registers something, or will copy what a user assigns into its
+        flat parameter.
         """
-        unit, param = self.owners[name]
-        if value is None or not (
-            value is self.shown[name] or value is param.sharded or value is param.unsharded
-        ):
-            other = sharded_behind(value)
-            if other is None:
-                self.replaced[name] = unit.was_assigned = True
-                super().__setitem__(name, value)
-                return
-            unit.tie(self.module, name, param, *other)
+        self.shown[name] = value
         self.replaced.pop(name, None)
-        super().__setitem__(name, self.shown[name])
+        super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        if name in self.shown:
-            self.replaced[name] = True
+        if name in self.shown and torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=REMOVED)
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
         """Remove a name."""
-        if name in self.shown:
-            self.replaced[name] = True
+        if name in self.shown and torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=REMOVED)
         return super().pop(name, *default)
 
     def items(self) -> Any:
@@ -154,6 +137,8 @@ class Registered(dict[str, Any]):
         module: Any = self.module
         found = []
         for name in dict.keys(self):
+            if name in self.flat and is_in_forward(self.flat[name]):
+                torch._dynamo.graph_break(msg=FLAT)
             handle = (
                 module._fsdp_handles[name]
                 if name in self.shown and name not in self.replaced
@@ -167,9 +152,10 @@ class Registered(dict[str, Any]):
                 value = dict.__getitem__(self, name)
                 found.append((name, value, value))
                 continue
-            if not tells_apart and is_seen_elsewhere(handle.key, self.number, name):
+            key = handle.key + handle.view
+            if not tells_apart and is_seen_elsewhere(key, self.number, name):
                 torch._dynamo.graph_break(msg=TIED)
-            found.append((name, traced(module, name), handle.key))
+            found.append((name, traced(module, name), key))
         return found
 
     def __reduce__(self) -> Any:
@@ -177,9 +163,74 @@ class Registered(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class Registered(Watched):
+    """The parameters of one module by name, whose units register them.
+
+    owners: the unit and the sharded parameter behind each name of `shown`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.owners: dict[str, tuple[Unit, ShardedParam]] = {}
+
+    def note_owner(self, name: str, unit: Unit, param: ShardedParam) -> None:
+        """Note which sharded parameter of which unit `name` stands for."""
+        self.owners[name] = unit, param
+
+    def show(self, name: str, param: nn.Parameter) -> None:
+        """Register what a unit has for `name`, unless a user has put something else in its
+        place.
+        """
+        self.shown[name] = param
+        if param is self.owners[name][1].sharded:
+            self.gathered.pop(name, None)
+        else:
+            self.gathered[name] = True
+        if name in self.replaced:
+            return
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            dict.__setitem__(self, name, param)
+        else:  # a module that watches assignments, such as nn.LSTM
+            setattr(self.module, name, param)
+
+    @untraced
+    def _assign(self, name: str, value: Any) -> None:
+        """A user assigns: what is the unit's own again, another sharded parameter (tied from now
+        on), or something else.
+        """
+        unit, param = self.owners[name]
+        if value is None or not (
+            value is self.shown[name] or value is param.sharded or value is param.unsharded
+        ):
+            other = sharded_behind(value)
+            if other is None:
+                self.replaced[name] = unit.was_assigned = True
+                dict.__setitem__(self, name, value)
+                return
+            unit.tie(self.module, name, param, *other)
+        self.replaced.pop(name, None)
+        dict.__setitem__(self, name, self.shown[name])
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.shown:
+            self.replaced[name] = True
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name."""
+        if name in self.shown:
+            self.replaced[name] = True
+        return super().pop(name, *default)
+
+
 # After a graph break Dynamo meets these as frames of their own: one code object for all modules,
 # and what they answer in a trace is for the trace of a forward.
-for _method in (method for method in vars(Registered).values() if isinstance(method, FunctionType)):
+for _method in (
+    method
+    for table in (Watched, Registered)
+    for method in vars(table).values()
+    if isinstance(method, FunctionType)
+):
     never_traced_alone(getattr(_method, "__wrapped__", _method))
 
 
@@ -210,7 +261,7 @@ def named_in_trace(
     known = set()
     for path, member in members:
         table: Any = member._parameters
-        if isinstance(table, Registered):
+        if isinstance(table, Watched):
             entries = table.seen(tells_apart=True)
         else:
             entries = [(name, value, value) for name, value in table.items()]

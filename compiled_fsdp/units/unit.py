@@ -276,9 +276,9 @@ class Unit:
         param.owners.append((module, name))
         table = registered(module)
         table.note_owner(name, self, param)
-        first_module, first_name = param.owners[0]
-        table.show(name, registered(first_module).shown[first_name])
-        param.show_handle(param.handle)
+        assert param.registered_as is not None
+        table.show(name, param.registered_as)
+        param.show_handle(param.shown_as or param.handle)
 
     def tie(
         self, module: nn.Module, name: str, old: ShardedParam, unit: Unit, new: ShardedParam

@@ -59,6 +59,10 @@ class Piece:
 class Owner(unused_outputs.Buffer, Protocol):
     """A flat buffer's unit, as the ops reach it at run time; offsets name its parameters."""
 
+    @property
+    def data(self) -> Tensor:
+        """The buffer."""
+
     def is_reached(self) -> bool:
         """Whether the running backward adds to the gradient of the flat buffer; if not, the ops
         below change nothing.
@@ -141,17 +145,37 @@ class Owner(unused_outputs.Buffer, Protocol):
 def set_owner(flat: Tensor, owner: Owner) -> None:
     """Make `owner` the one that ops find by a flat buffer; it is held weakly."""
     flat._fsdp_owner = weakref.ref(owner)  # type: ignore[attr-defined]
+    _owners.add(owner)
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def owner_of(flat: Tensor, op: str) -> Owner:
-    """The unit of a flat buffer; `op` names who asks, for errors."""
+    """The unit of a flat buffer; `op` names who asks, for errors.
+
+    Hooks for saved tensors, as a checkpoint around what is compiled has them, hand backward an
+    alias of the whole buffer.
+    """
     owner: Owner | None = getattr(flat, "_fsdp_owner", lambda: None)()
+    if owner is None:
+        owner = next((other for other in _owners if _is_same(flat, other.data)), None)
     if owner is None:
         raise RuntimeError(
             f"fsdp::{op}: no unit owns the flat buffer of shape {tuple(flat.shape)}. The graph "
-            "must be given the flat buffer itself, not a copy or a view of it"
+            "must be given the flat buffer itself, not a copy or a part of it. Hooks for saved "
+            "tensors (save_on_cpu) copy it: let them leave out what requires grad and is a leaf"
         )
     return owner
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, all of it."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+        one.storage_offset(),
+        one.shape,
+        one.dtype,
+    ) == (other.storage_offset(), other.shape, other.dtype)
 
 
 def reached(flat: Tensor, op: str) -> Owner | None:

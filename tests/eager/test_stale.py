@@ -5,7 +5,10 @@ says that it cannot.
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,24 +185,51 @@ def written_in_forward() -> None:
     model.reset_iter_state()
 
 
-def test_late_wait(two: Pool) -> None:
-    two.run(late_wait)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_late_wait(two: Pool, is_compiled: bool) -> None:
+    two.run(late_wait, is_compiled)
 
 
-def late_wait() -> None:
-    """A handle whose unit has run its forward meanwhile changes nothing."""
+def late_wait(is_compiled: bool) -> None:
+    """A handle whose unit has run its forward meanwhile, be it in a graph, changes nothing."""
     model = seeded(net)
     shard(model, model[0], model[2])
+    call = torch.compile(model, backend="compiled_fsdp_eager") if is_compiled else model
     handle = model[0].unshard(async_op=True)
-    loss = model(torch.ones(2, 4)).sum()
+    loss = call(torch.ones(2, 4)).sum()
     handle.wait()
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
     other = model[0].unshard(async_op=True)
-    model(torch.ones(2, 4)).sum().backward()
+    call(torch.ones(2, 4)).sum().backward()
     other.wait()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
     assert all(
         param.grad is not None for group in optimizer.param_groups for param in group["params"]
     )
+
+
+class Halving(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_write_that_is_lost_is_announced_in_the_first_forwards(two: Pool) -> None:
+    """Through `.data`, which no version counts, and without COMPILED_FSDP_VERIFY."""
+    two.run(lost)
+
+
+def lost() -> None:
+    for kind in (Halving, nn.Linear):
+        model = nn.Sequential(kind(4, 4), nn.Linear(4, 4))
+        shard(model, model[0])
+        with (
+            mock.patch.dict(os.environ, {"COMPILED_FSDP_VERIFY": ""}),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            model(torch.ones(2, 4)).sum().backward()
+        said = [str(w.message) for w in caught if "is written to in place" in str(w.message)]
+        assert bool(said) is (kind is Halving), said

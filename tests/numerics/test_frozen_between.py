@@ -4,10 +4,12 @@ has raised.
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +208,35 @@ def check_written_between() -> None:
         said = [str(w.message) for w in caught if "and its backward" in str(w.message)]
         assert len(said) == writes, said
         assert all("parameters of a were written to" in text for text in said)
+
+
+@pytest.mark.parametrize("what", ["write", "step", "neither", "submodule"])
+def test_a_write_that_a_version_counts_is_announced_always(two: Pool, what: str) -> None:
+    two.run(check_counted, what)
+
+
+def check_counted(what: str) -> None:
+    this = Training("compiled")
+    model = this.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = torch.compile(model.a if what == "submodule" else model, backend="compiled_fsdp_eager")
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.dict(os.environ, {"COMPILED_FSDP_VERIFY": ""}),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss = call(torch.ones(2, 4)).square().sum()
+            if what == "write":
+                with torch.no_grad():
+                    model.a.weight.mul_(0.5)
+            loss.backward(retain_graph=what == "step")
+            optimizer.step()
+            optimizer.zero_grad()
+            if what == "step":
+                loss.backward()
+    said = [str(w.message) for w in caught if "and its backward" in str(w.message)]
+    assert bool(said) is (what in ("write", "step")), said
 
 
 @pytest.mark.parametrize("case", ["kept", "written", "tied"])

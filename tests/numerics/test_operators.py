@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import beside as by
 from kit.compare import CLOSE, check_equal, whole
 from kit.harness import IS_2_11, SLOW
 from torch import Tensor, nn
@@ -373,3 +374,37 @@ def sparse() -> None:
             Exception, match=r"gradient of weight is sparse .* Build its module with sparse=False"
         ):
             call(torch.tensor([1, 2])).sum().backward()
+
+
+class Tangent(by.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, slope = torch.func.jvp(lambda y: self.a(y).tanh(), (x,), (torch.ones_like(x),))
+        return super().forward(y + slope)
+
+
+class Slope(by.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.func.grad(lambda y: self.a(y).tanh().sum())(x))
+
+
+def backward_again(side: by.Side, kind: Any) -> None:
+    model = side.shard(kind(), "a")
+    optimizer = side.sgd(model.parameters())
+    for step in range(2):
+        loss = model(side.batch(step)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (loss * 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.note_params(model)
+
+
+@pytest.mark.parametrize("kind", [Tangent, Slope])
+def test_another_backward_through_a_transformation(two: Pool, kind: Any) -> None:
+    """In eager mode the first has freed, and reduced, what it used."""
+    two.run(eagerly_again, kind)
+
+
+def eagerly_again(kind: Any) -> None:
+    by.beside(backward_again, kind, kinds=("eager",))

@@ -131,7 +131,7 @@ class TestOps(unittest.TestCase):
 
     def test_mark_without_a_unit(self):
         with self.assertRaisesRegex(
-            RuntimeError, r"no unit owns the flat buffer of shape \(4,\).*not a copy or a view"
+            RuntimeError, r"no unit owns the flat buffer of shape \(4,\).*not a copy or a part"
         ):
             MARK_GRADS(torch.ones(4), torch.ones(4), [0])
 

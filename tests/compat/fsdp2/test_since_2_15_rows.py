@@ -4,11 +4,13 @@ compared with eager.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit.compare import check_equal, plain
 from kit.extensions import Quantised, Wrapped, two_layers
 from kit.oracle import (
@@ -382,6 +384,35 @@ def misused(api: Api) -> Any:
     assert seen == ["RuntimeError"] * 4
     assert inside == ["RuntimeError"] * 2
     return seen, inside, grads(model)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_before_finalization_is_announced(two: Pool, is_async: bool) -> None:
+    """In a graph nothing waits for it."""
+    two.run(each, step_too_early, is_async)
+
+
+def step_too_early(api: Api, is_async: bool) -> None:
+    model = api.units(net(), "0", "2")
+    call = api.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_manual_backward_finalization(True)
+    train_step(call)
+    handle = model.finalize_backward(async_op=True) if is_async else None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+    texts = [
+        str(w.message) for w in said if "SGD.step() before the backward of Seq" in str(w.message)
+    ]
+    assert bool(texts) is not api.is_compiled or dist.get_rank() > 0
+    if handle is None:
+        model.finalize_backward()
+    else:
+        handle.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
 @rows("17.6")
