@@ -151,7 +151,7 @@ def there_and_back(case: str = "") -> GraphModule:
     moved = hand(WAIT, start)
     if case == "read late":
         hand.compute(a)
-    source = {"never there": hand.compute(y), "not awaited there": start}.get(case, moved)
+    source = {"never there": y, "not awaited there": start}.get(case, moved)
     other = hand(WAIT, hand(OFFLOAD, y, False)) if case == "beside each other" else None
     if case == "left there":
         return hand.returns(y)
@@ -161,7 +161,7 @@ def there_and_back(case: str = "") -> GraphModule:
         other = hand(WAIT, hand(OFFLOAD, y, False))
     if other is not None:
         found.append(hand(WAIT, hand(RELOAD, other, "cpu")))
-    if case == "back twice":
+    if case in ("back twice", "never there"):
         found.append(hand(WAIT, hand(RELOAD, moved, "cpu")))
     if case in ("read there", "not awaited"):
         found.append(hand.compute(moved if case == "read there" else back))
@@ -256,7 +256,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
                 "back twice": r"%wait_tensor_default is read by \['%reload_default', '%reload_",
                 "read there": r"%wait_tensor_default is read by \['%reload_default', '%neg_def",
                 "left there": r"%wait_tensor_default is read by \[\]",
-                "never there": "%reload_default copies %neg_default, which is not on the host",
+                "never there": "%reload_default copies %y, which is not on the host",
                 "not awaited": r"%reload_default is read by \['%wait_tensor_default_1', '%neg_",
                 "not awaited there": r"%offload_default is read by \['%wait_tensor_default', '%r",
             }
