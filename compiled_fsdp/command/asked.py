@@ -23,28 +23,37 @@ def plan_of(text: str) -> dict[str, Any]:
     Raises:
         AskedError: there is no such field, or it cannot have such a value.
     """
-    fields = dict(_parts(part) for part in text.split(",") if part.strip())
-    return {name: value_of(name, value) for name, value in fields.items()}
+    parts = dict(_parts(part) for part in text.split(",") if part.strip())
+    fields = {name: value_of(name, value) for name, value in parts.items()}
+    check(fields)
+    return fields
+
+
+def check(fields: dict[str, Any]) -> None:
+    """Whether a plan can have these fields together.
+
+    Raises:
+        AskedError: it cannot.
+    """
+    try:
+        replace(Plan(), **fields)
+    except ValueError as error:
+        raise AskedError(f"--plan, --sweep: {error}") from error
 
 
 def value_of(name: str, text: str) -> Any:
-    """A value of a field of a plan.
+    """A value of a field of a plan; some only go with another field, which `check` sees.
 
     Raises:
-        AskedError: as for `plan_of`.
+        AskedError: there is no such field.
     """
     known = [field for field in ASKED if field != "costs"]
     if name not in known:
         raise AskedError(f"--plan, --sweep: {name!r} is no field of Plan; it has {known}")
     try:
-        value = ast.literal_eval(text)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        value = text
-    try:
-        replace(Plan(), **{name: value})
-    except ValueError as error:
-        raise AskedError(f"--plan, --sweep: {error}") from error
-    return value
+        return text
 
 
 def axis_of(text: str) -> tuple[str, list[str]]:

@@ -45,10 +45,12 @@ def sweep(options: argparse.Namespace) -> int:
     axes = [axis_of(text) for text in options.sweep]
     if options.report is not None:
         raise AskedError("--report: the page is about one run; leave --sweep out")
-    plan_of(options.plan)
+    names, values = zip(*axes, strict=True)
+    choices = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+    for chosen in choices:
+        _plan(options, chosen)
     rows: list[dict[str, Any]] = []
-    for values in itertools.product(*(values for _, values in axes)):
-        chosen = dict(zip((name for name, _ in axes), values, strict=True))
+    for chosen in choices:
         say(f"{len(rows) + 1}: {', '.join(f'{k}={v}' for k, v in chosen.items())}")
         sys.stdout.flush()
         rows.append({"chosen": chosen, **_measured(options, chosen)})
@@ -58,6 +60,12 @@ def sweep(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows, "best": best}, indent=1))
     return 0 if best is not None else 1
+
+
+def _plan(options: argparse.Namespace, chosen: dict[str, str]) -> dict[str, Any]:
+    """The fields of a plan of one combination."""
+    swept = [f"{name}={value}" for name, value in chosen.items() if not _is_variable(name)]
+    return plan_of(",".join([options.plan, *swept]))
 
 
 def choose(rows: list[dict[str, Any]], limit: float | None) -> dict[str, Any] | None:
@@ -101,8 +109,7 @@ def _advice(best: dict[str, Any] | None, options: argparse.Namespace) -> str:
         limit = options.memory_limit
         return "nothing ran" + ("" if limit is None else f" in at most {limit / 1e6:.2f} MB")
     chosen = best["chosen"]
-    plan = plan_of(options.plan)
-    plan |= plan_of(",".join(f"{k}={v}" for k, v in chosen.items() if not _is_variable(k)))
+    plan = _plan(options, chosen)
     text = ", ".join(f"{name}={value!r}" for name, value in plan.items())
     lines = [f"compiled_fsdp.set_plan(compiled_fsdp.Plan({text}))"] if plan else []
     lines += [
