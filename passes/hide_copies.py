@@ -95,10 +95,13 @@ def _reload(gm: GraphModule, copies: list[Node], costs: Costs) -> None:
         Trip(reached[position[user]], costs.copy(nbytes(copy)))
         for copy, user in zip(copies, first, strict=True)
     ]
+    starts = []
     for copy, user, begin in zip(copies, first, homeward(trips), strict=True):
         source = copy.all_input_nodes[0]
         place = max(inputs + 1, position[source] + 1, bisect_right(reached, begin) - 1)
         before = nodes[bisect_left(places, min(place, position[user]))]
-        start = Builder(before, copy)(RELOAD, source, copy.args[1])
+        starts.append(Builder(before, copy)(RELOAD, source, copy.args[1]))
+    # Behind all starts: of two at one place, the second does not begin behind the first's wait.
+    for copy, user, start in zip(copies, first, starts, strict=True):
         copy.replace_all_uses_with(Builder(user, copy)(WAIT, start))
         gm.graph.erase_node(copy)

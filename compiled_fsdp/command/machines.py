@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.ir.collectives import shared_group
-from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.costs import HOST_BANDWIDTH, Costs, Link
 from compiled_fsdp.torch_private.groups import group_named
 from compiled_fsdp.wire.timed import known_wire
 
@@ -36,6 +36,7 @@ class Machine:
     flops: operations a second of matmuls, by the dtype of their operands; "tf32" is what float32
         takes where `torch.set_float32_matmul_precision` allows it.
     memory_bytes, memory_bandwidth: of a device, in bytes and bytes a second.
+    host_bandwidth: bytes a second between a device and its host's memory, each way.
     link_bandwidth, network_bandwidth: bytes a second that a device can send, to others of its node
         and to other nodes.
     """
@@ -48,6 +49,7 @@ class Machine:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float = HOST_BANDWIDTH
 
     def costs(self, efficiency: float) -> Costs:
         """What computing and communicating cost on it, where kernels reach that share of peaks."""
@@ -57,6 +59,7 @@ class Machine:
             self.memory_bandwidth * efficiency,
             LAUNCH,
             (("", Link(0.0, self.network_bandwidth)),),  # never asked: see `link`
+            host=self.host_bandwidth * efficiency,
             rates=rates,
         )
 

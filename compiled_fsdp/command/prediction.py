@@ -65,6 +65,8 @@ class Predicted:
     backward_s: float
     optimizer_s: float
     wire_s: float
+    to_host_s: float
+    from_host_s: float
     sent_bytes: float
     flops: float
     peak_flops: float
@@ -94,6 +96,7 @@ class Predicted:
             f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of the step",
             f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and all wires",
             f"wires     {self.wire_s * 1e3:9.2f} ms  {self.sent_bytes / 1e6:.2f} MB sent",
+            *self._copies(),
             *speed(self.tokens, self.step_s, self.flops, self.peak_flops),
             *in_memory(self.memory),
             f"          {self.peak / 1e9:.3f} GB at the peak, of {machine.memory_bytes / 1e9:g} GB: "
@@ -109,6 +112,11 @@ class Predicted:
             return "one graph, the optimizer's updates in it"
         forward, backward = self.forward_s * 1e3, self.backward_s * 1e3
         return f"forward {forward:.2f}, backward {backward:.2f}, optimizer {self.optimizer_s * 1e3:.2f}"
+
+    def _copies(self) -> list[str]:
+        there, back = self.to_host_s * 1e3, self.from_host_s * 1e3
+        beside = f"{there:9.2f} ms  copies to it, {back:.2f} from it, beside what is computed"
+        return [f"host      {beside}"] if there or back else []
 
     def to_json(self) -> str:
         """All of it."""
@@ -199,6 +207,8 @@ def _summed(
         backward_s=total("total", "backward"),
         optimizer_s=optimizer_s,
         wire_s=total("wire"),
+        to_host_s=total("to_host"),
+        from_host_s=total("from_host"),
         sent_bytes=sum(
             sum(bucket.sent for bucket in (*r.gathers, *r.reductions)) * n for r, n in ran
         ),

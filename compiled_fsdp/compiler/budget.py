@@ -192,7 +192,7 @@ def options_of(gm: GraphModule, plan: Plan) -> list[str]:
     if plan.offload is None or not backward_nodes(gm.graph):
         return []
     device = _device(gm.graph)
-    if not copies.is_apart(device):
+    if not copies.is_planned_apart(device):
         warn_once(
             f"compiled_fsdp: Plan(offload={plan.offload!r}) on {device.type}: host and device are the "
             "same memory, so that no activation is copied (as CPUOffloadPolicy copies no parameter "

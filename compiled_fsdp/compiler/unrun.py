@@ -31,6 +31,7 @@ from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, traits_of
 from compiled_fsdp.planning.costs import flops
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.compiling import instead_of
+from compiled_fsdp.wire.copies import planned_apart
 
 from .driver import run_half, run_joint
 from .partition import partition
@@ -72,7 +73,7 @@ def unrun() -> Iterator[Tally]:
             keep_inference_input_mutations=True,
         )(gm, inputs)
 
-    with instead_of(BACKENDS, backend):
+    with instead_of(BACKENDS, backend), planned_apart():
         yield tally
 
 

@@ -240,6 +240,13 @@ def is_moved(node: Node) -> bool:
     return is_host and meta.get_tag(node) is None
 
 
+def way_of(node: Node) -> str:
+    """Where a copy that has been started goes, to the host or to a type of device; "" for all else."""
+    if traits_of(node.target).starts != "copy":
+        return ""
+    return HOST if node.target is OFFLOAD else str(node.args[1])
+
+
 def is_way_back(node: Node) -> bool:
     """Whether this copies an activation from the host to the device."""
     is_copy = node.target is RELOAD or (node.target is COPY_TO and node.args[1] != HOST)

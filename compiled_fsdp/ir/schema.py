@@ -207,7 +207,7 @@ OURS = {
     "agree":                  "0  -      -              none      -      no  no  notes   no  yes",
     "watch_heads":            "0  -      -              none      -      no  no  notes   no  yes",
     "copy_to":                "0  -      -              kernel    -      no  no  -       no  yes",
-    "start_copy":             "0  -      copy           kernel    -      no  no  -       no  yes",
+    "start_copy":             "0  -      copy           none      -      no  no  -       no  yes",
     "offload":                "0  -      copy           none      -      no  no  -       no  yes",
     "reload":                 "0  -      copy           none      -      no  no  -       no  yes",
     "encode":                 "0  -      -              kernel    -      no  no  -       no  no",

@@ -72,7 +72,7 @@ def why_not_moved(saved: Saved, root: Node) -> str:
     val = root.meta.get("val")
     if root.op != "call_function" or not isinstance(val, torch.Tensor):
         return "is an input of the graph, or no tensor"
-    if not copies.is_apart(val.device):
+    if not copies.is_planned_apart(val.device):
         return "is in host memory"
     if traits_of(root.target).lowers_to == "gather":
         return "is a parameter"

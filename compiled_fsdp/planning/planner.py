@@ -2,7 +2,8 @@
 
 A step is two machines in series: the training thread, which computes, starts collectives and waits
 for them, and the wire, which carries one collective at a time in the order of their starts.
-`simulate` plays a graph on both. From that:
+`simulate` plays a graph on both, and copies between host and device, of units and of activations, on
+two more ways, one for each direction. From that:
 
 - an all-gather starts as late as still hides it: working back from the last one, each must be done
   when it is awaited and when the next one needs the wire; whatever that leaves exposed is then
@@ -23,9 +24,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir.graph import is_matmul, phase_of
+from compiled_fsdp.ir.graph import is_matmul, phase_of, way_of
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.regions import Region, find_regions
+
+from .costs import nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -60,12 +63,14 @@ class Point:
     seconds: of computation up to the next point.
     transfer: for a start, its time on the wire; for a wait, 0.
     start: for a wait, the start that it waits for.
+    way: for the start of a copy between host and device, its direction; "" for the wire.
     """
 
     node: Node
     seconds: float = 0.0
     transfer: float = 0.0
     start: Node | None = None
+    way: str = ""
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class Timeline:
 
     reached: when the training thread comes to each point.
     carried: for each start, when its collective begins on the wire and when it is done.
+    copied: for each direction, the same of each copy between host and device.
     exposed: for each start that is awaited, how long the training thread then stands still.
     """
 
@@ -81,16 +87,25 @@ class Timeline:
     total: float = 0.0
     reached: dict[Node, float] = field(default_factory=dict)
     carried: dict[Node, tuple[float, float]] = field(default_factory=dict)
+    copied: dict[str, dict[Node, tuple[float, float]]] = field(default_factory=dict)
     exposed: dict[Node, float] = field(default_factory=dict)
+
+    @property
+    def on_wire(self) -> float:
+        """Seconds for which collectives are on the wire."""
+        return _long(self.carried)
+
+    def on_the_way(self, to: str) -> float:
+        """Seconds for which something is copied in one direction."""
+        return _long(self.copied.get(to, {}))
 
     def __str__(self) -> str:
         """Totals, then every collective: when it is on the wire, and what of it the training thread
         waits for.
         """
-        on_wire = sum(done - begin for begin, done in self.carried.values())
         lines = [
             f"{self.title}: {_ms(self.total)} predicted, of which "
-            f"{_ms(sum(self.exposed.values()))} are exposed communication; {_ms(on_wire)} on the "
+            f"{_ms(sum(self.exposed.values()))} are exposed communication; {_ms(self.on_wire)} on the "
             "wire"
         ]
         for start, (begin, done) in self.carried.items():
@@ -114,14 +129,19 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
+def _long(carried: dict[Node, tuple[float, float]]) -> float:
+    return sum(done - begin for begin, done in carried.values())
+
+
 def program(graph: Graph, costs: Costs) -> list[Point]:
     """The graph as points in order; light computation counts to the point before it."""
     points: list[Point] = []
     for node in (n for n in graph.nodes if n.op != "placeholder"):
-        is_start = node.target in comm.STARTS
-        if not points or is_start or node.target is comm.WAIT or is_matmul(node):
+        is_start, way = node.target in comm.STARTS, way_of(node)
+        if not points or is_start or way or node.target is comm.WAIT or is_matmul(node):
             start = node.all_input_nodes[0] if node.target is comm.WAIT else None
-            points.append(Point(node, transfer=costs.wire(node) if is_start else 0.0, start=start))
+            takes = costs.wire(node) if is_start else costs.copy(nbytes(node)) if way else 0.0
+            points.append(Point(node, transfer=takes, start=start, way=way))
         points[-1].seconds += costs.compute(node)
     return points
 
@@ -131,21 +151,23 @@ def simulate(points: Sequence[Point], unawaited: Collection[Node] = ()) -> Timel
     end.
     """
     line = Timeline()
-    now = wire = 0.0
+    now = 0.0
+    free, ends = dict[str, float](), dict["Node", float]()
     for point in points:
         line.reached[point.node] = now
         if point.transfer:
-            line.carried[point.node] = max(now, wire), (wire := max(now, wire) + point.transfer)
-        elif point.start in line.carried and point.start not in unawaited:
-            done = line.carried[point.start][1]
+            begin = max(now, free.get(point.way, 0.0))
+            ends[point.node] = free[point.way] = done = begin + point.transfer
+            on = line.copied.setdefault(point.way, {}) if point.way else line.carried
+            on[point.node] = begin, done
+        elif point.start is not None and point.start in ends and point.start not in unawaited:
+            done = ends[point.start]
             line.exposed.setdefault(
                 point.start, max(0.0, done - now)
             )  # a user may await his own again
             now = max(now, done)
         now += point.seconds
-    line.total = max(
-        now, *(line.carried[start][1] for start in unawaited if start in line.carried), 0.0
-    )
+    line.total = max(now, *(ends[start] for start in unawaited if start in ends), 0.0)
     return line
 
 

@@ -17,6 +17,7 @@ allows, and hands out NaN until then.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,14 @@ from compiled_fsdp.ir.collectives import HOST
 from compiled_fsdp.torch_private.groups import PythonWork
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 # Torch keeps the C++ half of a `Work` alone; and events of copies out of host memory.
 _under_way: set[Copy] = set()
 _reading: dict[torch.device, Any] = {}
+_is_planned_apart = False  # by `planned_apart`
 
 
 class Copy(PythonWork):  # type: ignore[misc]
@@ -61,6 +65,24 @@ class Copy(PythonWork):  # type: ignore[misc]
 def is_apart(device: torch.device) -> bool:
     """Whether a device has memory of its own; tests say that the CPU has."""
     return device.type != "cpu"
+
+
+def is_planned_apart(device: torch.device) -> bool:
+    """Whether graphs are planned for a device with memory of its own: such a one, or one that this
+    process only plans for (`planned_apart`).
+    """
+    return _is_planned_apart or is_apart(device)
+
+
+@contextmanager
+def planned_apart() -> Iterator[None]:
+    """Inside, graphs are planned for a device beside the host, and not run."""
+    global _is_planned_apart
+    before, _is_planned_apart = _is_planned_apart, True
+    try:
+        yield
+    finally:
+        _is_planned_apart = before
 
 
 def begin(

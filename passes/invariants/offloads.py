@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import aliases, find, is_moved, order, output, phase_of, placeholders
+from compiled_fsdp.ir.graph import (
+    aliases,
+    find,
+    is_moved,
+    is_way_back,
+    order,
+    output,
+    phase_of,
+    placeholders,
+)
 from compiled_fsdp.ir.meta import saved_for_backward
 from compiled_fsdp.ir.schema import OFFLOAD, RELOAD, traits_of
 from compiled_fsdp.planning.offload import host_bytes
@@ -52,12 +61,12 @@ def _writes(node: Node, value: Node) -> bool:
 def back_once(gm: GraphModule, plan: Plan) -> Violations:
     """What is on the host comes back once, from a copy that has been awaited, or is handed to
     backward, and nothing else reads it.
-    """
+    """  # before `hide_copies`, by one that is awaited at once
     moved = [node for node in placeholders(gm.graph) if is_moved(node)]
     moved += [w for w in find(gm.graph, WAIT) if w.all_input_nodes[0].target is OFFLOAD]
     for node in moved:
         users = list(node.users)
-        if len(users) != 1 or not (users[0].target is RELOAD or users[0].op == "output"):
+        if len(users) != 1 or not (is_way_back(users[0]) or users[0].op == "output"):
             yield node, f"%{node.name} is read by {[f'%{user.name}' for user in users]}"
     for start in find(gm.graph, RELOAD):
         source = start.all_input_nodes[0]

@@ -12,7 +12,7 @@ import torch
 
 import compiled_fsdp
 from compiled_fsdp.command import cli
-from compiled_fsdp.command.asked import AskedError, axis_of
+from compiled_fsdp.command.asked import AskedError, axis_of, plan_of
 from compiled_fsdp.command.machines import machine_named
 from compiled_fsdp.command.sweep import choose, table
 from compiled_fsdp.planning.plan import current_plan, forced
@@ -129,6 +129,31 @@ def test_a_whole_step(script: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert whole["step_s"] > whole["exposed_s"] + 7 * (NUMEL // 4 * 4) / 3.35e12
 
 
+def test_activations_on_the_host(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planned as for the device, though the script runs on the CPU; each is copied both ways, at
+    the speed of the machine's host.
+    """
+    text = Path(script).read_text()
+    Path(script).write_text(
+        text.replace("LAYERS, BATCH = 64, 3, 8", "LAYERS, BATCH = 1024, 8, 4096")
+    )
+    before = _predicted(script, tmp_path, "--plan", "memory_budget=0.0")
+    assert "copies to it" not in capsys.readouterr().out
+    torch._dynamo.reset()
+    found = _predicted(script, tmp_path, "--plan", "memory_budget=0.0,offload=budget")
+    assert "copies to it" in capsys.readouterr().out
+    assert found["peak"] < before["peak"]
+    number = round(found["to_host_s"] / (5e-6 + 4096 * 1024 * 4 / 64e9))
+    assert 1 <= number <= 7  # inputs of layers but the first, where there is time for both ways
+    assert found["to_host_s"] == pytest.approx(number * (5e-6 + 4096 * 1024 * 4 / 64e9))
+    assert found["from_host_s"] == pytest.approx(found["to_host_s"])
+    for each in (before, found):  # collectives alone are on the wire
+        messages = (each["wire_s"] - each["sent_bytes"] / 50e9) / 2e-5
+        assert messages == pytest.approx(round(messages))
+
+
 def test_half_the_efficiency_is_twice_the_time(script: str, tmp_path: Path) -> None:
     options = ("--latency", "0")
     whole = _predicted(script, tmp_path, *options)
@@ -238,6 +263,25 @@ def test_what_is_asked() -> None:
     assert axis_of("env:SHARD=8, 64") == ("env:SHARD", ["8", "64"])
     with pytest.raises(AskedError, match="'costs' is no field of Plan"):
         axis_of("costs=1")
+
+
+def test_fields_that_only_go_together() -> None:
+    together = {"recompute": "budget", "memory_budget": 0.0}
+    assert plan_of("recompute=budget,memory_budget=0.0") == together
+    with pytest.raises(AskedError, match="recompute='budget' with memory_budget=None"):
+        plan_of("recompute=budget")
+    with pytest.raises(AskedError, match="memory_budget=-1; should be"):
+        plan_of("memory_budget=-1")
+
+
+def test_a_sweep_of_what_does_not_go_together_runs_nothing(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--plan", "recompute=budget", "--sweep", "memory_budget=0.0,None")
+    assert cli.main([*WORLD, "--machine", "h100", *options, script]) != 0
+    said = capsys.readouterr()
+    assert "recompute='budget' with memory_budget=None" in said.err
+    assert "1: memory_budget" not in said.out
 
 
 def test_forced_fields_win() -> None:

@@ -14,6 +14,7 @@ from compiled_fsdp.ir.schema import COPY_TO, OFFLOAD, RELOAD
 from compiled_fsdp.passes import hide_copies as module
 from compiled_fsdp.planning.costs import Costs, Link
 from compiled_fsdp.planning.plan import Plan
+from compiled_fsdp.planning.planner import predict
 
 # Of a matrix [4, 4]: one second for what is computed, nothing for a matmul, 64 / host for a copy.
 COSTS = Costs(1e30, 128.0, 0.0, (("", Link(0.0, 1.0)),), is_fused=False)
@@ -85,8 +86,24 @@ return [%mm_default_1]""",
     def test_no_time_to_hide_in(self):
         """It is there before it comes back, however late."""
         gm = hide_copies(step(2, 2, is_read=False), taking(5.0))
-        self.assertEqual(short(gm), "mm out mm out . . wait home wait wait home mm wait mm")
+        self.assertEqual(short(gm), "mm out mm out . . wait home wait home wait mm wait mm")
         check(gm, PLAN, "hide_copies")
+
+    def test_prediction(self):
+        """Both ways are predicted beside what is computed, and what of them it does not hide."""
+        for number, between, seconds, exposed in (
+            (1, 5, 2.0, 0.0),
+            (2, 6, 2.0, 0.0),
+            (2, 2, 5.0, 18.0),
+        ):
+            plan = taking(seconds)
+            gm = hide_copies(step(number, between, is_read=False), plan)
+            line = predict(gm.graph, plan.costs)
+            self.assertAlmostEqual(line.on_the_way(HOST), number * seconds)
+            self.assertAlmostEqual(line.on_the_way("cpu"), number * seconds)
+            self.assertAlmostEqual(sum(line.exposed.values()), exposed)
+            self.assertAlmostEqual(line.total, between + exposed)
+            self.assertEqual(line.carried, {})
 
     def test_halves(self):
         """Of a forward, awaited at the end at the latest; of a backward, started at the beginning."""
