@@ -29,7 +29,8 @@ from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import TRACED
 
 from . import transformed
-from .full_params import WHO, FullParams, span
+from .emptied import say_what_is_emptied
+from .full_params import NUM_LOOKED, WHO, FullParams, span
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class Runtime(FullParams):
                     if runtime.has_run:
                         runtime._end_of_forward()
                 transformed.end_of_forward(self.tree)
+            if self.num_gathered <= NUM_LOOKED:
+                say_what_is_emptied(self.unit, self._own_memory(), output)
             if torch.is_grad_enabled():
                 self.tree.used.setdefault(self)
                 map_tensors(self._watch_output, output)

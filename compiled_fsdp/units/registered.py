@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
 
 from .reads import is_in_forward, is_seen_elsewhere, traced
@@ -52,6 +53,7 @@ TIED = (
     "names, and would yield it twice. Iterate over the parameters of the sharded module around it"
 )
 TIED_INSIDE = "a forward registers a sharded parameter under another name, which ties the two"
+ADDED = "a forward registers a parameter in a module that has sharded ones"
 # Dynamo forgets what comes back under a name that was removed in the same frame, sharded or not.
 REMOVED = "a forward removes a sharded parameter from its module"
 FLAT = (
@@ -83,6 +85,9 @@ class Watched(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.shown:
+            if torch.compiler.is_dynamo_compiling() and isinstance(value, nn.Parameter):
+                torch._dynamo.graph_break(msg=ADDED)
+            check_lasts(self.module, name, value)
             super().__setitem__(name, value)
         elif torch.compiler.is_dynamo_compiling():
             if value is self.shown[name]:
@@ -204,6 +209,7 @@ class Registered(Watched):
         ):
             other = sharded_behind(value)
             if other is None:
+                check_lasts(self.module, name, value)
                 self.replaced[name] = unit.was_assigned = True
                 dict.__setitem__(self, name, value)
                 return
@@ -232,6 +238,29 @@ for _method in (
     if isinstance(method, FunctionType)
 ):
     never_traced_alone(getattr(_method, "__wrapped__", _method))
+
+
+@untraced
+def check_lasts(module: nn.Module, name: str, value: object) -> None:
+    """What a forward registers is not to read memory that is emptied behind it.
+
+    Raises:
+        RuntimeError: it has the memory of a gathered parameter.
+    """
+    if not isinstance(value, nn.Parameter) or value.layout is not torch.strided:
+        return
+    memory = local_tensor(value).untyped_storage()._cdata
+    for unit in list(UNITS):
+        for param in unit.params:
+            if param.unsharded is None or param.is_borrowed or value is param.unsharded:
+                continue
+            if param.gathered.untyped_storage()._cdata == memory:
+                raise RuntimeError(
+                    f"{type(module).__name__}: {name} is to be a Parameter that has the memory of "
+                    f"{param.fqn}, as unit {unit.name!r} has gathered it: that memory is emptied "
+                    "behind forward. Register a copy of it, nn.Parameter(p.detach().clone()), or "
+                    "register it before fully_shard"
+                )
 
 
 def sharded_behind(value: object) -> tuple[Unit, ShardedParam] | None:
