@@ -1,20 +1,28 @@
 """Random models: eager = compiled bit for bit, and both as unsharded; a failure is shrunk to a
-small printed model.
+small printed model. Each also with no memory for what is saved: computed again, or on the host.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.offload import beside_host
 from kit.random_models import Program, Spec, batch, build, make, problem_of, shard, shrink, smaller
 from torch import Tensor
 
+from compiled_fsdp import planned
+from compiled_fsdp.planning import consensus
+from compiled_fsdp.planning.costs import Costs, Link
+
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
+
+    from kit.pool import Pool
 
 NUM_MODELS, CHUNK = (
     int(os.environ.get("RANDOM_MODELS", "12")),
@@ -24,6 +32,14 @@ STEPS = 2
 # fp32: sums over ranks in another order than one process adds. bf16: the unsharded model computes
 # in fp32.
 TOLERANCE = {False: 2e-5, True: 0.05}
+# By the number of the model. A host so fast that everything could be there.
+BUDGETS: tuple[dict[str, Any], ...] = (
+    {"memory_budget": 0.0, "offload": "budget"},
+    {"memory_budget": 0.0, "offload": "budget", "recompute": "budget"},
+    {"memory_budget": 0.4, "offload": "budget", "recompute": "budget"},
+    {"memory_budget": 0.0, "recompute": "budget"},
+)
+COSTS = Costs(1e9, 1e9, 1e-6, (("", Link(1e-6, 1e9)),), host=1e13)
 
 
 def gradients(program: Program, kind: str) -> list[Tensor | None]:
@@ -78,7 +94,37 @@ def compare(program: Program) -> None:
         )
 
 
-def check(first: int, number: int) -> None:
+def in_budget(program: Program) -> int:
+    """The same numbers with little memory; how many copies there were to the host and back.
+
+    Raises:
+        AssertionError: with the first difference.
+    """
+    eager = gradients(program, "eager")
+    torch._dynamo.reset()
+    consensus._settled.clear()  # by the structure of parameters, which eager and compiled share
+    plan = BUDGETS[program.seed % len(BUDGETS)]
+    with beside_host() as copies, planned(**plan, costs=COSTS):
+        compiled = gradients(program, "compiled")
+    for i, (a, b) in enumerate(zip(eager, compiled, strict=True)):
+        is_same = a is b if a is None or b is None else torch.equal(a, b)
+        assert is_same, f"gradient {i}: with {plan} it differs from eager"
+    return copies.num_begun
+
+
+def check_budgets(first: int, number: int) -> int:
+    """How many copies there were."""
+    num_copies = 0
+
+    def compare_budget(program: Program) -> None:
+        nonlocal num_copies
+        num_copies += in_budget(program)
+
+    check(first, number, partial(problem_of, compare_budget))
+    return num_copies
+
+
+def check(first: int, number: int, fails: Callable[[Program], str | None] = fails) -> None:
     for seed in range(first, first + number):
         program = make(seed)
         if fails(program):
@@ -91,6 +137,12 @@ def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     """Every third chunk on four ranks."""
     pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
     pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=400.0)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_MODELS, 2 * CHUNK))
+def test_in_a_budget(two: Pool, first: int) -> None:
+    copied, _ = two.run(check_budgets, first, min(2 * CHUNK, NUM_MODELS - first), timeout=400.0)
+    assert copied > 0
 
 
 def test_a_failure_shrinks() -> None:
