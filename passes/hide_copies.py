@@ -31,6 +31,8 @@ Ensures: a copy to the host starts where its source is computed; it is awaited b
     the source, and not before it should be done, by the plan's costs or those that are assumed for the
     device; at the latest at the end. A copy back starts as late as it should be there where it is read
     first, and is awaited there. Copies of one direction take turns. Each is started and awaited once.
+    Where a forward or a backward is shorter than its copies, it stands still early instead of at its
+    end, or starts copies late, so that few values are there beside their copies.
 Leaves alone: copies that belong to a communication (`copy_aside`).
 """
 
@@ -40,11 +42,11 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import HOST, WAIT
-from compiled_fsdp.ir.graph import Builder, find, last_read, order, value
+from compiled_fsdp.ir.graph import Builder, find, last_read, order, phase_of, value
 from compiled_fsdp.ir.meta import get_tag
 from compiled_fsdp.ir.schema import COPY_TO, OFFLOAD, RELOAD
 from compiled_fsdp.planning.costs import assumed, nbytes
-from compiled_fsdp.planning.offload import Trip, clock, homeward, outward
+from compiled_fsdp.planning.offload import Trip, awaited, begun, clock
 from compiled_fsdp.planning.recompute import origin
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ def _offload(gm: GraphModule, copies: list[Node], costs: Costs) -> None:
     reached = clock(gm.graph, costs)
     sources = [copy.all_input_nodes[0] for copy in copies]
     trips = [Trip(reached[position[source] + 1], costs.copy(nbytes(source))) for source in sources]
-    for copy, source, done in zip(copies, sources, outward(trips), strict=True):
+    turn = reached[-1] if phase_of(gm.graph) == "forward" else None
+    for copy, source, done in zip(copies, sources, awaited(trips, turn), strict=True):
         place = max(last_read(origin(source), position) + 1, bisect_left(reached, done))
         latest = min(position[user] for user in copy.users)
         before = nodes[bisect_left(places, min(place, latest))]
@@ -96,7 +99,8 @@ def _reload(gm: GraphModule, copies: list[Node], costs: Costs) -> None:
         for copy, user in zip(copies, first, strict=True)
     ]
     starts = []
-    for copy, user, begin in zip(copies, first, homeward(trips), strict=True):
+    turn = 0.0 if phase_of(gm.graph) == "backward" else None
+    for copy, user, begin in zip(copies, first, begun(trips, turn), strict=True):
         source = copy.all_input_nodes[0]
         place = max(inputs + 1, position[source] + 1, bisect_right(reached, begin) - 1)
         before = nodes[bisect_left(places, min(place, position[user]))]

@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
 
-from compiled_fsdp.planning.offload import Trip, clock, exposed, homeward, movable, outward
+from compiled_fsdp.planning.offload import Trip, awaited, begun, clock, exposed, movable
 
 from .peaks import OFFLOAD, Candidate, Span, longest_gap, uses
 
@@ -119,8 +119,8 @@ def moved_to_host(
 
 def _candidates(host: Host, reached: Sequence[float], seconds: dict[str, float]) -> list[Candidate]:
     stays = sorted(host.stays, key=lambda stay: stay.made)
-    done = outward([stay.out for stay in stays])
-    begins = homeward([stay.home for stay in stays])
+    done = awaited([stay.out for stay in stays], host.turn)
+    begins = begun([stay.home for stay in stays], host.turn)
     return [
         Candidate(
             OFFLOAD,

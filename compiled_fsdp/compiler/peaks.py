@@ -224,7 +224,7 @@ def uses(trial: Trial, names: set[str]) -> tuple[dict[str, set[int]], dict[str, 
         for node in (node for node in position if node.name in names):
             made.setdefault(node.name, position[node])
             for storage in lifetimes.of(node)[:1]:
-                users = (user for user in storage.users if user.op != "output")
+                users = (user for user in storage.users if user.op not in ("output", "placeholder"))
                 used[node.name].update(position[user] for user in users)
         start += len(position)
     return used, made

@@ -5,12 +5,13 @@ A candidate is a storage that forward saves for backward and nobody else holds. 
 begins where it is computed, beside what reads it, and its memory is free once it is copied and read
 for the last time; it is copied back so that it is there where backward reads it first. Copies of one
 direction follow each other: to the host in the order of forward, back in the order of backward.
-`outward` and `homeward` say when each is under way; the planner prices by them, and `hide_copies`
+`awaited` and `begun` say when each is under way; the planner prices by them, and `hide_copies`
 places the nodes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -35,6 +36,18 @@ if TYPE_CHECKING:
 
     from .costs import Costs
     from .recompute import Saved
+
+QUEUED = 2  # copies to the host that are under way when an earlier one is awaited
+AHEAD = (
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+)  # copies to the device that begin before the next is read; tried in turn
+WORTH = 1e-3  # of the time for which backward waits, that less memory is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +166,78 @@ def outward(trips: Sequence[Trip]) -> list[float]:
     return done
 
 
+def awaited(trips: Sequence[Trip], turn: float | None) -> list[float]:
+    """When each copy to the host is awaited, on the clock of what is computed: when it is done.
+
+    Where copies take longer than forward, which ends with the last of them, it stands still anyway:
+    better early, before it computes more that waits for its copy, than at the end. So each copy is
+    awaited when the second one behind it could begin, while that makes nothing later.
+
+    turn: as in `exposed`; None: nothing is awaited early.
+    """
+    done = outward(trips)
+    left = max(done, default=0.0) - (inf if turn is None else turn)
+    if left <= 0.0:
+        return done
+    order = sorted(range(len(trips)), key=lambda i: trips[i].at)
+    early, ends = list(done), [0.0] * len(trips)
+    free = late = 0.0
+    for number, i in enumerate(order):
+        now = trips[i].at + late
+        free = ends[i] = max(free, now) + trips[i].seconds
+        if number >= QUEUED:
+            other = order[number - QUEUED]
+            stands = max(0.0, ends[other] - now)
+            if late + stands <= left:
+                late += stands
+                early[other] = min(done[other], trips[i].at)
+    return early if free <= max(done) else done
+
+
 def homeward(trips: Sequence[Trip]) -> list[float]:
     """When each copy to the device has to begin: as late as it is there in time, before the next."""
     following, begins = inf, [0.0] * len(trips)
     for i in sorted(range(len(trips)), key=lambda i: -trips[i].at):
         following = begins[i] = min(following, trips[i].at) - trips[i].seconds
     return begins
+
+
+def begun(trips: Sequence[Trip], turn: float | None) -> list[float]:
+    """When each copy to the device begins, on the clock of what is computed: as `homeward`.
+
+    Where copies take longer than backward, which waits for them anyway, none begins before an earlier
+    one has been read: only so many copies ahead of that as make nothing later.
+
+    turn: as in `exposed`; None: all as `homeward`.
+    """
+    begins = homeward(trips)
+    if turn is None or min(begins, default=turn) >= turn:
+        return begins
+    order = sorted(range(len(trips)), key=lambda i: trips[i].at)
+    longest = _late(trips, begins, order, turn) * (1 + WORTH)
+    for ahead in AHEAD:
+        later = list(begins)
+        for i, before in zip(order[ahead:], order, strict=False):
+            later[i] = max(begins[i], trips[before].at)
+        if _late(trips, later, order, turn) <= longest:
+            return later
+    return begins
+
+
+def _late(
+    trips: Sequence[Trip], begins: Sequence[float], order: Sequence[int], turn: float
+) -> float:
+    """How long what is computed waits for copies that begin then, in this order."""
+    late = free = 0.0
+    waiting = deque(order)
+    ends = dict[int, float]()
+    for i in order:
+        while waiting and begins[waiting[0]] <= trips[i].at:
+            other = waiting.popleft()
+            now = max(begins[other], turn) + late
+            free = ends[other] = max(free, now) + trips[other].seconds
+        late += max(0.0, ends[i] - trips[i].at - late)
+    return late
 
 
 def exposed(outs: Sequence[Trip], homes: Sequence[Trip], turn: float | None) -> float:

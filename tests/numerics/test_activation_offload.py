@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,11 +31,13 @@ from compiled_fsdp import (
     fully_shard,
     planned,
 )
+from compiled_fsdp.compiler import budget
+from compiled_fsdp.compiler.peaks import most
 from compiled_fsdp.planning import consensus
 from compiled_fsdp.planning.costs import Costs, Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kit.pool import Pool
 
@@ -306,3 +309,34 @@ def test_where_host_and_device_are_the_same_memory(two: Pool) -> None:
     assert "on the host from forward" not in text
     (said_once,) = (each for each in warned if "same memory" in each)
     assert "Plan(offload='budget') on cpu" in said_once
+
+
+def expected_and_tried(kind: str, plan: dict[str, Any]) -> list[tuple[int, int]]:
+    """For each number of things that stay and was tried: the peak by the model of it, and by the
+    trial.
+    """
+    found: list[tuple[int, int]] = []
+
+    def spy(
+        peak: Callable[[int], int],
+        expected: Sequence[int],
+        room: float,
+        patience: int,
+        known: dict[int, int],
+    ) -> tuple[int, int]:
+        numbers = range(0, len(expected), max(1, len(expected) // 8))
+        found.extend((expected[num], peak(num)) for num in numbers)
+        return most(peak, expected, room, patience, known)
+
+    with mock.patch.object(budget, "most", spy):
+        loop(kind, plan, "compiled_fsdp_eager")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("plan", [OFFLOAD, RECOMPUTE, BOTH], ids=["offload", "recompute", "both"])
+def test_the_model_of_the_peak(two: Pool, kind: str, plan: dict[str, Any]) -> None:
+    """What it expects is what a trial finds, or numbers are tried that are far from what fits."""
+    for found in two.run(expected_and_tried, kind, plan):
+        assert len(found) > 8
+        assert all(0.99 < expected / tried < 1.1 for expected, tried in found), found

@@ -13,6 +13,7 @@ from compiled_fsdp.ir.meta import CommTag, set_tag
 from compiled_fsdp.ir.schema import COPY_TO, OFFLOAD, RELOAD
 from compiled_fsdp.passes import hide_copies as module
 from compiled_fsdp.planning.costs import Costs, Link
+from compiled_fsdp.planning.offload import Trip, awaited, begun, homeward
 from compiled_fsdp.planning.plan import Plan
 from compiled_fsdp.planning.planner import predict
 
@@ -44,6 +45,49 @@ def step(number: int = 1, between: int = 5, *, is_read: bool = True) -> GraphMod
 def short(gm: GraphModule) -> str:
     names = {"offload": "out", "wait_tensor": "wait", "reload": "home", "neg": "."}
     return " ".join(names.get(op, op) for op in ops(gm.graph))
+
+
+class TestClock(GraphTest):
+    """Where copies take longer than what is computed, which stands still for them in any case."""
+
+    def test_awaited(self):
+        """The first two when the second one behind each could begin."""
+        trips = [Trip(float(at), 5.0) for at in range(4)]
+        self.assertEqual(awaited(trips, 30.0), [5.0, 10.0, 15.0, 20.0])
+        self.assertEqual(awaited(trips, None), [5.0, 10.0, 15.0, 20.0])
+        self.assertEqual(awaited(trips, 4.0), [2.0, 3.0, 15.0, 20.0])
+
+    def test_awaited_if_nothing_is_later_for_it(self):
+        """The first takes longer than what is to be waited for."""
+        trips = [Trip(0.0, 20.0), Trip(1.0, 1.0), Trip(2.0, 1.0), Trip(100.0, 10.0)]
+        self.assertEqual(awaited(trips, 101.0), [20.0, 21.0, 22.0, 110.0])
+
+    def test_begun(self):
+        """Each when the second one before it is read."""
+        trips = [Trip(float(at), 5.0) for at in range(1, 5)]
+        self.assertEqual(begun(trips, -16.0), [-16.0, -11.0, -6.0, -1.0])
+        self.assertEqual(begun(trips, None), [-16.0, -11.0, -6.0, -1.0])
+        self.assertEqual(begun(trips, 0.0), [-16.0, -11.0, 1.0, 2.0])
+
+    def test_begun_if_nothing_is_later_for_it(self):
+        """The last takes long: it begins behind the others, when the third before it is read."""
+        trips = [Trip(1.0, 1.0), Trip(10.0, 1.0), Trip(20.0, 1.0), Trip(21.0, 40.0)]
+        self.assertEqual(homeward(trips), [-22.0, -21.0, -20.0, -19.0])
+        self.assertEqual(begun(trips, 0.0), [-22.0, -21.0, -20.0, 1.0])
+
+    def test_stands_still_early(self):
+        """Of a forward: no more than two wait for their copies at once."""
+        hand = Hand()
+        x, w, y = (hand.input(name, 4, 4) for name in "xwy")
+        moved = []
+        for _ in range(4):
+            moved.append(hand(COPY_TO, hand(aten.mm.default, x, w), HOST, True))
+            hand.compute(y)
+        gm = hand.returns(y, *moved)
+        self.assertEqual(
+            short(hide_copies(gm, taking(5.0))),
+            "mm out . mm out . wait mm out . wait mm out . wait wait",
+        )
 
 
 class TestHideCopies(GraphTest):
