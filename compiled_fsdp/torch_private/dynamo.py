@@ -25,6 +25,8 @@ from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from .subgraphs import operator_name
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
@@ -48,6 +50,18 @@ def compilation() -> object:
     2.13.
     """
     return CompileContext.try_get()
+
+
+def operators_in_trace() -> list[str]:
+    """Returns the names of operators (`cond`, say) whose functions Dynamo traces now, the innermost first. Tried on
+    2.13.
+    """
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    found = []
+    while tracer is not None:
+        found.append(operator_name(tracer.source_target))
+        tracer = tracer.parent
+    return found
 
 
 def traces_autograd() -> bool:
