@@ -46,7 +46,14 @@ from .fallback import (
     run_as_others,
     run_eagerly,
 )
-from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
+from .first_call import (
+    check_buffers,
+    check_devices,
+    check_same_model,
+    explain_dtypes,
+    explain_mixed,
+    warn_unread,
+)
 from .quantizing import check_names, check_supported, follow
 from .together import meet
 from .writes import watch_writes
@@ -241,6 +248,7 @@ class State:
         try:
             if isinstance(error, RuntimeError):
                 explain_mixed(error, self.unit, units)
+                explain_dtypes(error, self.unit)
         except RuntimeError as clearer:
             error = clearer
             raise
