@@ -82,13 +82,14 @@ def traced(module: Any, name: str) -> Any:
     Not while an eager forward has it registered. Inside of `torch.vmap` it is gathered although it is
     there: Dynamo's version of a function with a backward of its own has no rule for that. So is it in
     a function of `torch.cond` or its like, out of which reads are moved (`frontend/control_flow.py`):
-    of a `Resident` the backward would be inside, where no rank may reduce.
+    of a `Resident` the backward would be inside, where no rank may reduce. And in inference mode, where
+    an alias of what is there could not be made when the graph is traced again.
     """
     handle = module._fsdp_handles[name]
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
         return module._parameters[name]
-    if handle.is_resident and not _has_rules_of_its_own():
+    if handle.is_resident and not torch.is_inference_mode_enabled() and not _has_rules_of_its_own():
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
