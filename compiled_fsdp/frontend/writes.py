@@ -260,7 +260,7 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
     no inference tensor.
     """
     first = nodes[0]
-    _leave_inference(graph, first)
+    _leave_modes(graph, first)
     modes = _grad_modes(graph)
     if not modes[first] and any(modes[node] for node in nodes):
         with graph.inserting_before(first):
@@ -272,17 +272,22 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _leave_inference(graph: Graph, node: Node) -> None:
-    """Move a read to before the inference mode that it is in."""
-    entered: dict[Node, None] = {}
+def _leave_modes(graph: Graph, node: Node) -> None:
+    """Move a read to before the inference mode, and the transformations of `torch.func`, that it is
+    in: what is read there is wrapped, and nothing for those outside.
+    """
+    entered: list[Node] = []
     for earlier in graph.nodes:
+        name = getattr(earlier.target, "__name__", "")
         if earlier is node:
             break
-        if earlier.target is ENTER_INFERENCE:
-            entered[earlier] = None
+        if earlier.target is ENTER_INFERENCE or name.endswith("_increment_nesting"):
+            entered.append(earlier)
         elif earlier.target is EXIT_INFERENCE:
-            entered.pop(earlier.args[0])
-    for outermost in [*entered][:1]:
+            entered.remove(earlier.args[0])  # type: ignore[arg-type]
+        elif name.endswith("_decrement_nesting"):
+            entered.remove(next(n for n in reversed(entered) if n.target is not ENTER_INFERENCE))
+    for outermost in entered[:1]:
         outermost.prepend(node)
 
 
