@@ -26,6 +26,7 @@ from compiled_fsdp.torch_private.dynamo import (
     is_refused,
     never_trace_hooks_alone,
     never_traced_alone,
+    take_ints_for_constants,
     trace_again,
     traces_autograd,
     untraced,
@@ -471,5 +472,6 @@ class PostForward:
 # Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take
 # the graph's branch.
 never_trace_hooks_alone()
+take_ints_for_constants()
 never_traced_alone(PreForward.__call__)
 never_traced_alone(PostForward.__call__)
