@@ -125,7 +125,7 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     Raises:
         RuntimeError: it was that.
     """
-    if not any(words in str(error) for words in OF_DTENSOR):
+    if not any(words in str(error) for words in OF_DTENSOR) and not OF_FLEX.search(str(error)):
         return
     others = [u.name for u in units if u is not unit]
     told = f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor"
@@ -143,6 +143,8 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     ) from error
 
 
+# FlexAttention, called outside of a graph, of a function that reads a sharded parameter.
+OF_FLEX = re.compile(r"call_function flex_attention\(.*DTensor\(")
 # What kernels of torch say of two dtypes.
 OF_DTYPES = re.compile(
     r"same dtype|type \(.*\) should be the same|expected scalar type|expect parameter to have scalar type"

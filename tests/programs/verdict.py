@@ -46,6 +46,9 @@ TORCHS_OWN = {
     "non-empty donated buffers": r"retain_graph=True",
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
     "modified by an inplace operation": r"\.unshard\(",
+    # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it has hooks,
+    # depends on what it has compiled before.
+    "found no compiled frames": r"for layer in .*\n.*compile_in_place\(layer, fullgraph=True",
     "Calling torch.func.vmap(compiled_fn)": r"(?s)(vmap\(|torch\.func\.).*fullgraph=True",
 }
 # On 2.15 DTensor writes `w[0] = x` to a copy, if `w` is sharded there; older ones refuse it.
@@ -398,10 +401,18 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     return _as_others_raise(kind, first, outcomes, text)
 
 
+def _same_error(mine: Outcome, theirs: Outcome) -> bool:
+    """Also if mine was raised while a graph was traced, where torch puts its type into the text."""
+    if mine.error == theirs.error:
+        return True
+    text = theirs.text.splitlines()[0].partition(":")[0] if theirs.error else ""
+    return bool(text) and f"raised:\n{theirs.error}: {text}" in mine.text
+
+
 def _as_others_raise(kind: str, first: Outcome, outcomes: Outcomes, text: str) -> Verdict:
     others = {"torch": "plain" if kind not in ("eager", "stock") else "", "as stock": "stock"}
     for word, other in others.items():
         theirs = outcomes.get(other)
-        if isinstance(theirs, list) and all(o.error == first.error for o in theirs):
+        if isinstance(theirs, list) and all(_same_error(first, o) for o in theirs):
             return Verdict(kind, word, text)
     return Verdict(kind, "fault", f"raises {text}")
