@@ -66,6 +66,17 @@ def operators_in_trace() -> list[str]:
     return found
 
 
+def is_inference_in_trace() -> bool:
+    """Whether what Dynamo traces now will run in inference mode; tracing, it is not in it. Tried on 2.13."""
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    entered = 0
+    while tracer is not None:
+        for target, by in ((ENTER_INFERENCE, 1), (EXIT_INFERENCE, -1)):
+            entered += by * len(tracer.graph.find_nodes(op="call_function", target=target))
+        tracer = tracer.parent
+    return entered > 0 or torch.is_inference_mode_enabled()
+
+
 def take_ints_for_constants() -> None:
     """With `dynamic=True`, let Dynamo take ints that a sharded module holds for constants, as those of any other
     module, once for all; without, it makes those of FSDP's alone dynamic when they have changed, which

@@ -11,7 +11,12 @@ import torch
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import SPECS
 from compiled_fsdp.torch_private.autograd import is_transformed
-from compiled_fsdp.torch_private.dynamo import operators_in_trace, trace_number, traced_as_it_is
+from compiled_fsdp.torch_private.dynamo import (
+    is_inference_in_trace,
+    operators_in_trace,
+    trace_number,
+    traced_as_it_is,
+)
 from compiled_fsdp.torch_private.subgraphs import KEEP_GRAPHS
 
 from .extension import WHY_EAGER
@@ -89,7 +94,7 @@ def traced(module: Any, name: str) -> Any:
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
         return module._parameters[name]
-    if handle.is_resident and not torch.is_inference_mode_enabled() and not _has_rules_of_its_own():
+    if handle.is_resident and not _has_rules_of_its_own():
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
@@ -101,10 +106,12 @@ def traced(module: Any, name: str) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_rules_of_its_own() -> bool:
-    """Whether the trace that is being made is inside of one of `torch.func`'s transformations, or of
-    an operator that keeps the graph of its function.
+    """Whether the trace that is being made is inside of one of `torch.func`'s transformations, of
+    inference mode, or of an operator that keeps the graph of its function.
     """
-    return is_transformed() or not KEEP_GRAPHS.isdisjoint(operators_in_trace())
+    if is_transformed() or is_inference_in_trace():
+        return True
+    return not KEEP_GRAPHS.isdisjoint(operators_in_trace())
 
 
 # Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace
