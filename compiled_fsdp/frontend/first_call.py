@@ -145,6 +145,24 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
 
 # FlexAttention, called outside of a graph, of a function that reads a sharded parameter.
 OF_FLEX = re.compile(r"call_function flex_attention\(.*DTensor\(")
+# What `nn.Module` says where a parameter is registered that is none.
+OF_MODULE = "(torch.nn.Parameter or None expected)"
+
+
+def explain_registered(error: TypeError, unit: Unit) -> None:
+    """Say why a forward that Dynamo has traced in part cannot register a parameter that it reads.
+
+    Raises:
+        TypeError: it did.
+    """
+    if OF_MODULE in str(error) and unit.name not in str(error):
+        raise TypeError(
+            f"{unit.name}: its compiled forward registers what is no parameter ({error}). In a graph a sharded "
+            "parameter that is read, self.a.weight say, is the gathered tensor, which no module takes for a "
+            "parameter. Tie parameters between calls, or in a function decorated with torch.compiler.disable"
+        ) from error
+
+
 # What kernels of torch say of two dtypes.
 OF_DTYPES = re.compile(
     r"same dtype|type \(.*\) should be the same|expected scalar type|expect parameter to have scalar type"

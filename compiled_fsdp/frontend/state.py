@@ -53,6 +53,7 @@ from .first_call import (
     check_same_model,
     explain_dtypes,
     explain_mixed,
+    explain_registered,
     warn_unread,
 )
 from .quantizing import check_names, check_supported, follow
@@ -250,7 +251,9 @@ class State:
             if isinstance(error, RuntimeError):
                 explain_mixed(error, self.unit, units)
                 explain_dtypes(error, self.unit)
-        except RuntimeError as clearer:
+            elif isinstance(error, TypeError) and self.is_call_compiled:
+                explain_registered(error, self.unit)
+        except (RuntimeError, TypeError) as clearer:
             error = clearer
             raise
         finally:

@@ -284,7 +284,7 @@ def _leave_modes(graph: Graph, node: Node) -> None:
         if earlier.target is ENTER_INFERENCE or name.endswith("_increment_nesting"):
             entered.append(earlier)
         elif earlier.target is EXIT_INFERENCE:
-            entered.remove(earlier.args[0])  # type: ignore[arg-type]
+            entered.remove(earlier.args[0])
         elif name.endswith("_decrement_nesting"):
             entered.remove(next(n for n in reversed(entered) if n.target is not ENTER_INFERENCE))
     for outermost in entered[:1]:

@@ -25,6 +25,7 @@ from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_re
 from compiled_fsdp.units.offload import Offload, can_pin
 from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
+from compiled_fsdp.units.registered import Registered, sharded_behind
 from compiled_fsdp.units.tensor_parallel import place
 from compiled_fsdp.units.unit import Unit, sharded_as
 
@@ -33,7 +34,7 @@ from .module import shard_classes, share_params
 from .order import check_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -155,6 +156,7 @@ def fully_shard(
     share_params(shared, state)
     if len(modules) == 1:
         adopt_nested(modules[0])
+    _tie_to_inner(modules, unit)
     install_passes()
     check_optimizers()
     return module
@@ -296,9 +298,28 @@ def _shared_params(
     skip = {id(p) for p in ignored}
     for module in managed:
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in skip and parameter in sharded_as:
-                found.append((*sharded_as[parameter], module, name))
+            if parameter is not None and id(parameter) not in skip:
+                found += [(*cut, module, name) for cut in [_cut_before(parameter)] if cut]
     return found
+
+
+def _cut_before(parameter: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
+    """The unit and the sharded parameter, if an earlier call has cut this one, or made it."""
+    if parameter in sharded_as:
+        return sharded_as[parameter]
+    return sharded_behind(parameter) if isinstance(parameter, DTensor) else None
+
+
+def _tie_to_inner(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Let modules of inner units hold parameters of this one that stand in the place of their own:
+    they were tied between the two calls.
+    """
+    tables = [m._parameters for root in modules for m in root.modules()]
+    for table in tables:
+        for name in list(table.replaced) if isinstance(table, Registered) else ():
+            unit_and_param = sharded_as.get(dict.get(table, name))  # type: ignore[arg-type]
+            if unit_and_param is not None and unit_and_param[0] is unit:
+                table[name] = unit_and_param[1].sharded
 
 
 def _managed_params(
@@ -316,7 +337,7 @@ def _managed_params(
     found: dict[int, nn.Parameter] = {}
     for module in managed:
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in skip and parameter not in sharded_as:
+            if parameter is not None and id(parameter) not in skip and not _cut_before(parameter):
                 found.setdefault(id(parameter), parameter)
     _check_no_scalars(roots, found)
     originals: dict[int, Original] = {}
@@ -324,6 +345,8 @@ def _managed_params(
         for above, module in root.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) not in found:
+                    continue
+                if module not in managed and name in _names_of_inner(module):
                     continue
                 path = plain_name(f"{above}.{name}" if above else name)
                 if id(parameter) not in originals:
@@ -346,6 +369,12 @@ def _managed_params(
                     )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
+
+
+def _names_of_inner(module: nn.Module) -> Collection[str]:
+    """The names of a module under which an inner unit has registered a parameter, whatever is there now."""
+    table = module._parameters
+    return table.owners if isinstance(table, Registered) else ()
 
 
 def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Parameter]) -> None:

@@ -143,6 +143,17 @@ CASES = {
         "x = torch.tanh(torch.vmap(self.a)(x))",
         "fully_shard(model)\nmodel = compiled(model, fullgraph=True, dynamic=True)",
     ),
+    # tied between two calls, with either in the place of the other
+    "a later unit's parameter in an earlier one": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model.a)\nmodel.a.weight = model.b.weight\nfully_shard(model)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+    ),
+    "an earlier unit's parameter in a later one": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model.a)\nmodel.b.weight = model.a.weight\nfully_shard(model)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+    ),
     # errors that did not name what is wrong
     "mixed dtypes": Case(
         "self.count += 1\nx = self.a(x * self.count)",
@@ -168,6 +179,12 @@ CASES = {
         loop="record(model, take(x.detach(), ids))",
         word="refused",
         says="[4, 4] of normed, made at ",
+    ),
+    "a parameter registered in a graph": Case(
+        "self.b.weight = self.a.weight\nx = self.b(self.a(x))",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\nmodel = compiled(model)",
+        word="refused",
+        says="Model: its compiled forward registers what is no parameter",
     ),
     "FlexAttention of what is sharded": Case(
         "with torch.no_grad():\n    bias = self.a.bias\n"
