@@ -34,7 +34,7 @@ from .module import shard_classes, share_params
 from .order import check_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -333,7 +333,7 @@ def _managed_params(
     """Each parameter once, with everything that holds it, its name under the first root that has
     it, and how it is cut.
     """
-    skip = {id(p) for p in ignored}
+    skip, among = {id(p) for p in ignored}, {id(m) for m in managed}
     found: dict[int, nn.Parameter] = {}
     for module in managed:
         for parameter in module._parameters.values():
@@ -343,10 +343,8 @@ def _managed_params(
     originals: dict[int, Original] = {}
     for root in roots:
         for above, module in root.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) not in found:
-                    continue
-                if module not in managed and name in _names_of_inner(module):
+            for name, parameter in _held_here(module, among):
+                if id(parameter) not in found:
                     continue
                 path = plain_name(f"{above}.{name}" if above else name)
                 if id(parameter) not in originals:
@@ -371,10 +369,14 @@ def _managed_params(
     return [originals[key] for key in found]
 
 
-def _names_of_inner(module: nn.Module) -> Collection[str]:
-    """The names of a module under which an inner unit has registered a parameter, whatever is there now."""
+def _held_here(module: nn.Module, managed: set[int]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module by name, without names under which an inner unit has registered one,
+    whatever stands there now.
+    """
     table = module._parameters
-    return table.owners if isinstance(table, Registered) else ()
+    is_inner = isinstance(table, Registered) and id(module) not in managed
+    inner = table.owners if is_inner else ()
+    return [(name, p) for name, p in table.items() if p is not None and name not in inner]
 
 
 def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Parameter]) -> None:
