@@ -196,7 +196,7 @@ def _of_difference(
     """Announced by a text that explains it, or torch's own: compiled by torch alone, the unsharded
     model does the same.
     """
-    plain, stock, eager = (outcomes.get(name) for name in ("plain", "stock", "eager"))
+    plain, stock, eager = (outcomes.get(name) for name in (plain_of(kind), "stock", "eager"))
     rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
     from_stock, from_eager = (
         (differs(mine, other, rtol, atol) or "not") if is_whole(other) else "it raises"
@@ -224,6 +224,11 @@ def _of_difference(
     if kind == "stock" and (quirk := quirk_of(script.source)):
         return Verdict(kind, "quirk", f"{quirk}: {found}")
     return Verdict(kind, "fault", f"differs from unsharded: {found}; from stock: {from_stock}")
+
+
+def plain_of(kind: str) -> str:
+    """Which kind is the unsharded model, compiled in the same way; "" for what is not compiled."""
+    return {"eager": "", "stock": "", "inductor": "plain inductor"}.get(kind, "plain")
 
 
 def is_whole(outcome: list[Outcome] | str | None) -> TypeGuard[list[Outcome]]:
@@ -410,7 +415,7 @@ def _same_error(mine: Outcome, theirs: Outcome) -> bool:
 
 
 def _as_others_raise(kind: str, first: Outcome, outcomes: Outcomes, text: str) -> Verdict:
-    others = {"torch": "plain" if kind not in ("eager", "stock") else "", "as stock": "stock"}
+    others = {"torch": plain_of(kind), "as stock": "stock"}
     for word, other in others.items():
         theirs = outcomes.get(other)
         if isinstance(theirs, list) and all(_same_error(first, o) for o in theirs):
