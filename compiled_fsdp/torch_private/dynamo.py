@@ -66,6 +66,12 @@ def operators_in_trace() -> list[str]:
     return found
 
 
+def is_cut_off() -> bool:
+    """Whether the graph that goes to its backend ends at a graph break, behind which Python goes on. Tried on 2.13."""
+    reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 def is_inference_in_trace() -> bool:
     """Whether what Dynamo traces now will run in inference mode; tracing, it is not in it. Tried on 2.13."""
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer

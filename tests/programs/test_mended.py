@@ -154,6 +154,23 @@ CASES = {
         "fully_shard(model.a)\nmodel.b.weight = model.a.weight\nfully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
+    # a gathered copy is written to behind a graph break
+    "a parameter that leaves a graph": Case(
+        "x = self.a(x)\nhalve(self.a.weight)\nx = self.b(x)",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\n"
+        "@torch.compiler.disable\ndef halve(w):\n    w.data.mul_(0.5)\nmodel = compiled(model)",
+        loop="loss = model(x, ids).square().mean()\nrecord(model, loss)\noptimizer.zero_grad()",
+        word="announced",
+        says="parameter a.weight is read in a graph that ends at a graph break",
+    ),
+    "a late wait in a compiled function": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\ndef train(x, ids):\n"
+        "    handle = model.a.unshard(async_op=True)\n    y = model(x, ids)\n    handle.wait()\n"
+        "    return y.square().mean()\ntrain = compiled(train)",
+        loop=LOOP.replace("model(x, ids).square().mean()", "train(x, ids)"),
+        kinds="eager,compiled",
+    ),
     # errors that did not name what is wrong
     "mixed dtypes": Case(
         "self.count += 1\nx = self.a(x * self.count)",

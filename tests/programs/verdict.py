@@ -67,6 +67,7 @@ AROUND = "runs eagerly, not in a graph"
 # Announcements that explain another result; of which scripts, and what is different first.
 EXPLAIN = {
     "so the write is lost": ("", ""),
+    "is read in a graph that ends at a graph break": ("", "grad|value|param"),
     "trains nothing": ("", r"^(?!value 0,)"),  # what comes before the first backward is as it was
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
