@@ -15,7 +15,6 @@ to stand behind its forward, so that the activations of one are alive at a time.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from compiled_fsdp.ir.meta import (
     forget_heads,
     input_of,
     is_mesh,
+    made_at,
     place_of_input,
     places_of,
     real_input,
@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 
     Halves = tuple[GraphModule, GraphModule]
 
-# A line of a stack trace: file and line, and what it says.
-FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
 INSTEAD = "Write the loop instead: loss.backward(), optimizer.step(), optimizer.zero_grad()"
 
 
@@ -401,7 +399,7 @@ def _tangents(backward: Graph, step: WholeStep) -> list[Node]:
     if len(found) != count or any(value(p).numel() != 1 for p in found):
         shapes = [list(value(p).shape) for p in found]
         each = " for each micro-batch" if count > 1 else ""
-        made = [f"{list(value(p).shape)}{_made_at(p, backward)}" for p in found]
+        made = [f"{list(value(p).shape)}{made_at(p, output(backward))}" for p in found]
         raise NotImplementedError(
             f"{step.doing}: values of the shapes {shapes} require a gradient behind loss_fn; it "
             f"should be one{each}, the loss, of one element. They are: {'; '.join(made)}. Let loss_fn return "
@@ -410,17 +408,6 @@ def _tangents(backward: Graph, step: WholeStep) -> list[Node]:
             "torch.nn.utils.parametrizations do not)"
         )
     return found
-
-
-def _made_at(tangent: Node, graph: Graph) -> str:
-    """The module and the line that made the value whose gradient this is, if torch has noted it."""
-    kind = getattr(tangent.meta.get("desc"), "output", None)
-    made = next((node for node, each in returned(output(graph)) if node and each == kind), None)
-    stack = made.meta.get("nn_module_stack") if made is not None else None
-    frames = FRAME.findall(made.meta.get("stack_trace") or "") if made is not None else []
-    module = [*stack.values()][-1][0].rpartition("cell_contents.")[2] if stack else ""
-    told = f" of {module}" if module else ""
-    return f"{told}, made at {':'.join(frames[-1][:2])}, {frames[-1][2]}" if frames else told
 
 
 def _one(tangent: Node, end: Node, inverse: Node | None) -> Node:

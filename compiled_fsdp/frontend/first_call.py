@@ -190,7 +190,7 @@ def explain_dtypes(error: RuntimeError, unit: Unit) -> None:
     if found:
         raise RuntimeError(
             f"{unit.name}: its forward mixed dtypes ({str(error).splitlines()[0]}). Its parameters {CAST}, "
-            f"{policy.param_dtype}, and {shortened(found)}, as with torch's FSDP2. Cast in forward what is "
+            f"{policy.param_dtype}, and {shortened(found)}, as with torch's FSDP. Cast in forward what is "
             "computed with them, x.to(self.weight.dtype) say, or the buffers"
         ) from error
 
