@@ -34,7 +34,7 @@ from .module import shard_classes, share_params
 from .order import check_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -306,7 +306,8 @@ def _shared_params(
 def _cut_before(parameter: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
     """The unit and the sharded parameter, if an earlier call has cut this one, or made it."""
     if parameter in sharded_as:
-        return sharded_as[parameter]
+        known: tuple[Unit, ShardedParam] = sharded_as[parameter]
+        return known
     return sharded_behind(parameter) if isinstance(parameter, DTensor) else None
 
 
@@ -317,9 +318,10 @@ def _tie_to_inner(modules: Sequence[nn.Module], unit: Unit) -> None:
     tables = [m._parameters for root in modules for m in root.modules()]
     for table in tables:
         for name in list(table.replaced) if isinstance(table, Registered) else ():
-            unit_and_param = sharded_as.get(dict.get(table, name))  # type: ignore[arg-type]
-            if unit_and_param is not None and unit_and_param[0] is unit:
-                table[name] = unit_and_param[1].sharded
+            value = dict.get(table, name)
+            cut = sharded_as.get(value) if isinstance(value, nn.Parameter) else None
+            if cut is not None and cut[0] is unit:
+                table[name] = cut[1].sharded
 
 
 def _managed_params(
@@ -374,8 +376,9 @@ def _held_here(module: nn.Module, managed: set[int]) -> list[tuple[str, nn.Param
     whatever stands there now.
     """
     table = module._parameters
-    is_inner = isinstance(table, Registered) and id(module) not in managed
-    inner = table.owners if is_inner else ()
+    inner: Collection[str] = ()
+    if isinstance(table, Registered) and id(module) not in managed:
+        inner = table.owners
     return [(name, p) for name, p in table.items() if p is not None and name not in inner]
 
 
