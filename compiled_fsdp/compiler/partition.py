@@ -34,7 +34,7 @@ from compiled_fsdp.ir.meta import (
 )
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.sizes import quick_hints
+from compiled_fsdp.torch_private.sizes import empty_as_one_row, quick_hints
 
 from .offload import offload
 from .recompute import compute_again
@@ -58,7 +58,11 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     """
     kinds = [kind for _, kind in returned(output(joint.graph))]
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
-    with functorch_config.patch(ban_recompute_materialized_backward=bans), quick_hints():
+    with (
+        functorch_config.patch(ban_recompute_materialized_backward=bans),
+        quick_hints(),
+        empty_as_one_row(),
+    ):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
     note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
     _give_up(halves, is_computed_again, compute_again, save_after_all)

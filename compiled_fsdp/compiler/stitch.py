@@ -35,6 +35,7 @@ from compiled_fsdp.ir.meta import (
     forget_heads,
     input_of,
     is_mesh,
+    made_at,
     place_of_input,
     places_of,
     real_input,
@@ -398,10 +399,13 @@ def _tangents(backward: Graph, step: WholeStep) -> list[Node]:
     if len(found) != count or any(value(p).numel() != 1 for p in found):
         shapes = [list(value(p).shape) for p in found]
         each = " for each micro-batch" if count > 1 else ""
+        made = [f"{list(value(p).shape)}{made_at(p, output(backward))}" for p in found]
         raise NotImplementedError(
             f"{step.doing}: values of the shapes {shapes} require a gradient behind loss_fn; it "
-            f"should be one{each}, the loss, of one element. Let loss_fn return the loss alone, "
-            "and write to no input or buffer what requires a gradient"
+            f"should be one{each}, the loss, of one element. They are: {'; '.join(made)}. Let loss_fn return "
+            "the loss alone, and write to no input, buffer or attribute of a module what requires a "
+            "gradient (torch.nn.utils.weight_norm and spectral_norm do; those of "
+            "torch.nn.utils.parametrizations do not)"
         )
     return found
 

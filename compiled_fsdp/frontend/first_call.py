@@ -6,6 +6,7 @@ The mistakes that these catch otherwise show as a hang, as NaNs, or as a loss th
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 # What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
+CAST = "are gathered in mp_policy.param_dtype"
 OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 
 
@@ -123,7 +125,7 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     Raises:
         RuntimeError: it was that.
     """
-    if not any(words in str(error) for words in OF_DTENSOR):
+    if not any(words in str(error) for words in OF_DTENSOR) and not OF_FLEX.search(str(error)):
         return
     others = [u.name for u in units if u is not unit]
     told = f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor"
@@ -139,6 +141,58 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
         "other before and reshard() after it"
     ) from error
+
+
+# FlexAttention, called outside of a graph, of a function that reads a sharded parameter.
+OF_FLEX = re.compile(r"call_function flex_attention\(.*DTensor\(")
+# What `nn.Module` says where a parameter is registered that is none.
+OF_MODULE = "(torch.nn.Parameter or None expected)"
+
+
+def explain_registered(error: TypeError, unit: Unit) -> None:
+    """Say why a forward that Dynamo has traced in part cannot register a parameter that it reads.
+
+    Raises:
+        TypeError: it did.
+    """
+    if OF_MODULE in str(error) and unit.name not in str(error):
+        raise TypeError(
+            f"{unit.name}: its compiled forward registers what is no parameter ({error}). In a graph a sharded "
+            "parameter that is read, self.a.weight say, is the gathered tensor, which no module takes for a "
+            "parameter. Tie parameters between calls, or in a function decorated with torch.compiler.disable"
+        ) from error
+
+
+# What kernels of torch say of two dtypes.
+OF_DTYPES = re.compile(
+    r"same dtype|type \(.*\) should be the same|expected scalar type|expect parameter to have scalar type"
+)
+
+
+def explain_dtypes(error: RuntimeError, unit: Unit) -> None:
+    """Say what may have brought another dtype into the forward of a unit with a `param_dtype`.
+
+    Raises:
+        RuntimeError: buffers have another, or inputs are not cast.
+    """
+    policy = unit.mp_policy
+    if policy.param_dtype is None or not OF_DTYPES.search(str(error)) or CAST in str(error):
+        return
+    buffers = {
+        name: b.dtype
+        for module in unit.modules
+        for name, b in module.named_buffers()
+        if b.is_floating_point() and b.dtype != policy.param_dtype
+    }
+    found = [f"buffer {name} is {dtype}" for name, dtype in buffers.items()]
+    if not policy.cast_forward_inputs:
+        found.insert(0, "inputs are not cast (cast_forward_inputs=False)")
+    if found:
+        raise RuntimeError(
+            f"{unit.name}: its forward mixed dtypes ({str(error).splitlines()[0]}). Its parameters {CAST}, "
+            f"{policy.param_dtype}, and {shortened(found)}, as with torch's FSDP. Cast in forward what is "
+            "computed with them, x.to(self.weight.dtype) say, or the buffers"
+        ) from error
 
 
 def check_buffers(

@@ -26,6 +26,7 @@ from compiled_fsdp.torch_private.dynamo import (
     is_refused,
     never_trace_hooks_alone,
     never_traced_alone,
+    take_ints_for_constants,
     trace_again,
     traces_autograd,
     untraced,
@@ -46,7 +47,15 @@ from .fallback import (
     run_as_others,
     run_eagerly,
 )
-from .first_call import check_buffers, check_devices, check_same_model, explain_mixed, warn_unread
+from .first_call import (
+    check_buffers,
+    check_devices,
+    check_same_model,
+    explain_dtypes,
+    explain_mixed,
+    explain_registered,
+    warn_unread,
+)
 from .quantizing import check_names, check_supported, follow
 from .together import meet
 from .writes import watch_writes
@@ -241,7 +250,10 @@ class State:
         try:
             if isinstance(error, RuntimeError):
                 explain_mixed(error, self.unit, units)
-        except RuntimeError as clearer:
+                explain_dtypes(error, self.unit)
+            elif isinstance(error, TypeError) and self.is_call_compiled:
+                explain_registered(error, self.unit)
+        except (RuntimeError, TypeError) as clearer:
             error = clearer
             raise
         finally:
@@ -463,5 +475,6 @@ class PostForward:
 # Called from a frame that Dynamo gave up, a hook must run as it stands: traced alone, it would take
 # the graph's branch.
 never_trace_hooks_alone()
+take_ints_for_constants()
 never_traced_alone(PreForward.__call__)
 never_traced_alone(PostForward.__call__)

@@ -49,6 +49,7 @@ from compiled_fsdp.torch_private.dynamo import (
     SET_GRAD_ENABLED,
     before_backend,
     give_up_graph,
+    is_cut_off,
 )
 from compiled_fsdp.units.reads import spell_out
 from compiled_fsdp.units.registered import UNITS, sharded_behind
@@ -106,6 +107,8 @@ def settle_writes(gm: GraphModule) -> None:
     _check_inputs(gm.graph)
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     written = _written_storages(graphs)
+    if is_cut_off():
+        _say_what_leaves(gm.graph)
     if not written:
         return
     for graph in graphs:
@@ -115,6 +118,30 @@ def settle_writes(gm: GraphModule) -> None:
     _check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
     _announce_before_backward(gm.graph, written)
+
+
+def _say_what_leaves(graph: Graph) -> None:
+    """A full parameter of which Python gets hold at a graph break is not what Python would have read
+    there: the one of a unit whose forward does not run rests sharded.
+    """
+    reads: dict[int, str] = {}
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        reads.update(dict.fromkeys(_storages(traced_value(node)), param_spec(node).fqn))
+    end = graph.output_node()
+    held = [
+        reads[storage]
+        for node in dict.fromkeys(end.all_input_nodes if reads else ())
+        for storage in _storages(traced_value(node))
+        if storage in reads
+    ]
+    if held:
+        warn_once(
+            f"compiled_fsdp: parameter {shortened(held, 1)} is read in a graph that ends at a graph break, and "
+            "handed to the code behind it. There it is a gathered copy, not the parameter: what is "
+            "written to it is lost. Write outside of forward, or let the function that writes read the "
+            "parameter from its module",
+            about="parameters that leave graphs",
+        )
 
 
 def _check_inputs(graph: Graph) -> None:
@@ -260,7 +287,7 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
     no inference tensor.
     """
     first = nodes[0]
-    _leave_inference(graph, first)
+    _leave_modes(graph, first)
     modes = _grad_modes(graph)
     if not modes[first] and any(modes[node] for node in nodes):
         with graph.inserting_before(first):
@@ -272,17 +299,22 @@ def _merge(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _leave_inference(graph: Graph, node: Node) -> None:
-    """Move a read to before the inference mode that it is in."""
-    entered: dict[Node, None] = {}
+def _leave_modes(graph: Graph, node: Node) -> None:
+    """Move a read to before the inference mode, and the transformations of `torch.func`, that it is
+    in: what is read there is wrapped, and nothing for those outside.
+    """
+    entered: list[Node] = []
     for earlier in graph.nodes:
+        name = getattr(earlier.target, "__name__", "")
         if earlier is node:
             break
-        if earlier.target is ENTER_INFERENCE:
-            entered[earlier] = None
+        if earlier.target is ENTER_INFERENCE or name.endswith("_increment_nesting"):
+            entered.append(earlier)
         elif earlier.target is EXIT_INFERENCE:
-            entered.pop(earlier.args[0])
-    for outermost in [*entered][:1]:
+            entered.remove(earlier.args[0])
+        elif name.endswith("_decrement_nesting"):
+            entered.remove(next(n for n in reversed(entered) if n.target is not ENTER_INFERENCE))
+    for outermost in entered[:1]:
         outermost.prepend(node)
 
 

@@ -25,6 +25,7 @@ from compiled_fsdp.units.mesh import resolve_mesh, resolve_placement, resolve_re
 from compiled_fsdp.units.offload import Offload, can_pin
 from compiled_fsdp.units.param import Original
 from compiled_fsdp.units.precision import ask_override, check_grad_dtype
+from compiled_fsdp.units.registered import Registered, sharded_behind
 from compiled_fsdp.units.tensor_parallel import place
 from compiled_fsdp.units.unit import Unit, sharded_as
 
@@ -33,7 +34,7 @@ from .module import shard_classes, share_params
 from .order import check_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -155,6 +156,7 @@ def fully_shard(
     share_params(shared, state)
     if len(modules) == 1:
         adopt_nested(modules[0])
+    _tie_to_inner(modules, unit)
     install_passes()
     check_optimizers()
     return module
@@ -296,9 +298,30 @@ def _shared_params(
     skip = {id(p) for p in ignored}
     for module in managed:
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in skip and parameter in sharded_as:
-                found.append((*sharded_as[parameter], module, name))
+            if parameter is not None and id(parameter) not in skip:
+                found += [(*cut, module, name) for cut in [_cut_before(parameter)] if cut]
     return found
+
+
+def _cut_before(parameter: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
+    """The unit and the sharded parameter, if an earlier call has cut this one, or made it."""
+    if parameter in sharded_as:
+        known: tuple[Unit, ShardedParam] = sharded_as[parameter]
+        return known
+    return sharded_behind(parameter) if isinstance(parameter, DTensor) else None
+
+
+def _tie_to_inner(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Let modules of inner units hold parameters of this one that stand in the place of their own:
+    they were tied between the two calls.
+    """
+    tables = [m._parameters for root in modules for m in root.modules()]
+    for table in tables:
+        for name in list(table.replaced) if isinstance(table, Registered) else ():
+            value = dict.get(table, name)
+            cut = sharded_as.get(value) if isinstance(value, nn.Parameter) else None
+            if cut is not None and cut[0] is unit:
+                table[name] = cut[1].sharded
 
 
 def _managed_params(
@@ -312,18 +335,18 @@ def _managed_params(
     """Each parameter once, with everything that holds it, its name under the first root that has
     it, and how it is cut.
     """
-    skip = {id(p) for p in ignored}
+    skip, among = {id(p) for p in ignored}, {id(m) for m in managed}
     found: dict[int, nn.Parameter] = {}
     for module in managed:
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in skip and parameter not in sharded_as:
+            if parameter is not None and id(parameter) not in skip and not _cut_before(parameter):
                 found.setdefault(id(parameter), parameter)
     _check_no_scalars(roots, found)
     originals: dict[int, Original] = {}
     for root in roots:
         for above, module in root.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) not in found:
+            for name, parameter in _held_here(module, among):
+                if id(parameter) not in found:
                     continue
                 path = plain_name(f"{above}.{name}" if above else name)
                 if id(parameter) not in originals:
@@ -346,6 +369,17 @@ def _managed_params(
                     )
                 originals[id(parameter)].owners.append((module, name))
     return [originals[key] for key in found]
+
+
+def _held_here(module: nn.Module, managed: set[int]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module by name, without names under which an inner unit has registered one,
+    whatever stands there now.
+    """
+    table = module._parameters
+    inner: Collection[str] = ()
+    if isinstance(table, Registered) and id(module) not in managed:
+        inner = table.owners
+    return [(name, p) for name, p in table.items() if p is not None and name not in inner]
 
 
 def _check_no_scalars(roots: Sequence[nn.Module], managed: dict[int, nn.Parameter]) -> None:

@@ -39,6 +39,7 @@ class UnshardHandle(StockUnshardHandle):
         self._runtime = runtime
         self._before = None if runtime is None else _counted(runtime)
 
+    @untraced
     def wait(self) -> None:
         """Finish the unshard; does nothing when called again, or if the unit's forward has done it,
         and may have resharded, or has run as a graph, which gathers for itself.
@@ -87,6 +88,7 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
             return named_in_trace(self, prefix, recurse, remove_duplicate)  # type: ignore[arg-type]
         return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
 
+    @untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's unit now, not those below; with `async_op`, in the background until
         `wait()` or its forward.
@@ -100,6 +102,7 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
         handle.wait()
         return None
 
+    @untraced
     def reshard(self) -> None:
         """Free this module's unsharded parameters, not those of units below."""
         self._fsdp_own().runtime.reshard()

@@ -45,10 +45,7 @@ def shard_classes(
     for module, owned in names.items():
         swap_class(module, tuple(owned), FSDPModule if isinstance(module, FSDPModule) else None)
         module.__dict__["_fsdp_owner"] = state
-        module.register_state_dict_pre_hook(_reshard_first(state))
-        module.register_state_dict_post_hook(_start_at_zero)
-        module.register_load_state_dict_pre_hook(_reshard_first(state))
-        module.register_load_state_dict_pre_hook(_explain_full)
+        _hook_states(module)
         module.register_load_state_dict_post_hook(_adopt_loaded(state))
     for root in roots:
         inner = uncompiled(root)
@@ -70,6 +67,8 @@ def share_params(
 ) -> None:
     """Let modules of a later call hold parameters of earlier units (tied weights)."""
     for unit, param, module, name in shared:
+        if not _owners(module):  # else it has been hooked
+            _hook_states(module)
         unit.add_owner(param, module, name)
         swap_class(module, (name,), FSDPModule if isinstance(module, FSDPModule) else None)
         if (unit.mp_policy, param.layout.dim) != (
@@ -86,27 +85,46 @@ def share_params(
         borrower.runtime.borrow(lender.runtime)
 
 
-def _reshard_first(state: State) -> Callable[..., None]:
+def _hook_states(module: nn.Module) -> None:
+    """`state_dict` and `load_state_dict` of a module that holds sharded parameters, whoever
+    shards them.
+    """
+    module.register_state_dict_pre_hook(_reshard_first)
+    module.register_state_dict_post_hook(_start_at_zero)
+    module.register_load_state_dict_pre_hook(_reshard_first)
+    module.register_load_state_dict_pre_hook(_explain_full)
+
+
+def _owners(module: nn.Module) -> list[Unit]:
+    """The units whose parameters a module holds: tied ones are those of another's."""
+    table = module._parameters
+    owners = table.owners.values() if isinstance(table, Registered) else ()
+    return list(dict.fromkeys(unit for unit, _ in owners))
+
+
+def _reshard_first(module: nn.Module, *_: object) -> None:
     """A hook before `state_dict` and `load_state_dict`: both are about the sharded parameters.
 
+    So are tied ones, whose unit may come later, and free then what a state dict would hold.
     Where Dynamo has left the graph around it, it has no business inside: torch 2.11 prints what it
     guards on, freed parameters too, and dies.
     """
+    if torch.compiler.is_dynamo_compiling():
+        _rest(module)
+    else:
+        _rest_untraced(module)
 
-    def rest() -> None:
+
+def _rest(module: nn.Module) -> None:
+    for unit in _owners(module):
+        state = get_state(unit.modules[0])
+        assert state is not None
         state.runtime.reshard()
-        copies.settle()
+    copies.settle()
 
-    rest_untraced = untraced(rest)
 
-    def hook(*_: object) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            rest()
-        else:
-            rest_untraced()
-
-    never_traced_alone(hook)
-    return hook
+_rest_untraced = untraced(_rest)
+never_traced_alone(_reshard_first)
 
 
 def _explain_full(

@@ -280,6 +280,25 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
     return [kinds.index(kind) for kind in wanted]
 
 
+# A line of a stack trace: file, line, and what it says.
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
+
+
+def made_at(tangent: Node, output: Node) -> str:
+    """The module and the line that made the value whose gradient this input is, in words to go behind
+    its shape; "" if torch has not noted it.
+    """
+    kind = getattr(tangent.meta.get("desc"), "output", None)
+    made = next((node for node, each in returned(output) if node and each == kind), None)
+    if made is None:
+        return ""
+    stack = [*(made.meta.get("nn_module_stack") or {}).values()]
+    frames = _FRAME.findall(made.meta.get("stack_trace") or "")
+    module = stack[-1][0].rpartition("cell_contents.")[2] if stack else ""
+    told = f" of {module}" if module else ""
+    return f"{told}, made at {':'.join(frames[-1][:2])}, {frames[-1][2]}" if frames else told
+
+
 def input_of(kind: object) -> int | None:
     """The place, among the inputs of the captured function, of the tensor that an input of a graph
     is, or that an output is the gradient of; of a DTensor, its local tensor. None for anything else,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+
 
 def backward_number() -> int:
     """The number of the backward that autograd runs, another one for each; -1 outside."""
@@ -33,7 +35,10 @@ def accumulates(leaf: Tensor) -> bool:
         return True
     if not leaf.requires_grad:
         return False
-    node = get_gradient_edge(leaf).node
+    # Below autograd, as inside of an operator that calls a graph, it must be asked all the same.
+    without = torch._C._dispatch_tls_local_exclude_set() - AUTOGRAD
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without):
+        node = get_gradient_edge(leaf).node
     try:
         return torch._C._will_engine_execute_node(node)
     except (

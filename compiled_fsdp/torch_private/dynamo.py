@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
-from torch._dynamo import convert_frame
+from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -20,10 +21,13 @@ from torch._dynamo.exc import (
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import guard_failures, orig_code_map
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .subgraphs import operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +52,56 @@ def compilation() -> object:
     2.13.
     """
     return CompileContext.try_get()
+
+
+def operators_in_trace() -> list[str]:
+    """Returns the names of operators (`cond`, say) whose functions Dynamo traces now, the innermost first. Tried on
+    2.13.
+    """
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    found = []
+    while tracer is not None:
+        found.append(operator_name(tracer.source_target))
+        tracer = tracer.parent
+    return found
+
+
+def is_cut_off() -> bool:
+    """Whether the graph that goes to its backend ends at a graph break, behind which Python goes on. Tried on 2.13."""
+    reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def is_inference_in_trace() -> bool:
+    """Whether what Dynamo traces now will run in inference mode; tracing, it is not in it. Tried on 2.13."""
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    entered = 0
+    while tracer is not None:
+        for target, by in ((ENTER_INFERENCE, 1), (EXIT_INFERENCE, -1)):
+            entered += by * len(tracer.graph.find_nodes(op="call_function", target=target))
+        tracer = tracer.parent
+    return entered > 0 or torch.is_inference_mode_enabled()
+
+
+def take_ints_for_constants() -> None:
+    """With `dynamic=True`, let Dynamo take ints that a sharded module holds for constants, as those of any other
+    module, once for all; without, it makes those of FSDP's alone dynamic when they have changed, which
+    is better than another graph for each value. Tried on 2.13.
+    """
+    is_case = getattr(builder, "is_int_specialization_case", None)
+    if is_case is None or hasattr(is_case, "__wrapped__"):
+        return
+
+    @functools.wraps(is_case)
+    def or_of_fsdp(value: Any, source: Any) -> bool:
+        if is_case(value, source):
+            return True
+        if config.assume_static_by_default or config.allow_unspec_int_on_nn_module:
+            return False
+        return bool(source.guard_source.is_fsdp_module())
+
+    changed: Any = builder
+    changed.is_int_specialization_case = or_of_fsdp
 
 
 def traces_autograd() -> bool:

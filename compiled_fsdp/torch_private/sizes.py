@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
+import torch._functorch.partitioners as partitioners
 import torch._inductor.config as inductor_config
 import torch.fx.experimental.symbolic_shapes as symbolic
+from torch import Tensor
 
 try:
     from torch.fx.experimental import _size_hinting as hinting
@@ -62,6 +65,31 @@ def quick_hints() -> Iterator[None]:
 
     with mock.patch.object(symbolic, "_optimization_hint_base", hint):
         yield
+
+
+@contextmanager
+def empty_as_one_row() -> Iterator[None]:
+    """Inside, torch's partitioner takes a tensor without elements for one with one row.
+
+    Saving it costs nothing, so that it would never be computed again; a rank that has rows computes
+    it again, and gathers what for. Whatever else ranks have, costs grow with their rows alike.
+    """
+    size_of = partitioners._size_of
+
+    def size(node: Node) -> int:
+        value, found = node.meta.get("val"), size_of(node)
+        values = value if isinstance(value, list | tuple) else [value]
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        return found or sum(_at_least_one(v) * v.element_size() for v in tensors)
+
+    with mock.patch.object(partitioners, "_size_of", size):
+        yield
+
+
+def _at_least_one(value: Tensor) -> int:
+    """Elements of a tensor, were each empty dimension of size one."""
+    sizes = (n if isinstance(n, int) else n.node.hint for n in value.shape)
+    return math.prod(n or 1 for n in sizes)
 
 
 def _applicable(expr: Any, equalities: dict[Any, Any]) -> dict[Any, Any]:

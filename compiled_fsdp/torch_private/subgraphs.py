@@ -11,6 +11,9 @@ from typing import Any
 from torch._inductor import config
 from torch._ops import HigherOrderOperator
 
+# Operators that have their functions as graphs of their own up to the end: AOTAutograd inlines others.
+KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attention"})
+
 
 def why_inline() -> str:
     """Returns why Inductor is to compile every layer for its place: its C++ wrapper has no

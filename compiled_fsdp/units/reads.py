@@ -11,7 +11,13 @@ import torch
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import SPECS
 from compiled_fsdp.torch_private.autograd import is_transformed
-from compiled_fsdp.torch_private.dynamo import trace_number, traced_as_it_is
+from compiled_fsdp.torch_private.dynamo import (
+    is_inference_in_trace,
+    operators_in_trace,
+    trace_number,
+    traced_as_it_is,
+)
+from compiled_fsdp.torch_private.subgraphs import KEEP_GRAPHS
 
 from .extension import WHY_EAGER
 from .handles import APART
@@ -79,13 +85,16 @@ def traced(module: Any, name: str) -> Any:
     function.
 
     Not while an eager forward has it registered. Inside of `torch.vmap` it is gathered although it is
-    there: Dynamo's version of a function with a backward of its own has no rule for that.
+    there: Dynamo's version of a function with a backward of its own has no rule for that. So is it in
+    a function of `torch.cond` or its like, out of which reads are moved (`frontend/control_flow.py`):
+    of a `Resident` the backward would be inside, where no rank may reduce. And in inference mode, where
+    an alias of what is there could not be made when the graph is traced again.
     """
     handle = module._fsdp_handles[name]
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
         return module._parameters[name]
-    if handle.is_resident and not _is_transformed():
+    if handle.is_resident and not _has_rules_of_its_own():
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)
     else:
@@ -96,9 +105,13 @@ def traced(module: Any, name: str) -> Any:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_transformed() -> bool:
-    """Whether the trace that is being made is inside of one of `torch.func`'s transformations."""
-    return is_transformed()
+def _has_rules_of_its_own() -> bool:
+    """Whether the trace that is being made is inside of one of `torch.func`'s transformations, of
+    inference mode, or of an operator that keeps the graph of its function.
+    """
+    if is_transformed() or is_inference_in_trace():
+        return True
+    return not KEEP_GRAPHS.isdisjoint(operators_in_trace())
 
 
 # Units whose forward is being traced, by their numbers, and the trace that they belong to: a trace

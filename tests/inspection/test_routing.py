@@ -14,7 +14,7 @@ from moe import MoEConfig, MoEGPT, share_experts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
-from compiled_fsdp import Plan, dumped_to, explain, fully_shard, set_plan
+from compiled_fsdp import dumped_to, explain, fully_shard, planned
 from compiled_fsdp.inspection.dump_checks import totals, violations
 from compiled_fsdp.inspection.dump_folder import read_folder
 from compiled_fsdp.inspection.profiles import Event, _pieces
@@ -35,7 +35,11 @@ ROUTED = 2 * 8 * CONFIG.top  # rows of one rank
 
 def record(folder: str) -> None:
     """A profile with arguments on rank 0, one without on rank 1; both read back as texts."""
-    set_plan(Plan(record_routing=True))
+    with planned(record_routing=True):
+        _record(folder)
+
+
+def _record(folder: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model: Any = MoEGPT(CONFIG)
     experts = share_experts(model, mesh)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
     from multiprocessing.connection import Connection
+
+    from compiled_fsdp import Plan
 
 GRACE = 5.0  # seconds that the other ranks get once one has failed
 _numbers = itertools.count()  # of what a worker has run
@@ -182,6 +185,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         compiled_fsdp.set_plan(
             compiled_fsdp.Plan(bucket_bytes=0)
         )  # models of tests are so small that all units would share
+        plan = compiled_fsdp.current_plan()
         gc.freeze()  # or every test pays for looking through all of torch again
         gc.set_threshold(
             50_000, 20, 100
@@ -196,6 +200,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             answer = _answer(module, path, name, payload)
             forget()
             torch._dynamo.config.load_config(settings)  # a test may set what others are about
+            set_plan_again(plan)
             pipe.send(answer)
 
 
@@ -258,6 +263,16 @@ def begin() -> None:
     unit._unit_numbers = itertools.count(number)
     errors._on_every_rank = True
     errors._said.clear()  # what another test was told once must not be missing from this one
+
+
+def set_plan_again(plan: Plan) -> None:
+    """A test may have left another: those behind it would compile for that."""
+    import compiled_fsdp
+
+    if compiled_fsdp.current_plan() is not plan:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # graphs were compiled before
+            compiled_fsdp.set_plan(plan)
 
 
 def forget() -> None:

@@ -13,7 +13,7 @@ from programs.kinds import SLOW, place_of, run_kinds
 from programs.program import Program
 from programs.shrink import smallest
 from programs.source import Script, script
-from programs.verdict import Outcomes, Verdict, judge
+from programs.verdict import Outcomes, Verdict, judge, plain_of
 
 if TYPE_CHECKING:
     from programs.kinds import Outcome
@@ -86,8 +86,9 @@ class Hunter:
         if is_invalid(reference):
             return Result(invalid=reference if isinstance(reference, str) else reference[0].text)
         verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
-        if any(v.is_fault and v.kind != "eager" for v in verdicts):
-            outcomes |= self.outcomes(script, ("plain",))
+        plain = tuple(dict.fromkeys(plain_of(v.kind) for v in verdicts if v.is_fault))
+        if plain := tuple(filter(None, plain)):
+            outcomes |= self.outcomes(script, plain)
             verdicts = [self._judge(script, kind, outcomes) for kind in script.kinds]
         said = {
             text

@@ -46,6 +46,9 @@ TORCHS_OWN = {
     "non-empty donated buffers": r"retain_graph=True",
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
     "modified by an inplace operation": r"\.unshard\(",
+    # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it has hooks,
+    # depends on what it has compiled before.
+    "found no compiled frames": r"for layer in .*\n.*compile_in_place\(layer, fullgraph=True",
     "Calling torch.func.vmap(compiled_fn)": r"(?s)(vmap\(|torch\.func\.).*fullgraph=True",
 }
 # On 2.15 DTensor writes `w[0] = x` to a copy, if `w` is sharded there; older ones refuse it.
@@ -64,6 +67,7 @@ AROUND = "runs eagerly, not in a graph"
 # Announcements that explain another result; of which scripts, and what is different first.
 EXPLAIN = {
     "so the write is lost": ("", ""),
+    "is read in a graph that ends at a graph break": ("", "grad|value|param"),
     "trains nothing": ("", r"^(?!value 0,)"),  # what comes before the first backward is as it was
     "neither gathered nor reduced over the ranks": ("", ""),
     "Sharded weights stay tied": ("assign=True", ""),
@@ -193,7 +197,7 @@ def _of_difference(
     """Announced by a text that explains it, or torch's own: compiled by torch alone, the unsharded
     model does the same.
     """
-    plain, stock, eager = (outcomes.get(name) for name in ("plain", "stock", "eager"))
+    plain, stock, eager = (outcomes.get(name) for name in (plain_of(kind), "stock", "eager"))
     rtol, atol = (LOW, LOW) if script.low_precision else (RTOL, ATOL)
     from_stock, from_eager = (
         (differs(mine, other, rtol, atol) or "not") if is_whole(other) else "it raises"
@@ -221,6 +225,11 @@ def _of_difference(
     if kind == "stock" and (quirk := quirk_of(script.source)):
         return Verdict(kind, "quirk", f"{quirk}: {found}")
     return Verdict(kind, "fault", f"differs from unsharded: {found}; from stock: {from_stock}")
+
+
+def plain_of(kind: str) -> str:
+    """Which kind is the unsharded model, compiled in the same way; "" for what is not compiled."""
+    return {"eager": "", "stock": "", "inductor": "plain inductor"}.get(kind, "plain")
 
 
 def is_whole(outcome: list[Outcome] | str | None) -> TypeGuard[list[Outcome]]:
@@ -398,10 +407,18 @@ def _of_error(kind: str, mine: list[Outcome], outcomes: Outcomes, script: Script
     return _as_others_raise(kind, first, outcomes, text)
 
 
+def _same_error(mine: Outcome, theirs: Outcome) -> bool:
+    """Also if mine was raised while a graph was traced, where torch puts its type into the text."""
+    if mine.error == theirs.error:
+        return True
+    text = theirs.text.splitlines()[0].partition(":")[0] if theirs.error else ""
+    return bool(text) and f"raised:\n{theirs.error}: {text}" in mine.text
+
+
 def _as_others_raise(kind: str, first: Outcome, outcomes: Outcomes, text: str) -> Verdict:
-    others = {"torch": "plain" if kind not in ("eager", "stock") else "", "as stock": "stock"}
+    others = {"torch": plain_of(kind), "as stock": "stock"}
     for word, other in others.items():
         theirs = outcomes.get(other)
-        if isinstance(theirs, list) and all(o.error == first.error for o in theirs):
+        if isinstance(theirs, list) and all(_same_error(first, o) for o in theirs):
             return Verdict(kind, word, text)
     return Verdict(kind, "fault", f"raises {text}")

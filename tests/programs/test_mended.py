@@ -1,0 +1,225 @@
+"""What random programs found, as the smallest scripts: each kind equals the unsharded model, or says
+what is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from programs.hunt import Hunter
+from programs.source import Script, read
+
+if TYPE_CHECKING:
+    from kit.pool import Pool
+
+RUN = "# run: world=2 dim=4 bucket=0 budget=None low_precision=False is_whole=False mesh=1d kinds="
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+{members}
+    def forward(self, x, ids):
+{forward}
+        return self.head(x)
+model = Model()
+{setup}
+{optimizer}
+for step in range(2):
+    x, ids = batch(step)
+{loop}
+record(model)
+"""
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+LOOP = """loss = model(x, ids).square().mean()
+loss.backward()
+record(model, loss)
+optimizer.step()
+optimizer.zero_grad()"""
+KEEP = "model.set_reshard_after_backward(False)\nmodel = compiled(model)"
+LOW = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+SCAN = """def step(state, row):
+    return torch.tanh(self.a(state)), state + row
+x = scan(step, torch.zeros_like(x[0]), x)[1]
+"""
+ENTRIES = "{k: v.clone() for k, v in model.state_dict().items()}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script by what differs, which kinds run, and what each verdict is, and says."""
+
+    forward: str
+    setup: str = "fully_shard(model)\nmodel = compiled(model)"
+    members: str = ""
+    loop: str = LOOP
+    optimizer: str = SGD
+    kinds: str = "compiled"
+    word: str = "equal"
+    says: str = ""
+    low: bool = False
+
+    def script(self) -> Script:
+        """As the random ones."""
+        parts = {
+            "members": self.members.splitlines(),
+            "forward": self.forward.splitlines(),
+            "loop": self.loop.splitlines(),
+        }
+        wide = {"members": 8, "forward": 8, "loop": 4}
+        text = {name: "\n".join(" " * wide[name] + p for p in part) for name, part in parts.items()}
+        source = MODEL.format(setup=self.setup, optimizer=self.optimizer, **text)
+        return replace(read(f"{RUN}{self.kinds}\n{source}"), low_precision=self.low)
+
+
+TIED = Case(
+    "x = x + self.embed(ids)",
+    members="self.embed = nn.Embedding(8, 4)",
+    loop=f"{LOOP}\nmodel.load_state_dict({ENTRIES})\nloss = model(x, ids).square().mean()",
+    kinds="eager,compiled",
+)
+CASES = {
+    # a state dict of a module that holds another unit's parameter, which stays gathered, was freed memory
+    "tied before": replace(
+        TIED,
+        setup="model.head.weight = model.embed.weight\nfully_shard(model.embed)\nfully_shard(model)\n"
+        + KEEP,
+    ),
+    "tied after": replace(
+        TIED,
+        setup="fully_shard(model.embed)\nfully_shard(model)\nmodel.head.weight = model.embed.weight\n"
+        + KEEP,
+    ),
+    # parameters that stay, in functions of operators: reduced inside, and twice
+    "scan of what stays": Case(SCAN + "x = torch.tanh(self.a(x))", "fully_shard(model)\n" + KEEP),
+    "cond of what stays": Case(
+        "x = x + self.a(x)\nx = torch.cond(x.sum() > 0, lambda y: self.a(y) + self.b(y), lambda y: self.b(y), (x,))",
+        "fully_shard(model.a, reshard_after_forward=False)\nfully_shard(model)\n" + KEEP,
+    ),
+    "map of what stays": Case(
+        "x = map_rows(lambda row: torch.tanh(self.b(row)), x)", "fully_shard(model)\n" + KEEP
+    ),
+    "inference of what stays": Case(
+        "with torch.inference_mode():\n    y = self.a(x)\nx = self.a(x) + y.clone()",
+        "fully_shard(model)\n" + KEEP,
+    ),
+    # a graph that a graph calls: below autograd, leaves were not found
+    "nested region": Case(
+        "x = REGION(self.a, x)\nx = REGION(self.a, x)",
+        "REGION = torch.compiler.nested_compile_region(lambda m, y: torch.tanh(m(y)))\n"
+        "fully_shard(model)\nmodel = compiled(model)",
+    ),
+    # no row on rank 1, where torch would save what rank 0 computes again
+    "a checkpoint without rows": Case(
+        "chosen = (x[:, 0] > 0).nonzero().flatten()\n"
+        "x = x.index_add(0, chosen, torch.tanh(self.a(x[chosen])))",
+        "model.a = checkpoint_wrapper(model.a)\nfully_shard(model.a)\nfully_shard(model)\n"
+        "model = compiled(model)",
+    ),
+    # Dynamo describes `.grad` of what it meets
+    "gradients in flight": Case(
+        "x = torch.tanh(self.a(x))",
+        "fully_shard(model)\ndef train(x, ids):\n    loss = model(x, ids).square().mean()\n    loss.backward()\n"
+        "    return loss\ntrain = compiled(train)",
+        optimizer=f"{SGD}\noverlap_optimizer(model, optimizer)",
+        loop="model(x, ids).mean().backward()\nloss = train(x, ids)\nrecord(model, loss)\n"
+        "optimizer.step()\noptimizer.zero_grad()",
+    ),
+    # the read that all others become was inside of the transformation
+    "a write, and jvp": Case(
+        "x = sum(torch.func.jvp(lambda y: torch.tanh(self.a(y)), (x,), (torch.ones_like(x),)))\n"
+        + SCAN
+        + "torch._foreach_mul_([p.data for p in self.a.parameters()], 0.9)",
+        optimizer=f"{SGD}\ntake = whole_step(model, optimizer, lambda model, x, ids: "
+        "model(x, ids).square().mean(), keep_grads=True)",
+        loop="x = x.detach()\nrecord(model, take(x, ids))",
+        word="announced",
+        says="a.weight and 1 more is written to",
+    ),
+    # `repr` of a module under vmap: its ints were symbols
+    "ints of modules": Case(
+        "x = torch.tanh(torch.vmap(self.a)(x))",
+        "fully_shard(model)\nmodel = compiled(model, fullgraph=True, dynamic=True)",
+    ),
+    # tied between two calls, with either in the place of the other
+    "a later unit's parameter in an earlier one": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model.a)\nmodel.a.weight = model.b.weight\nfully_shard(model)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+    ),
+    "an earlier unit's parameter in a later one": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model.a)\nmodel.b.weight = model.a.weight\nfully_shard(model)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+    ),
+    # a gathered copy is written to behind a graph break
+    "a parameter that leaves a graph": Case(
+        "x = self.a(x)\nhalve(self.a.weight)\nx = self.b(x)",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\n"
+        "@torch.compiler.disable\ndef halve(w):\n    w.data.mul_(0.5)\nmodel = compiled(model)",
+        loop="loss = model(x, ids).square().mean()\nrecord(model, loss)\noptimizer.zero_grad()",
+        word="announced",
+        says="parameter a.weight is read in a graph that ends at a graph break",
+    ),
+    "a late wait in a compiled function": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\ndef train(x, ids):\n"
+        "    handle = model.a.unshard(async_op=True)\n    y = model(x, ids)\n    handle.wait()\n"
+        "    return y.square().mean()\ntrain = compiled(train)",
+        loop=LOOP.replace("model(x, ids).square().mean()", "train(x, ids)"),
+        kinds="eager,compiled",
+    ),
+    # errors that did not name what is wrong
+    "mixed dtypes": Case(
+        "self.count += 1\nx = self.a(x * self.count)",
+        f"fully_shard(model, mp_policy={LOW})\nmodel = compiled(model)",
+        "self.register_buffer('count', torch.zeros(1))",
+        kinds="eager,compiled",
+        word="refused",
+        says="buffer count is torch.float32",
+        low=True,
+    ),
+    "inputs that are not cast": Case(
+        "x = self.a(x)",
+        f"fully_shard(model, mp_policy={LOW[:-1]}, cast_forward_inputs=False))\nmodel = compiled(model)",
+        kinds="eager,compiled",
+        word="refused",
+        says="inputs are not cast (cast_forward_inputs=False)",
+        low=True,
+    ),
+    "a gradient beside the loss": Case(
+        "x = torch.tanh(self.normed(x))",
+        members="self.normed = nn.utils.weight_norm(nn.Linear(4, 4))",
+        optimizer=f"{SGD}\ntake = whole_step(model, optimizer, lambda model, x, ids: model(x, ids).square().mean())",
+        loop="record(model, take(x.detach(), ids))",
+        word="refused",
+        says="[4, 4] of normed, made at ",
+    ),
+    "a parameter registered in a graph": Case(
+        "self.b.weight = self.a.weight\nx = self.b(self.a(x))",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)\nmodel = compiled(model)",
+        word="refused",
+        says="Model: its compiled forward registers what is no parameter",
+    ),
+    "FlexAttention of what is sharded": Case(
+        "with torch.no_grad():\n    bias = self.a.bias\n"
+        "    y = flex_attention(*[x.detach()[None, None]] * 3, score_mod=lambda s, b, h, i, j: s + bias[j % 4])\n"
+        "x = self.b(x) + y[0, 0]",
+        "for unit in (model.a, model):\n    fully_shard(unit)",
+        kinds="eager",
+        word="refused",
+        says="a parameter that is sharded at that moment, with a plain tensor: one of another unit (a)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mended(two: Pool, name: str) -> None:
+    case = CASES[name]
+    result = Hunter({2: two}).check(case.script())
+    assert not result.invalid, result.invalid
+    for verdict in result.verdicts:
+        assert verdict.word == case.word, verdict
+        assert case.says in verdict.detail
