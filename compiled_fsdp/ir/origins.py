@@ -92,7 +92,9 @@ def _aliased(op: torch._ops.OpOverload, i: int) -> tuple[int, str] | None:
     """
     returns = op._schema.returns
     alias = returns[i if len(returns) > 1 else 0].alias_info
-    for place, argument in enumerate(op._schema.arguments if alias is not None else ()):
+    if alias is None:
+        return None
+    for place, argument in enumerate(op._schema.arguments):
         info = argument.alias_info
         if info is not None and (not alias.before_set or info.before_set & alias.before_set):
             return place, argument.name
