@@ -7,6 +7,7 @@ it. Which ops are pointwise is what torch's tag says and what Inductor lowers as
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,4 +101,9 @@ def is_pointwise(node: Node) -> bool:
     if node.target is aten.clone.default and tag is not None and tag.kind == "gather":
         # a call of `copy_columns`, so that the bucket need not live until the copy is read
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target in POINTWISE
+    return _is_pointwise(node.target)
+
+
+@cache
+def _is_pointwise(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or op in POINTWISE

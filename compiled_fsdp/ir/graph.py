@@ -72,8 +72,13 @@ def op_name(target: object) -> str:
 
 
 def find(graph: Graph, *targets: object) -> list[Node]:
-    """The call nodes with one of these targets, in graph order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+    """The call nodes with one of these targets, in graph order; without a walk over the graph."""
+    found = [n for t in dict.fromkeys(targets) for n in _called(graph, t)]
+    return sorted(found)
+
+
+def _called(graph: Graph, target: object) -> list[Node]:
+    return graph.find_nodes(op="call_function", target=target, sort=False)  # type: ignore[arg-type]
 
 
 def output(graph: Graph) -> Node:
@@ -296,7 +301,8 @@ def downstream(node: Node) -> set[Node]:
 
 def is_backward(graph: Graph) -> bool:
     """Whether this is the backward half of a training graph, by its inputs."""
-    return any(n.name.startswith("tangents") for n in placeholders(graph))
+    inputs = graph.find_nodes(op="placeholder", sort=False)
+    return any(n.name.startswith("tangents") for n in inputs)
 
 
 def is_step(graph: Graph) -> bool:
@@ -371,5 +377,5 @@ def erase_all(nodes: Iterable[Node]) -> None:
 
 
 def placeholders(graph: Graph) -> Iterator[Node]:
-    """The graph's inputs, in order."""
-    return (n for n in graph.nodes if n.op == "placeholder")
+    """The graph's inputs, in order; without a walk over the graph."""
+    return iter(graph.find_nodes(op="placeholder"))

@@ -7,6 +7,7 @@ Private torch used here (tried on 2.13): `torch.utils._pytree.tree_leaves`.
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,9 @@ def tensors_of(node: Node) -> list[Tensor | None]:
     """Every leaf of a node's value; None for what is no tensor, or one without a storage of its own
     (sparse).
     """
-    return [leaf if _has_storage(leaf) else None for leaf in tree_leaves(node.meta.get("val"))]
+    val = node.meta.get("val")
+    leaves = [val] if isinstance(val, torch.Tensor) else tree_leaves(val)
+    return [leaf if _has_storage(leaf) else None for leaf in leaves]
 
 
 def _has_storage(leaf: Any) -> bool:
@@ -63,9 +66,8 @@ def source_of(node: Node, i: int) -> tuple[Node, int] | None:
         return node.all_input_nodes[0], 0
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    returns = node.target._schema.returns
-    alias = returns[i if len(returns) > 1 else 0].alias_info
-    source = None if alias is None else _aliased(node, alias.before_set)
+    place = _aliased(node.target, i)
+    source = None if place is None else _given(node, *place)
     if source is None or (
         node.target in MAY_COPY and key_of(node.meta["val"]) != key_of(source.meta["val"])
     ):
@@ -82,13 +84,23 @@ def unpacked(node: Node) -> Node:
     return node
 
 
-def _aliased(node: Node, names: set[str]) -> Node | None:
-    """The argument that a result with these alias names may be a view of; the views in a list
-    (`split`) have no names.
+@cache
+def _aliased(op: torch._ops.OpOverload, i: int) -> tuple[int, str] | None:
+    """Place and name of the argument that the i-th result of an op may be a view of; the views in a
+    list (`split`) have no alias names. Looked up once: torch makes objects of a schema's parts
+    whenever they are read.
     """
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    returns = op._schema.returns
+    alias = returns[i if len(returns) > 1 else 0].alias_info
+    if alias is None:
+        return None
+    for place, argument in enumerate(op._schema.arguments):
         info = argument.alias_info
-        if info is not None and (not names or info.before_set & names):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            return given if isinstance(given, torch.fx.Node) else None
+        if info is not None and (not alias.before_set or info.before_set & alias.before_set):
+            return place, argument.name
     return None
+
+
+def _given(node: Node, place: int, name: str) -> Node | None:
+    given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return given if isinstance(given, torch.fx.Node) else None

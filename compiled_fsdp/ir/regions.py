@@ -30,6 +30,7 @@ class Region:
 
     tag: meta.CommTag
     nodes: tuple[Node, ...]
+    is_of_backward: bool  # the graph
 
     @property
     def spec(self) -> ParamSpec:
@@ -41,7 +42,7 @@ class Region:
         """Whether this is for backward: in a backward graph, or gathered again in that of a whole
         step.
         """
-        return self.spec.reshard == AGAIN or is_backward(self.nodes[0].graph)
+        return self.spec.reshard == AGAIN or self.is_of_backward
 
     @property
     def source(self) -> Node:
@@ -96,7 +97,8 @@ def find_regions(graph: Graph, kind: str) -> list[Region]:
         if tag is not None and tag.kind == kind:
             found.setdefault(tag.region, []).append(node)
             tags[tag.region] = tag
-    return [Region(tags[number], tuple(nodes)) for number, nodes in found.items()]
+    is_of_backward = is_backward(graph)
+    return [Region(tags[number], tuple(nodes), is_of_backward) for number, nodes in found.items()]
 
 
 def together(units: Iterable[T], size: Callable[[T], float], limit: float) -> list[list[T]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ _BECOME_WRITES = {
     aten._unsafe_index_put.default,
     aten.as_strided_scatter.default,
 }
+_KNOWN = frozenset((int,))  # the type of a size that is no symbol
 _CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 _REDUCTIONS = {
     aten.mean.dim,
@@ -81,7 +82,7 @@ class Span:
         """The nodes outside that it reads, in order of first reading."""
         found: dict[Node, None] = {}
         for node in self.nodes:
-            found.update((n, None) for n in _read(node) if n not in self.inside)
+            found.update((n, None) for n in node.all_input_nodes if n not in self.inside)
         return list(found)
 
     @cached_property
@@ -274,11 +275,15 @@ def _has_to_stay(node: Node) -> bool:
     if node.target is operator.getitem:
         return _has_to_stay(_first(node))
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op in _BECOME_WRITES:
-        return True
+    return not isinstance(op, torch._ops.OpOverload) or _stays(op) or not _is_static(node)
+
+
+@cache
+def _stays(op: torch._ops.OpOverload) -> bool:
+    """Whether calls of an op have to stay where they are, whatever they yield."""
     is_ours = op in TRAITS and op is not COPY_COLUMNS
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return is_ours or is_random or op._schema.is_mutable or not _is_static(node)
+    return op in _BECOME_WRITES or is_ours or is_random or bool(op._schema.is_mutable)
 
 
 def _is_movable(node: Node) -> bool:
@@ -334,7 +339,9 @@ def _is_dynamic(node: Node) -> bool:
     for value in _given(node):
         is_tensor = isinstance(value, torch.Tensor)
         sizes += (*value.shape, *value.stride(), value.storage_offset()) if is_tensor else [value]
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+    return not _KNOWN.issuperset(map(type, sizes)) and any(
+        isinstance(size, torch.SymInt) for size in sizes
+    )
 
 
 def _given(node: Node) -> list[Any]:
@@ -346,13 +353,6 @@ def _given(node: Node) -> list[Any]:
 def _first(node: Node) -> Node:
     first = node.args[0] if node.args else None
     return first if isinstance(first, Node) else node
-
-
-def _read(node: Node) -> list[Node]:
-    """Returns the nodes that a node reads, in the order of its arguments."""
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
 
 
 def _dtype(node: Node) -> torch.dtype:

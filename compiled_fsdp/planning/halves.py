@@ -46,9 +46,8 @@ def boundary_of(before: Lifetimes, count: int) -> Boundary:
     """
     returned: Any = output(before.graph).args[0]
     saved = [returned[place] for place in saved_places(before.graph, count)]
-    held = dict.fromkeys(
-        s for n in output(before.graph).all_input_nodes if n not in saved for s in before.of(n)
-    )
+    outputs, handed_over = output(before.graph).all_input_nodes, set(saved)
+    held = dict.fromkeys(s for n in outputs if n not in handed_over for s in before.of(n))
     origin = [before.of(n)[0] if before.of(n) else None for n in saved]
     kinds = [None if s is None or s in held else (s.kind, s.owner) for s in origin]
     number = {s: i for i, s in enumerate(before.storages)}

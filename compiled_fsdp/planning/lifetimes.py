@@ -166,7 +166,10 @@ class Lifetimes:
         """The storages that a node's value lies in, or is computed from where it is read; those at
         rest left out.
         """
-        return list(dict.fromkeys(s for reads in self._leaves.get(node, ()) for s in reads))
+        leaves = self._leaves.get(node, ())
+        if len(leaves) == 1:
+            return list(leaves[0])
+        return list(dict.fromkeys(s for reads in leaves for s in reads))
 
     def curve(self, order: Iterable[Node] | None = None) -> Curve:
         """Bytes alive at each node of the graph, or of another order of its nodes."""

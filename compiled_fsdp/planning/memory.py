@@ -96,14 +96,12 @@ def profile_of(lifetimes: Lifetimes, order: Sequence[Node] | None = None) -> Mem
     """The memory of a graph's storages, in another order of its nodes if one is given."""
     nodes = tuple(lifetimes.graph.nodes if order is None else order)
     curve = lifetimes.curve(nodes)
-    position = {node: i for i, node in enumerate(nodes)}
+    where, position = curve.where, {node: i for i, node in enumerate(nodes)}
     alive = []
     for storage in lifetimes.storages:
         first, last = storage.span(position)
-        if storage.num_bytes and first <= curve.where <= last:
-            alive.append(
-                Alive(storage.kind_at(curve.where, position), storage.owner, storage.num_bytes)
-            )
+        if storage.num_bytes and first <= where <= last:
+            alive.append(Alive(storage.kind_at(where, position), storage.owner, storage.num_bytes))
     alive.sort(key=lambda a: -a.num_bytes)
     title = phase_of(lifetimes.graph)
     return MemoryProfile(title, nodes, curve, lifetimes.at_rest, tuple(alive))

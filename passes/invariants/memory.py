@@ -44,12 +44,12 @@ def freed_once(gm: GraphModule, plan: Plan) -> Violations:
     it.
     """
     frees = Counter(node.all_input_nodes[0] for node in find(gm.graph, FREE))
-    end = output(gm.graph)
+    returned = set(output(gm.graph).all_input_nodes)
     for wait in find(gm.graph, WAIT) if frees else ():
         is_buffer = (
             traits_of(wait.all_input_nodes[0].target).is_buffer and get_tag(wait) is not None
         )
-        is_returned = any(alias in end.all_input_nodes for alias in aliases(wait))
+        is_returned = not returned.isdisjoint(aliases(wait))
         if frees[wait] > 1 or (is_buffer and frees[wait] != (not is_returned)):
             yield (
                 wait,
@@ -65,7 +65,8 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
     saved = set(saved_for_backward(output(gm.graph)))
     for region in find_regions(gm.graph, "gather"):
         kept = [s.fqn for s in region.tag.specs if s.reshard == "keep"]
-        full = [n for n in region.nodes if any(w is n or w < n for w in region.waits)]
+        first = region.waits[:1]
+        full = [n for n in region.nodes if any(w is n or w < n for w in first)]
         for alias in dict.fromkeys(a for node in full for a in aliases(node)):
             if alias in saved and not kept:
                 names = [s.fqn for s in region.tag.specs]
