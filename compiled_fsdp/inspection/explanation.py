@@ -331,7 +331,7 @@ def _graphs(graphs: list[GraphInfo]) -> str:
                 f"    predicted {times['total']}, {times['exposed']} of it exposed; "
                 f"{times['wire']} on the wire"
                 + (f"; {times['to_host']} to the host" if graph.predicted["to_host"] else "")
-                + (f"; {times['from_host']} from it" if graph.predicted["from_host"] else "")
+                + (f"; {times['from_host']} from the host" if graph.predicted["from_host"] else "")
             )
     return "\n".join(lines)
 
