@@ -39,6 +39,8 @@ record(model, loss)
 optimizer.step()
 optimizer.zero_grad()"""
 KEEP = "model.set_reshard_after_backward(False)\nmodel = compiled(model)"
+HOOK = "if x.requires_grad:\n    x.register_hook(lambda grad: grad * 0.5)\nx = self.a(x)"
+GRAD = f"{LOOP}\nnote(*torch.autograd.grad(model(x, ids).mean(), x))"  # twice, of one input
 LOW = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 SCAN = """def step(state, row):
     return torch.tanh(self.a(state)), state + row
@@ -163,6 +165,11 @@ CASES = {
         word="announced",
         says="parameter a.weight is read in a graph that ends at a graph break",
     ),
+    # outside of graphs, an input is another tensor in each call
+    "a hook on an input, eager": Case(
+        HOOK, loop=GRAD, kinds="eager", word="announced", says="registers a hook on its input"
+    ),
+    "a hook on an input": Case(HOOK, loop=GRAD),
     "a late wait in a compiled function": Case(
         "x = self.b(self.a(x))",
         "for unit in (model.a, model.b, model):\n    fully_shard(unit)\ndef train(x, ids):\n"

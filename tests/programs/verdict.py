@@ -77,6 +77,7 @@ EXPLAIN = {
     "DTensor ignores that": (r"\.data = ", ""),
     "zero_grad() does not drop them": ("zero_grad", ""),
     "zeros for gradients instead of None": ("", ZEROS),
+    "registers a hook on its input": ("register_hook", "grad|param|value"),
 }
 # Announcements that a unit runs eagerly, which explain that in scripts that say this.
 EAGERLY = {"it has given up the call for good": r"raise"}
