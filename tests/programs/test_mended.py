@@ -178,7 +178,23 @@ CASES = {
         loop=LOOP.replace("model(x, ids).square().mean()", "train(x, ids)"),
         kinds="eager,compiled",
     ),
+    # in a graph what another unit holds is gathered, in param_dtype; outside it rests in fp32
+    "a branch on another unit's dtype": Case(
+        "x = torch.tanh(self.a(x))\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
+        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW})\nmodel = compiled(model)",
+        word="announced",
+        says="a branch on the dtype may take the other side",
+        low=True,
+    ),
     # errors that did not name what is wrong
+    "uneven shards that are flattened": Case(
+        "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
+        "for unit in (model.odd, model):\n    fully_shard(unit)",
+        "self.odd = nn.Linear(4, 3)",
+        kinds="eager",
+        word="refused",
+        says="sharded at that moment, as DTensor cannot (Cannot flatten unevenly sharded tensor",
+    ),
     "mixed dtypes": Case(
         "self.count += 1\nx = self.a(x * self.count)",
         f"fully_shard(model, mp_policy={LOW})\nmodel = compiled(model)",
