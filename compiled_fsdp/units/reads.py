@@ -145,6 +145,7 @@ def _has_rules_of_its_own() -> bool:
 # that Dynamo gave up, or began again, leaves nothing behind. Plain Python while tracing: a graph
 # need not guard on what follows from its own order.
 _in_forward: list[str] = []
+_staying: set[str] = set()  # whose forward has ended, and left full parameters
 _seen: dict[
     str, tuple[str, str]
 ] = {}  # by the key of a handle: the first place where parameters() came to it
@@ -159,6 +160,7 @@ def _of_this_trace() -> list[str]:
     if _trace != [trace_number()]:
         _trace[:] = [trace_number()]
         _in_forward.clear()
+        _staying.clear()
         _seen.clear()
         _outside.clear()
     return _in_forward
@@ -172,16 +174,23 @@ def begin_forward(unit: str) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def end_forward(unit: str, *, stays: bool = False) -> None:
-    """It has ended; where full parameters stay for backward, they are found until the trace ends."""
-    if unit in _of_this_trace() and not stays:
+    """It has ended; where full parameters stay for backward, they are found until the trace ends, or
+    another forward of the unit, without gradients, frees them.
+    """
+    if unit in _of_this_trace():
         _in_forward.remove(unit)
+        (_staying.add if stays else _staying.discard)(unit)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_in_forward(*units: str) -> bool:
     """Whether the trace that is being made is inside the forward of one of these."""
+    return _is_full(units)
+
+
+def _is_full(units: tuple[str, ...]) -> bool:
     running = _of_this_trace()
-    return any(unit in running for unit in units)
+    return any(unit in running or unit in _staying for unit in units)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -193,5 +202,5 @@ def is_seen_elsewhere(key: str, number: str, name: str) -> bool:
 
 def _note_cast(key: str) -> None:
     """A parameter is read in the trace that is being made."""
-    if key in CAST and not any(unit in _of_this_trace() for unit in CAST[key]):
+    if key in CAST and not _is_full(CAST[key]):
         _outside.add(key)

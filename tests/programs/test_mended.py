@@ -186,6 +186,14 @@ CASES = {
         says="a branch on the dtype may take the other side",
         low=True,
     ),
+    "a branch on the dtype of what an evaluation has freed": Case(
+        "x = torch.tanh(self.a(x))\nwith torch.no_grad():\n    self.a(x)\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
+        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW}, reshard_after_forward=False)\n"
+        "model = compiled(model)",
+        word="announced",
+        says="a branch on the dtype may take the other side",
+        low=True,
+    ),
     # errors that did not name what is wrong
     "uneven shards that are flattened": Case(
         "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
