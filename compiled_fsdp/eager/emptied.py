@@ -1,4 +1,6 @@
-"""What a forward leaves behind of gathered parameters, whose memory is emptied at its end."""
+"""What a forward leaves behind that means less than it says: views of gathered parameters, whose
+memory is emptied at its end, and hooks on its inputs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 
+from .full_params import FullParams
 from .tree import map_tensors
 
 if TYPE_CHECKING:
@@ -49,4 +52,22 @@ def say_what_is_emptied(unit: Unit, params: Sequence[ShardedParam], output: Any)
             "emptied behind it: whoever reads that outside of the unit gets torch's error about a "
             "storage of size 0, or crashes, as with torch's FSDP2. Use a copy (clone()), compute "
             "inside of the unit's forward, or shard with reshard_after_forward=False"
+        )
+
+
+def say_hooked_inputs(unit: Unit, inputs: Sequence[Tensor]) -> None:
+    """Announce hooks that a forward has registered on its inputs: each call has tensors of its own.
+
+    inputs: that the forward was given in the place of the caller's.
+    """
+    hooks = [hook for tensor in inputs for hook in (tensor._backward_hooks or {}).values()]
+    theirs = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), FullParams)]
+    if theirs:
+        names = list(dict.fromkeys(getattr(h, "__qualname__", type(h).__name__) for h in theirs))
+        warn_once(
+            f"compiled_fsdp: forward of unit {unit.name!r} registers a hook on its input "
+            f"(register_hook of {shortened(names, 1)}). Outside of a graph that is another tensor than "
+            "the caller's, as in torch's FSDP2: the hook sees, and changes, the gradient of this call "
+            "alone, not of other uses of the caller's tensor. Register it on the caller's before the "
+            "call, or on a tensor that forward computes"
         )

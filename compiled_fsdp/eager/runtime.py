@@ -29,7 +29,7 @@ from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import TRACED
 
 from . import transformed
-from .emptied import say_what_is_emptied
+from .emptied import say_hooked_inputs, say_what_is_emptied
 from .full_params import NUM_LOOKED, WHO, FullParams, span
 from .tree import Reduction, Tree, in_backward, log, map_tensors
 
@@ -51,6 +51,8 @@ class Runtime(FullParams):
         backward begins.
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
         started ahead.
+    watched: what its running forward was given in the place of inputs that require a gradient, while
+        hooks on them are looked for.
     was_reached: a backward has come to it.
     gave_zeros: the running one has reduced zeros for what it does not use.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's
@@ -67,6 +69,7 @@ class Runtime(FullParams):
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = self.is_apart = self.was_reached = self.gave_zeros = False
+        self.watched: tuple[Tensor, ...] = ()
         self._root = weakref.ref(self)
 
     @property
@@ -217,7 +220,7 @@ class Runtime(FullParams):
         """
         if in_backward():
             return
-        self.is_in_forward = False
+        self.is_in_forward, self.watched = False, ()
         for runtime in (*self.lenders, self):
             runtime.close()
 
@@ -234,6 +237,8 @@ class Runtime(FullParams):
 
     def _end_of_forward(self) -> None:
         self.has_run.clear()
+        say_hooked_inputs(self.unit, self.watched)
+        self.watched = ()
         self.close()
         self._reshard_after_forward()
         if torch.is_grad_enabled():
@@ -252,7 +257,10 @@ class Runtime(FullParams):
         if not found:
             return inputs
         function: Any = _Watch
-        watched = iter(function.apply(self, _probe(), *found))
+        given = function.apply(self, _probe(), *found)
+        if self.num_gathered <= NUM_LOOKED and not in_backward():
+            self.watched = given
+        watched = iter(given)
         return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
 
     def _reshard_after_forward(self, since: tuple[Runtime, ...] = ()) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # What torch says of an operation with a sharded tensor that it cannot do; tried on 2.11 to 2.15.
 CAST = "are gathered in mp_policy.param_dtype"
 OF_DTENSOR = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+OF_SHARDING = "Sharding propagation failed"  # without a plain tensor: its own rules do not allow it
 
 
 def check_same_model(units: Sequence[Unit]) -> None:
@@ -125,10 +126,14 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     Raises:
         RuntimeError: it was that.
     """
-    if not any(words in str(error) for words in OF_DTENSOR) and not OF_FLEX.search(str(error)):
+    units, text = list(units), str(error)
+    is_mixed = any(words in text for words in OF_DTENSOR) or bool(OF_FLEX.search(text))
+    is_parallel = any(param.full for u in units for param in u.params)  # the user has DTensors, too
+    if not is_mixed and (OF_SHARDING not in text or is_parallel):
         return
     others = [u.name for u in units if u is not unit]
-    told = f"{unit.name}: its forward used a parameter that is sharded at that moment, with a plain tensor"
+    how = "with a plain tensor" if is_mixed else f"as DTensor cannot ({text.splitlines()[0]})"
+    told = f"{unit.name}: its forward used a parameter that is sharded at that moment, {how}"
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.spec import SPECS
 from compiled_fsdp.torch_private.autograd import is_transformed
@@ -26,14 +27,15 @@ from .views import view_of_flat
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
 
 @traced_as_it_is
 def unshard_as(flat: Tensor, key: str) -> Tensor:
     """An `fsdp::unshard` with the `ParamSpec` of this key: Dynamo guards on a short name, not on the
-    text that the op has.
+    text that the op has. Called while it traces, to know what comes of it.
     """
+    _note_cast(key)
     full: Tensor = UNSHARD(flat, *SPECS[key].args())
     return full
 
@@ -52,11 +54,36 @@ def spell_out(gm: GraphModule) -> None:
     """Let Dynamo's whole graph say the ops with their own arguments: what a backend gets, and what
     compiled code is cached by, needs no table.
     """
+    found = [
+        node.args[1]
+        for node in gm.graph.find_nodes(op="call_function", target=unshard_as)
+        if node.args[1] in _outside and all(_is_dead_detach(user) for user in node.users)
+    ]
+    if found:
+        _say_what_is_cast(found)
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function" and node.target in OP_OF:
                 *tensors, key = node.args
                 node.target, node.args = OP_OF[node.target], (*tensors, *SPECS[key].args())
+
+
+def _is_dead_detach(node: Node) -> bool:
+    return node.target == "detach" and not node.users
+
+
+def _say_what_is_cast(keys: list[str]) -> None:
+    """Of parameters that a graph has read, none of which it computes with."""
+    dtypes = " or ".join(dict.fromkeys(str(SPECS[key].dtype) for key in keys))
+    names = list(dict.fromkeys(SPECS[key].fqn for key in keys))
+    warn_once(
+        "compiled_fsdp: a graph asks parameters of other units for nothing but what they are like "
+        f"(their dtype, say): {shortened(names, 3)}. In it they are gathered, in {dtypes} "
+        "(mp_policy.param_dtype); outside of a graph they are sharded at that moment, in the dtype in "
+        "which they rest, so that a branch on the dtype may take the other side. Ask a parameter of "
+        "the module's own unit, or the input",
+        about="dtypes of other units",
+    )
 
 
 class Resident(torch.autograd.Function):
@@ -118,9 +145,14 @@ def _has_rules_of_its_own() -> bool:
 # that Dynamo gave up, or began again, leaves nothing behind. Plain Python while tracing: a graph
 # need not guard on what follows from its own order.
 _in_forward: list[str] = []
+_staying: set[str] = set()  # whose forward has ended, and left full parameters
 _seen: dict[
     str, tuple[str, str]
 ] = {}  # by the key of a handle: the first place where parameters() came to it
+# Keys of handles of parameters that are gathered in another dtype than they rest in, with the units
+# in whose forward they are; and those that this trace has read outside of it.
+CAST: dict[str, tuple[str, ...]] = {}
+_outside: set[str] = set()
 _trace: list[object] = []
 
 
@@ -128,7 +160,9 @@ def _of_this_trace() -> list[str]:
     if _trace != [trace_number()]:
         _trace[:] = [trace_number()]
         _in_forward.clear()
+        _staying.clear()
         _seen.clear()
+        _outside.clear()
     return _in_forward
 
 
@@ -140,16 +174,23 @@ def begin_forward(unit: str) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def end_forward(unit: str, *, stays: bool = False) -> None:
-    """It has ended; where full parameters stay for backward, they are found until the trace ends."""
-    if unit in _of_this_trace() and not stays:
+    """It has ended; where full parameters stay for backward, they are found until the trace ends, or
+    another forward of the unit, without gradients, frees them.
+    """
+    if unit in _of_this_trace():
         _in_forward.remove(unit)
+        (_staying.add if stays else _staying.discard)(unit)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_in_forward(*units: str) -> bool:
     """Whether the trace that is being made is inside the forward of one of these."""
+    return _is_full(units)
+
+
+def _is_full(units: tuple[str, ...]) -> bool:
     running = _of_this_trace()
-    return any(unit in running for unit in units)
+    return any(unit in running or unit in _staying for unit in units)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -157,3 +198,9 @@ def is_seen_elsewhere(key: str, number: str, name: str) -> bool:
     """Whether this trace has iterated over a parameter under another name, or in another module."""
     _of_this_trace()
     return _seen.setdefault(key, (number, name)) != (number, name)
+
+
+def _note_cast(key: str) -> None:
+    """A parameter is read in the trace that is being made."""
+    if key in CAST and not _is_full(CAST[key]):
+        _outside.add(key)

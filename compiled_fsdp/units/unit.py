@@ -29,6 +29,7 @@ from .layout import flat_layout
 from .mesh import MeshInfo, resolve_reshard, twin_group
 from .offload import CPU, Offload
 from .param import Original, ShardedParam
+from .reads import CAST
 from .registered import UNITS, registered
 from .settings import Settings
 from .specs import after, make_spec, traced
@@ -386,6 +387,8 @@ class Unit:
                         ),
                     )
                 param.spec, param.handle = self._handles[key]
+                if param.spec.dtype != param.sharded.dtype:
+                    CAST[param.handle.key] = param.handle.units
                 param.show_handle(param.handle)
         self.has_extensions = any(param.handle is APART for param in self.params)
 

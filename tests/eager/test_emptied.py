@@ -1,4 +1,6 @@
-"""What reads a gathered parameter's memory behind its unit's forward is named, before it does."""
+"""What reads a gathered parameter's memory behind its unit's forward is named, before it does; so are
+hooks that a forward registers on its inputs.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +100,39 @@ def test_what_stays_is_nothing_to_say(two: Pool, how: str) -> None:
     for backend, keeps in ways:
         for said in two.run(said_of, how, backend, "fully_shard", keeps):
             assert not [text for text in said if EMPTIED in text]
+
+
+class Hooked(nn.Linear):
+    """registers: on its input, which it returns as it is otherwise."""
+
+    registers = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.registers:
+            x.register_hook(torch.neg)
+        return super().forward(x) if self.registers else x
+
+
+def said_of_hooks(registers: bool) -> list[str]:
+    """What steps warn of; the second of two layers in one unit gets, and returns, the first one's
+    input, with our own hooks.
+    """
+    errors._said.clear()
+    model = nn.Sequential(Hooked(6, 6), Hooked(6, 6), nn.Linear(6, 6))
+    model[1].registers = registers
+    fully_shard([model[0], model[1]], mesh=mesh_of(2))
+    fully_shard(model, mesh=mesh_of(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    return [str(entry.message) for entry in caught if "hook on its input" in str(entry.message)]
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_hooks_on_inputs(two: Pool, registers: bool) -> None:
+    for said in two.run(said_of_hooks, registers):
+        assert len(said) == registers
 
 
 def refused(how: str, backend: str | None, kind: str) -> None:

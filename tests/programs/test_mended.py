@@ -39,6 +39,8 @@ record(model, loss)
 optimizer.step()
 optimizer.zero_grad()"""
 KEEP = "model.set_reshard_after_backward(False)\nmodel = compiled(model)"
+HOOK = "if x.requires_grad:\n    x.register_hook(lambda grad: grad * 0.5)\nx = self.a(x)"
+GRAD = f"{LOOP}\nnote(*torch.autograd.grad(model(x, ids).mean(), x))"  # twice, of one input
 LOW = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 SCAN = """def step(state, row):
     return torch.tanh(self.a(state)), state + row
@@ -163,6 +165,11 @@ CASES = {
         word="announced",
         says="parameter a.weight is read in a graph that ends at a graph break",
     ),
+    # outside of graphs, an input is another tensor in each call
+    "a hook on an input, eager": Case(
+        HOOK, loop=GRAD, kinds="eager", word="announced", says="registers a hook on its input"
+    ),
+    "a hook on an input": Case(HOOK, loop=GRAD),
     "a late wait in a compiled function": Case(
         "x = self.b(self.a(x))",
         "for unit in (model.a, model.b, model):\n    fully_shard(unit)\ndef train(x, ids):\n"
@@ -171,7 +178,31 @@ CASES = {
         loop=LOOP.replace("model(x, ids).square().mean()", "train(x, ids)"),
         kinds="eager,compiled",
     ),
+    # in a graph what another unit holds is gathered, in param_dtype; outside it rests in fp32
+    "a branch on another unit's dtype": Case(
+        "x = torch.tanh(self.a(x))\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
+        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW})\nmodel = compiled(model)",
+        word="announced",
+        says="a branch on the dtype may take the other side",
+        low=True,
+    ),
+    "a branch on the dtype of what an evaluation has freed": Case(
+        "x = torch.tanh(self.a(x))\nwith torch.no_grad():\n    self.a(x)\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
+        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW}, reshard_after_forward=False)\n"
+        "model = compiled(model)",
+        word="announced",
+        says="a branch on the dtype may take the other side",
+        low=True,
+    ),
     # errors that did not name what is wrong
+    "uneven shards that are flattened": Case(
+        "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
+        "for unit in (model.odd, model):\n    fully_shard(unit)",
+        "self.odd = nn.Linear(4, 3)",
+        kinds="eager",
+        word="refused",
+        says="sharded at that moment, as DTensor cannot (Cannot flatten unevenly sharded tensor",
+    ),
     "mixed dtypes": Case(
         "self.count += 1\nx = self.a(x * self.count)",
         f"fully_shard(model, mp_policy={LOW})\nmodel = compiled(model)",

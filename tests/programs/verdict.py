@@ -49,6 +49,8 @@ TORCHS_OWN = {
     # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it has hooks,
     # depends on what it has compiled before.
     "found no compiled frames": r"for layer in .*\n.*compile_in_place\(layer, fullgraph=True",
+    # Between sharded parameters, of fewer rows than ranks: plain DTensors say the same.
+    "in-place operations that require placement changes": r"(?s)no_grad\(\):\n +model\.[\w.]+\.(add|sub)_\(",
     "Calling torch.func.vmap(compiled_fn)": r"(?s)(vmap\(|torch\.func\.).*fullgraph=True",
 }
 # On 2.15 DTensor writes `w[0] = x` to a copy, if `w` is sharded there; older ones refuse it.
@@ -77,6 +79,8 @@ EXPLAIN = {
     "DTensor ignores that": (r"\.data = ", ""),
     "zero_grad() does not drop them": ("zero_grad", ""),
     "zeros for gradients instead of None": ("", ZEROS),
+    "a branch on the dtype may take the other side": (r"\.dtype", "grad|param|value"),
+    "registers a hook on its input": ("register_hook", "grad|param|value"),
 }
 # Announcements that a unit runs eagerly, which explain that in scripts that say this.
 EAGERLY = {"it has given up the call for good": r"raise"}
