@@ -56,6 +56,7 @@ class Block(nn.Module):
     checkpointed: the user has its activations computed again.
     views: queries, keys and values are views of one storage that is saved.
     counted: it writes to a buffer that it computes with.
+    put: rows are put into what is saved, which nothing reads later: Inductor does so in place.
     """
 
     def __init__(self, kind: str) -> None:
@@ -80,6 +81,11 @@ class Block(nn.Module):
         if self.kind == "counted":
             h = (h + self.scale).tanh()
             self.scale.mul_(1.5)
+        if self.kind == "put":
+            a = self.up(h)
+            y = x + self.down(nn.functional.gelu(a))
+            put = a.index_put((torch.arange(3),), torch.zeros(3, 4 * WIDTH))
+            return y + put[:, :WIDTH]
         h = nn.functional.gelu(self.up(self.dropout(h)))
         return x + self.dropout(self.down(h))
 
@@ -210,14 +216,15 @@ def test_a_users_checkpoints(two: Pool) -> None:
         assert not any("addmm" in name for name in moved), moved
 
 
-def test_inductor(two: Pool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "put"])
+def test_inductor(two: Pool, kind: str) -> None:
     """Beside the same plan without copies: what is saved decides what Inductor fuses."""
-    two.run(inductor, timeout=SLOW)
+    two.run(inductor, kind, timeout=SLOW)
 
 
-def inductor() -> None:
-    expected, before, *_ = loop("plain", {"memory_budget": 0.0, "costs": FAST}, "inductor")
-    found, peak, moved, copies = loop("plain", OFFLOAD, "inductor")
+def inductor(kind: str) -> None:
+    expected, before, *_ = loop(kind, {"memory_budget": 0.0, "costs": FAST}, "inductor")
+    found, peak, moved, copies = loop(kind, OFFLOAD, "inductor")
     assert moved
     assert copies.num_begun == 4 * len(moved)
     assert peak < before
