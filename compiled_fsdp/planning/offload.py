@@ -24,6 +24,7 @@ from compiled_fsdp.ir.graph import aliases, is_moved, is_way_back
 from compiled_fsdp.ir.meta import module_of
 from compiled_fsdp.ir.origins import num_bytes_of
 from compiled_fsdp.ir.schema import RELOAD, traits_of
+from compiled_fsdp.torch_private.subgraphs import operator_name
 from compiled_fsdp.wire import copies
 
 from .recompute import LEAST_SHARE
@@ -48,6 +49,23 @@ AHEAD = (
     16,
 )  # copies to the device that begin before the next is read; tried in turn
 WORTH = 1e-3  # of the time for which backward waits, that less memory is worth
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+# Whose result Inductor may write over an input that nothing reads later. It does not know that a copy
+# which is under way does.
+WRITTEN_OVER = frozenset(
+    (
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+        c10d.all_reduce.default,
+        c10d.all_reduce_coalesced.default,
+    )
+)
+# The same, of operators: kernels and custom ops of the user's that write to what they are given.
+WRITERS = ("triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +111,28 @@ def why_not_moved(saved: Saved, root: Node) -> str:
         return "is returned to the user, who holds it"
     if saved.is_written(root):
         return "is written to by forward"
+    if _may_be_written_over(root):
+        return "is written over by what forward makes of it, where its memory is used again"
     if _has_unknown_size(val):
         return "has a size that only data decides"
     source = source_of_copy(saved, root)
     if source is None:
         return "is saved in parts that backward cannot make of the whole"
     return "" if _is_dense(source.meta["val"]) else "has gaps"
+
+
+def _may_be_written_over(root: Node) -> bool:
+    """Whether something made of a storage may come to lie in it; copies of it too, which Inductor
+    leaves out where it can.
+    """
+    found = aliases(root)
+    for node in found:
+        copied = [user for user in node.users if user.target is aten.clone.default]
+        found += [alias for copy in copied for alias in aliases(copy)]
+    users = {user for node in found for user in node.users}
+    return any(
+        user.target in WRITTEN_OVER or operator_name(user.target) in WRITERS for user in users
+    )
 
 
 def source_of_copy(saved: Saved, root: Node) -> Node | None:

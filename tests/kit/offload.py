@@ -46,7 +46,7 @@ class Late(PythonWork):  # type: ignore[misc]
 
 def turned(values: Tensor) -> Tensor:
     """What stands for values in the other memory."""
-    return -values if values.is_floating_point() else ~values
+    return -values if values.is_floating_point() or values.is_complex() else ~values
 
 
 class Copies:

@@ -56,6 +56,8 @@ class Block(nn.Module):
     checkpointed: the user has its activations computed again.
     views: queries, keys and values are views of one storage that is saved.
     counted: it writes to a buffer that it computes with.
+    complex: complex numbers are saved.
+    put: rows are put into what is saved, which nothing reads later: Inductor does so in place.
     """
 
     def __init__(self, kind: str) -> None:
@@ -80,6 +82,15 @@ class Block(nn.Module):
         if self.kind == "counted":
             h = (h + self.scale).tanh()
             self.scale.mul_(1.5)
+        if self.kind == "complex":
+            turning = torch.view_as_complex(self.up(h).view(len(x), -1, 2))
+            turning = turning * torch.exp(1j * turning.real)
+            return x + self.down(torch.view_as_real(turning).flatten(1).tanh())
+        if self.kind == "put":
+            a = self.up(h)
+            y = x + self.down(nn.functional.gelu(a))
+            put = a.index_put((torch.arange(3),), torch.zeros(3, 4 * WIDTH))
+            return y + put[:, :WIDTH]
         h = nn.functional.gelu(self.up(self.dropout(h)))
         return x + self.dropout(self.down(h))
 
@@ -197,7 +208,10 @@ def as_without(run: Callable[..., Result], *arguments: Any) -> list[str]:
 EAGER = "compiled_fsdp_eager"
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "views", "counted", "tied", "fsdp1", "held"])
+KINDS = ("plain", "dropout", "views", "counted", "tied", "fsdp1", "held", "complex")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_same_numbers(two: Pool, kind: str) -> None:
     for moved in two.run(as_without, loop, kind, EAGER):
         assert any("addmm" in name for name in moved), moved
@@ -210,14 +224,15 @@ def test_a_users_checkpoints(two: Pool) -> None:
         assert not any("addmm" in name for name in moved), moved
 
 
-def test_inductor(two: Pool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "put"])
+def test_inductor(two: Pool, kind: str) -> None:
     """Beside the same plan without copies: what is saved decides what Inductor fuses."""
-    two.run(inductor, timeout=SLOW)
+    two.run(inductor, kind, timeout=SLOW)
 
 
-def inductor() -> None:
-    expected, before, *_ = loop("plain", {"memory_budget": 0.0, "costs": FAST}, "inductor")
-    found, peak, moved, copies = loop("plain", OFFLOAD, "inductor")
+def inductor(kind: str) -> None:
+    expected, before, *_ = loop(kind, {"memory_budget": 0.0, "costs": FAST}, "inductor")
+    found, peak, moved, copies = loop(kind, OFFLOAD, "inductor")
     assert moved
     assert copies.num_begun == 4 * len(moved)
     assert peak < before
@@ -235,6 +250,31 @@ def test_dynamic_shapes(two: Pool) -> None:
     """One graph for several sizes: what goes to the host has the size of the batch."""
     for moved in two.run(as_without, loop, "plain", EAGER, True):
         assert moved
+
+
+def twice(plan: dict[str, Any]) -> list[Tensor]:
+    """Gradients of two backwards over what one forward has saved, and of a forward without any."""
+    model = model_of("plain")
+    call = torch.compile(model, backend=EAGER, fullgraph=True)
+    with beside_host() as copies, planned(**plan):
+        call(batch())
+        loss = call(batch(step=1)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        moved = len(offloaded(model))
+        del loss
+    assert copies.num_begun == 4 * moved, "two forwards, and two ways back of the second's"
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def two_backwards() -> None:
+    expected, found = twice({"memory_budget": 0.0, "costs": FAST}), twice(OFFLOAD)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_two_backwards(two: Pool) -> None:
+    """What is on the host comes back for each."""
+    two.run(two_backwards)
 
 
 def within(budget: int) -> tuple[int, int, int]:

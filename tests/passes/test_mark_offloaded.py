@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.compiler.offload import offload
 from compiled_fsdp.ir.collectives import ALL_REDUCE, WAIT
-from compiled_fsdp.ir.graph import output
+from compiled_fsdp.ir.graph import Builder, output
 from compiled_fsdp.ir.meta import is_offloaded
 from compiled_fsdp.passes import mark_offloaded as module
 from compiled_fsdp.planning.offload import movable
@@ -163,6 +163,24 @@ return [%mul_tensor, %mul_tensor_1, %neg_default]""",
         self.assertEqual(candidates(forward, backward), [])
         with mock.patch.object(copies, "is_apart", return_value=False):
             self.assertEqual(candidates(*halves()), [])
+
+    def test_what_may_be_written_over_stays(self):
+        """Inductor does not know that a copy reads it still; nor that of a clone, which it leaves out."""
+        for op, *others in (
+            (aten.slice_scatter.default, 0, 0, 2),
+            (aten.select_scatter.default, 0, 0),
+        ):
+            for clones in (False, True):
+                forward, backward = halves()
+                x, a = list(forward.graph.nodes)[:2]
+                rows = 2 if op is aten.slice_scatter.default else 1
+                build = Builder(output(forward.graph), a)
+                given = build(aten.clone.default, a) if clones else a
+                put = build(aten.slice.Tensor, x, 0, 0, rows)
+                put = build(aten.squeeze.dim, put, 0) if rows == 1 else put
+                build(op, given, put, *others)
+                self.assertEqual(candidates(forward, backward), [])
+                self.assertEqual(offload((forward, backward), ["tanh_default"]), ["tanh_default"])
 
     def test_a_parameter_stays(self):
         """It is gathered again instead."""
