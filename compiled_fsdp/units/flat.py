@@ -541,7 +541,7 @@ class FlatBuffer:
             a
             for a, p in zip(locals_, self.params, strict=True)
             if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
-            or (a.numel() and a.data_ptr() != self.local_view(flat, p).data_ptr())
+            or (a.numel() and a.storage_offset() != self.local_view(flat, p).storage_offset())
         ]
         if not replaced:
             return
