@@ -72,12 +72,16 @@ def empty_as_one_row() -> Iterator[None]:
     """Inside, torch's partitioner takes a tensor without elements for one with one row.
 
     Saving it costs nothing, so that it would never be computed again; a rank that has rows computes
-    it again, and gathers what for. Whatever else ranks have, costs grow with their rows alike.
+    it again, and gathers what for. Whatever else ranks have, costs grow with their rows alike. Tried
+    on 2.13; where torch has no such function, nothing is changed.
     """
-    size_of = partitioners._size_of
+    size_of = getattr(partitioners, "_size_of", None)
+    if size_of is None:
+        yield
+        return
 
-    def size(node: Node) -> int:
-        value, found = node.meta.get("val"), size_of(node)
+    def size(node: Node, *others: Any) -> int:
+        value, found = node.meta.get("val"), int(size_of(node, *others))
         values = value if isinstance(value, list | tuple) else [value]
         tensors = [v for v in values if isinstance(v, Tensor)]
         return found or sum(_at_least_one(v) * v.element_size() for v in tensors)
