@@ -36,7 +36,8 @@ class Machine:
     flops: operations a second of matmuls, by the dtype of their operands; "tf32" is what float32
         takes where `torch.set_float32_matmul_precision` allows it.
     memory_bytes, memory_bandwidth: of a device, in bytes and bytes a second.
-    host_bandwidth: bytes a second between a device and its host's memory, each way.
+    host_bandwidth: bytes a second between a device and its host's memory, each way; what planning
+        assumes of any, where a file does not say it.
     link_bandwidth, network_bandwidth: bytes a second that a device can send, to others of its node
         and to other nodes.
     """

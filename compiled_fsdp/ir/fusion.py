@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 CONSTANT = (aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default)
+# What Inductor turns into writes over an argument, after the passes, where it stands in the outer graph.
+BECOME_WRITES = frozenset(
+    (
+        aten.copy.default,
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.as_strided_scatter.default,
+    )
+)
 POINTWISE = (  # by Inductor's lowering, without torch's tag
     *CONSTANT,
     CONVERT,

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from .fusion import BECOME_WRITES
 from .graph import is_matmul, is_view, output
 from .meta import get_tag
 from .schema import COPY_COLUMNS, FREE, TRAITS
@@ -34,15 +35,6 @@ LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
 ALIGNMENT = 64  # bytes: what vectors and kernels may assume of an address
 
-# What Inductor turns into writes after the passes, where it stands in the outer graph. Scatters
-# into a view (`select_scatter`: the gradient of a part) may stand in a span: its subgraph is lowered
-# as it is, and there they are pointwise.
-_BECOME_WRITES = {
-    aten.copy.default,
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-    aten.as_strided_scatter.default,
-}
 _KNOWN = frozenset((int,))  # the type of a size that is no symbol
 _CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 _REDUCTIONS = {
@@ -283,7 +275,9 @@ def _stays(op: torch._ops.OpOverload) -> bool:
     """Whether calls of an op have to stay where they are, whatever they yield."""
     is_ours = op in TRAITS and op is not COPY_COLUMNS
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _BECOME_WRITES or is_ours or is_random or bool(op._schema.is_mutable)
+    # Scatters into a view (`select_scatter`: the gradient of a part) may stand in a span: its subgraph
+    # is lowered as it is, and there they are pointwise.
+    return op in BECOME_WRITES or is_ours or is_random or bool(op._schema.is_mutable)
 
 
 def _is_movable(node: Node) -> bool:

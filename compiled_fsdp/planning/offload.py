@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from compiled_fsdp.ir.expected import hint
+from compiled_fsdp.ir.fusion import BECOME_WRITES
 from compiled_fsdp.ir.graph import aliases, is_moved, is_way_back
 from compiled_fsdp.ir.meta import module_of
 from compiled_fsdp.ir.origins import num_bytes_of
@@ -39,27 +40,17 @@ if TYPE_CHECKING:
     from .recompute import Saved
 
 QUEUED = 2  # copies to the host that are under way when an earlier one is awaited
-AHEAD = (
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-)  # copies to the device that begin before the next is read; tried in turn
+# Copies to the device that begin before the next is read; tried in turn.
+AHEAD = (2, 3, 4, 6, 8, 12, 16)
 WORTH = 1e-3  # of the time for which backward waits, that less memory is worth
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # Whose result Inductor may write over an input that nothing reads later. It does not know that a copy
 # which is under way does.
-WRITTEN_OVER = frozenset(
+WRITTEN_OVER = BECOME_WRITES.union(
     (
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
         aten.slice_scatter.default,
         aten.select_scatter.default,
         aten.diagonal_scatter.default,
-        aten.as_strided_scatter.default,
         c10d.all_reduce.default,
         c10d.all_reduce_coalesced.default,
     )

@@ -169,11 +169,12 @@ return [%mul_tensor, %mul_tensor_1, %neg_default]""",
         for op, *others in (
             (aten.slice_scatter.default, 0, 0, 2),
             (aten.select_scatter.default, 0, 0),
+            (aten.copy.default,),
         ):
             for clones in (False, True):
                 forward, backward = halves()
                 x, a = list(forward.graph.nodes)[:2]
-                rows = 2 if op is aten.slice_scatter.default else 1
+                rows = {aten.slice_scatter.default: 2, aten.copy.default: 4}.get(op, 1)
                 build = Builder(output(forward.graph), a)
                 given = build(aten.clone.default, a) if clones else a
                 put = build(aten.slice.Tensor, x, 0, 0, rows)
