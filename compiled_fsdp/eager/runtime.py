@@ -46,6 +46,8 @@ class Runtime(FullParams):
     """Gathers, frees and reduces one unit, called by the hooks on its modules.
 
     has_run: members of a list unit that ran in this forward; the last of them frees.
+    under_way: the modules of the unit that are being called, outside any graph, one inside the other;
+        one that calls itself (a tree) is gathered and freed by the outermost call.
     indices: places of this unit in `tree.order` that backward has not come to.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or
         backward begins.
@@ -64,6 +66,7 @@ class Runtime(FullParams):
         self.tree = Tree()
         self.tree.members.add(self)
         self.has_run: set[nn.Module] = set()
+        self.under_way: list[nn.Module] = []
         self.indices: list[int] = []
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
@@ -121,16 +124,17 @@ class Runtime(FullParams):
         if is_transformed():
             transformed.enter(self)
             return inputs
+        if self._calls_itself(
+            module
+        ):  # everything is there, and stays for the call around this one
+            return inputs
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run
             if is_first:
                 self.has_run.clear()
             if not in_backward():
-                self.tree.forget_double()
-                for runtime in (*self.lenders, self):
-                    if not runtime.is_in_forward:
-                        runtime.drop_stale()
+                self._drop_what_is_stale()
             for runtime in (*self.lenders, self):
                 runtime.unshard()
                 runtime.open()
@@ -142,6 +146,15 @@ class Runtime(FullParams):
             if not torch.is_grad_enabled() or not is_first:
                 return inputs
             return self._watch_inputs(inputs)
+
+    def _drop_what_is_stale(self) -> None:
+        self.tree.forget_double()
+        for runtime in (*self.lenders, self):
+            if not runtime.is_in_forward:
+                runtime.drop_stale()
+
+    def _calls_itself(self, module: nn.Module) -> bool:
+        return self.under_way.count(module) > 1
 
     def _pre_recompute(self, inputs: Any) -> Any:
         """A forward inside backward, by activation checkpointing; when reentrant, the first that
@@ -188,10 +201,13 @@ class Runtime(FullParams):
         the parameters.
         """
         self._log("post_forward")
-        self.is_in_forward = False
         if is_transformed():
+            self.is_in_forward = False
             transformed.leave(self)
             return output
+        if self._calls_itself(module):
+            return self._watch_outputs(output)
+        self.is_in_forward = False
         for runtime in (*self.lenders, self):
             runtime.close()
         if in_backward():  # recomputation by activation checkpointing: backward frees
@@ -209,9 +225,12 @@ class Runtime(FullParams):
                 transformed.end_of_forward(self.tree)
             if self.num_gathered <= NUM_LOOKED:
                 say_what_is_emptied(self.unit, self._own_memory(), output)
-            if torch.is_grad_enabled():
-                self.tree.used.setdefault(self)
-                map_tensors(self._watch_output, output)
+            return self._watch_outputs(output)
+
+    def _watch_outputs(self, output: Any) -> Any:
+        if torch.is_grad_enabled() and not in_backward():
+            self.tree.used.setdefault(self)
+            map_tensors(self._watch_output, output)
         return output
 
     def end_failed_forward(self) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compiled_fsdp.eager.runtime import Runtime
+
 
 class Called:
     """A module whose calls its unit knows of. Stands before the module's own class.
@@ -43,14 +45,19 @@ class Called:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
-        while True:
-            try:
-                return call(self, args, kwargs)
-            except LeftGraph as error:
-                leave_graph(self, error)
-            except Exception as error:
-                _after_error(self, error)
-                raise
+        under_way: list[Any] = self._fsdp_runtime().under_way
+        under_way.append(self)
+        try:
+            while True:
+                try:
+                    return call(self, args, kwargs)
+                except LeftGraph as error:
+                    leave_graph(self, error)
+                except Exception as error:
+                    _after_error(self, error)
+                    raise
+        finally:
+            under_way.pop()
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -63,6 +70,10 @@ class Called:
         """As before a call, while a larger function is traced, which is not called yet. Leaves
         `_fsdp_watched`.
         """
+        raise NotImplementedError
+
+    def _fsdp_runtime(self) -> Runtime:
+        """What gathers its unit in eager mode."""
         raise NotImplementedError
 
     def _fsdp_after_error(self, error: Exception) -> None:

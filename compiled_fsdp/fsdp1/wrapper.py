@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from compiled_fsdp.eager.runtime import Runtime
+
 
 class FullyShardedDataParallel(Called, AtRest):
     """Shard `module`'s parameters over ranks; the arguments, names and errors of torch's own class.
@@ -131,6 +133,10 @@ class FullyShardedDataParallel(Called, AtRest):
         self.__dict__["_fsdp_watched"] = [
             p for keeper in keepers for p in (keeper.flat_param._params or [keeper.flat_param])
         ]
+
+    def _fsdp_runtime(self) -> Runtime:
+        runtime: Runtime = self._fsdp_state.runtime
+        return runtime
 
     def _fsdp_after_error(self, error: Exception) -> None:
         if self._is_root and not in_backward():

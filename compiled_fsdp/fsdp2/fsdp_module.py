@@ -75,6 +75,9 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
     def _fsdp_before_trace(self) -> None:
         self._fsdp_own().before_trace(self)  # type: ignore[arg-type]
 
+    def _fsdp_runtime(self) -> Runtime:
+        return self._fsdp_own().runtime
+
     def _fsdp_after_error(self, error: Exception) -> None:
         self._fsdp_own().after_error(error)
 

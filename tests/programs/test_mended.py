@@ -194,6 +194,13 @@ CASES = {
         says="a branch on the dtype may take the other side",
         low=True,
     ),
+    # a unit that calls itself was freed by the inner call
+    "a module that calls itself": Case(
+        "if len(x) > 1:\n    y = torch.tanh(self.a(x))\n"
+        "    return self.head(self.b(y)).sum() + self(y[:1], ids)\nx = self.b(self.a(x))",
+        "fully_shard(model)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+    ),
     # errors that did not name what is wrong
     "uneven shards that are flattened": Case(
         "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
