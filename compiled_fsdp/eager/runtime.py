@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.errors import warn_once
+from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import Watched, is_checked
@@ -294,7 +294,7 @@ class Runtime(FullParams):
         stays = stays or self in self.tree.transformed
         if stays or not self.is_unsharded:
             self.keep()
-            self.is_left_over = self.is_unsharded
+            self.is_left_over, self.unit.was_listed = self.is_unsharded, False
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
@@ -314,6 +314,7 @@ class Runtime(FullParams):
         tree = self.tree
         if self not in tree.backward:
             self._log("pre_backward")
+            self._say_what_is_added_to()
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
                 tree.note_double(self)
@@ -323,6 +324,23 @@ class Runtime(FullParams):
         else:
             self._unshard_for_backward()
         return grad
+
+    def _say_what_is_added_to(self) -> None:
+        """Full parameters have stayed since forward, and somebody has looked through them, perhaps
+        to drop gradients, which the sharded ones have.
+        """
+        if not (self.is_left_over and self.unit.was_listed):
+            return
+        added = [p.fqn for p in self.unit.params if p.sharded.grad is not None]
+        if added:
+            warn_once(
+                f"compiled_fsdp: between a forward of {self.unit.name} and its backward somebody "
+                "looked through the parameters, which are full ones there, and whose .grad is "
+                f"another than that of the sharded ones. {shortened(added)} had gradients before, "
+                "which this backward adds to, as in torch's FSDP2. If they were to be dropped, call "
+                "zero_grad() of the optimizer or of the sharded module, or before forward",
+                about="gradients added to",
+            )
 
     def _unshard_for_backward(self) -> None:
         """Gather; what activation checkpointing computes once more inside the unit finds it as it

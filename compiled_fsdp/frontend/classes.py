@@ -29,6 +29,8 @@ from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.registered import Registered, Watched
 from compiled_fsdp.units.unit import original_class, originals
 
+from .zero_grad import zeroing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -83,6 +85,7 @@ def _make_class(original: type, root: type | None) -> type:
     body: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+        "zero_grad": zeroing(original),
     }
     bases: tuple[type, ...] = (original,)
     name = original.__name__
@@ -219,7 +222,8 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     param = sharded[0]
     raise RuntimeError(
         f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit "
-        f"{state.unit.name!r} was not entered by its forward, but from another method. Either call "
+        f"{state.unit.name!r} was not called, but another method of it, or its forward(...) by name, "
+        "which passes over the hooks that gather. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )

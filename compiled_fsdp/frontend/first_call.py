@@ -26,6 +26,8 @@ from compiled_fsdp.wire.agreement import agree
 from compiled_fsdp.wire.divergence import DivergenceError, describe
 from compiled_fsdp.wire.ops import TRACED
 
+from .stepped import look_at_params
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -132,8 +134,16 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     if not is_mixed and (OF_SHARDING not in text or is_parallel):
         return
     others = [u.name for u in units if u is not unit]
+    strays = _of_no_unit(units)
     how = "with a plain tensor" if is_mixed else f"as DTensor cannot ({text.splitlines()[0]})"
     told = f"{unit.name}: its forward used a parameter that is sharded at that moment, {how}"
+    if strays:
+        raise RuntimeError(
+            f"{told}: {shortened(strays)} are DTensors under names that no unit has, since they were "
+            "registered after fully_shard (by a parametrization such as weight_norm, by pruning, or as "
+            "a Parameter made of a sharded one), and nothing gathers them. Register them before "
+            "fully_shard"
+        ) from error
     if not others:
         raise RuntimeError(
             f"{told}: no other unit has any, so it is one that state_dict() gave, or that was kept "
@@ -146,6 +156,20 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
         "other before and reshard() after it"
     ) from error
+
+
+def _of_no_unit(units: Iterable[Unit]) -> list[str]:
+    """The parameters of sharded modules that are DTensors, under names that no unit knows."""
+    units = list(units)
+    owners = {(id(m), name) for u in units for param in u.params for m, name in param.owners}
+    roots = [module for unit in units if unit.is_outermost for module in unit.modules]
+    modules = [entry for root in roots for entry in root.named_modules()]
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in modules
+        for name, p in module._parameters.items()
+        if isinstance(p, DTensor) and (id(module), name) not in owners
+    ]
 
 
 # FlexAttention, called outside of a graph, of a function that reads a sharded parameter.
@@ -266,6 +290,7 @@ def check_optimizers() -> None:
     """From now on, look at every optimizer before its first step, and count its steps."""
     optimizer_steps.before(_check_optimizer)
     optimizer_steps.before(_say_not_finalized)
+    optimizer_steps.before(look_at_params)
     optimizer_steps.after(_after_step)
 
 

@@ -16,6 +16,7 @@ from compiled_fsdp.compiler.inductor import install_passes
 from compiled_fsdp.frontend.arguments import check_sharding
 from compiled_fsdp.frontend.first_call import check_optimizers
 from compiled_fsdp.frontend.state import State, adopt_nested, get_state
+from compiled_fsdp.frontend.stepped import ignore
 from compiled_fsdp.torch_private.dtensors import local_tensor
 from compiled_fsdp.torch_private.dynamo import uncompiled
 from compiled_fsdp.torch_private.modules import is_replicated, plain_name
@@ -134,6 +135,7 @@ def fully_shard(
     )
     _check_reshard(reshard, params)
     shared = _shared_params(managed, ignored_params or set())
+    ignore(ignored_params or set())
     _move_to_device(managed, [o.parameter for o in params], info.device)
     say_lost([o.path for o in params], [o.parameter for o in params])
     unit = Unit(tuple(uncompiled(m) for m in modules), params, info, mp_policy, reshard, offload)

@@ -217,6 +217,13 @@ class Registered(Watched):
         self.replaced.pop(name, None)
         dict.__setitem__(self, name, self.shown[name])
 
+    def items(self) -> Any:
+        """See `Watched`; whoever looks at what is gathered is noted."""
+        if self.gathered and not torch.compiler.is_dynamo_compiling():
+            for name in self.gathered:
+                self.owners[name][0].was_listed = True
+        return super().items()
+
     def __delitem__(self, name: str) -> None:
         if name in self.shown:
             self.replaced[name] = True

@@ -163,6 +163,8 @@ class Unit:
         self.has_extensions = False
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
+        # Whether somebody has looked through its modules' parameters since they were left gathered.
+        self.was_listed = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
         UNITS.add(self)

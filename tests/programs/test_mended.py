@@ -40,6 +40,7 @@ optimizer.step()
 optimizer.zero_grad()"""
 KEEP = "model.set_reshard_after_backward(False)\nmodel = compiled(model)"
 HOOK = "if x.requires_grad:\n    x.register_hook(lambda grad: grad * 0.5)\nx = self.a(x)"
+ZERO = "loss = model(x, ids).square().mean()\n{}\nloss.backward()\nrecord(model, loss)\noptimizer.step()"
 GRAD = f"{LOOP}\nnote(*torch.autograd.grad(model(x, ids).mean(), x))"  # twice, of one input
 LOW = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 SCAN = """def step(state, row):
@@ -194,6 +195,34 @@ CASES = {
         says="a branch on the dtype may take the other side",
         low=True,
     ),
+    # between forward and backward the outermost module has full parameters, and gradients are not theirs
+    "zero_grad before backward": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model):\n    fully_shard(unit)\nmodel = compiled(model)",
+        loop=ZERO.format("model.zero_grad(set_to_none=False)"),
+        kinds="eager,compiled",
+    ),
+    "a module's zero_grad before backward": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)",
+        loop=ZERO.format("for layer in (model.a, model.b, model.head):\n    layer.zero_grad()"),
+        kinds="eager",
+    ),
+    "gradients dropped one by one before backward": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)",
+        loop=ZERO.format("for p in model.parameters():\n    p.grad = None"),
+        kinds="eager",
+        word="announced",
+        says="had gradients before, which this backward adds to",
+    ),
+    "an optimizer that is built after a forward": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)\nmodel(*batch(0))",
+        kinds="eager",
+        word="refused",
+        says="SGD.step: it holds full parameters of 'Model' (a.weight, a.bias, b.weight and 2 more)",
+    ),
     # a unit that calls itself was freed by the inner call
     "a module that calls itself": Case(
         "if len(x) > 1:\n    y = torch.tanh(self.a(x))\n"
@@ -201,7 +230,22 @@ CASES = {
         "fully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
+    # each rank trained by its own gradient
+    "a layer in the place of a sharded one": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)\nmodel.head = nn.Linear(4, 8, bias=False)\nmodel = compiled(model)",
+        kinds="eager,compiled",
+        word="announced",
+        says="SGD steps head.weight beside sharded parameters",
+    ),
     # errors that did not name what is wrong
+    "a parametrization of what is sharded": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)\nnn.utils.parametrizations.weight_norm(model.a)",
+        kinds="eager",
+        word="refused",
+        says="a.parametrizations.weight.original0, a.parametrizations.weight.original1 are DTensors",
+    ),
     "uneven shards that are flattened": Case(
         "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
         "for unit in (model.odd, model):\n    fully_shard(unit)",
