@@ -42,9 +42,11 @@ def say_what_is_emptied(unit: Unit, params: Sequence[ShardedParam], output: Any)
         return tensor
 
     map_tensors(lambda tensor: look(tensor, "returns"), output)
+    # FSDP1 itself, without `use_orig_params`, lets modules hold views of the flat parameter.
+    shown = {owner for p in unit.params for owner in p.owners} if unit.is_flat else set()
     for module in unit.own_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (module, name) not in shown:
                 look(value, f"keeps, as {name},")
     for fqn, what in found.items():
         warn_once(

@@ -60,11 +60,11 @@ def said_of(how: str, backend: str | None, kind: str, keeps: bool) -> list[str]:
     torch._dynamo.reset()
     errors._said.clear()
     model: nn.Module = Model(how)
-    if kind == "fsdp1":
+    if kind != "fully_shard":
         model = FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Layer),
-            use_orig_params=True,
+            use_orig_params=kind == "fsdp1",
             device_id=torch.device("cpu"),
         )
     else:
@@ -84,6 +84,7 @@ def said_of(how: str, backend: str | None, kind: str, keeps: bool) -> list[str]:
         ("returned", "returns a", "fully_shard"),
         ("cached", "keeps, as cache", "fully_shard"),
         ("cached", "keeps, as cache", "fsdp1"),
+        ("cached", "keeps, as cache", "fsdp1, flat"),
     ],
 )
 def test_views_that_outlive_forward(two: Pool, how: str, what: str, kind: str) -> None:
@@ -98,8 +99,9 @@ def test_what_stays_is_nothing_to_say(two: Pool, how: str) -> None:
     """Copies, parameters that stay gathered, and what a graph has gathered."""
     ways = [(None, False)] if how == "copied" else [(None, True), ("compiled_fsdp_eager", False)]
     for backend, keeps in ways:
-        for said in two.run(said_of, how, backend, "fully_shard", keeps):
-            assert not [text for text in said if EMPTIED in text]
+        for kind in ("fully_shard", "fsdp1, flat") if how == "copied" else ("fully_shard",):
+            for said in two.run(said_of, how, backend, kind, keeps):
+                assert not [text for text in said if EMPTIED in text]
 
 
 class Hooked(nn.Linear):
