@@ -294,7 +294,7 @@ class Runtime(FullParams):
         stays = stays or self in self.tree.transformed
         if stays or not self.is_unsharded:
             self.keep()
-            self.is_left_over, self.unit.was_listed = self.is_unsharded, False
+            self.is_left_over = self.is_unsharded
             return
         if self.unit.post_meshes and torch.is_grad_enabled():
             for flat in self.unit.flats:
@@ -314,7 +314,6 @@ class Runtime(FullParams):
         tree = self.tree
         if self not in tree.backward:
             self._log("pre_backward")
-            self._say_what_is_added_to()
             with span("pre_backward", self.unit.name):
                 tree.enter_backward(self)
                 tree.note_double(self)
@@ -324,23 +323,6 @@ class Runtime(FullParams):
         else:
             self._unshard_for_backward()
         return grad
-
-    def _say_what_is_added_to(self) -> None:
-        """Full parameters have stayed since forward, and somebody has looked through them, perhaps
-        to drop gradients, which the sharded ones have.
-        """
-        if not (self.is_left_over and self.unit.was_listed):
-            return
-        added = [p.fqn for p in self.unit.params if p.sharded.grad is not None]
-        if added:
-            warn_once(
-                f"compiled_fsdp: between a forward of {self.unit.name} and its backward somebody "
-                "looked through the parameters, which are full ones there, and whose .grad is "
-                f"another than that of the sharded ones. {shortened(added)} had gradients before, "
-                "which this backward adds to, as in torch's FSDP2. If they were to be dropped, call "
-                "zero_grad() of the optimizer or of the sharded module, or before forward",
-                about="gradients added to",
-            )
 
     def _unshard_for_backward(self) -> None:
         """Gather; what activation checkpointing computes once more inside the unit finds it as it
@@ -409,6 +391,24 @@ class Runtime(FullParams):
             "before the last backward of a step",
             about="kept full parameters",
         )
+
+    def say_whose_gradients(self) -> None:
+        """Somebody looks through the parameters: full ones, if a forward has left them, while the
+        sharded ones have the gradients of backwards before.
+        """
+        if not self.is_left_over or self.is_in_forward or in_backward():
+            return
+        having = [p.fqn for p in self.unit.params if p.sharded.grad is not None]
+        if having:
+            warn_once(
+                f"compiled_fsdp: parameters() gives full parameters of {self.unit.name}, which a "
+                "forward has left for a backward that has not come, and whose .grad is None, as in "
+                f"torch's FSDP2. {shortened(having)} have gradients all the same, to which that "
+                "backward adds: clip_grad_norm_, zero_grad() of a module around this one, and "
+                "loops over gradients pass over them. Give them the optimizer's parameters, or call "
+                "them before that forward or after that backward",
+                about="kept full parameters",
+            )
 
     def _reduce(
         self, flat: FlatBuffer

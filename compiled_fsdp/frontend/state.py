@@ -91,6 +91,7 @@ class State:
         unit.on_retained = self._queue_callback
         unit.on_shared = self._share
         unit.on_left_graph = self._follow_others
+        unit.on_listed = self.runtime.say_whose_gradients
         unit.ledger.on_entry = self._note_entry
 
     def _queue_callback(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.torch_private.dynamo import never_traced_alone, untraced
-from compiled_fsdp.units.registered import Registered
+from compiled_fsdp.units.registered import Registered, unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +25,12 @@ def zeroing(original: type[nn.Module]) -> Callable[..., None]:
 
     @functools.wraps(original.zero_grad)
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original.zero_grad(self, *args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            _zero_hidden(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            original.zero_grad(self, *args, **kwargs)
+            return
+        with unwatched():
+            original.zero_grad(self, *args, **kwargs)
+        _zero_hidden(self, *args, **kwargs)
 
     never_traced_alone(zero_grad)
     return zero_grad
@@ -39,8 +42,7 @@ def _zero_hidden(module: nn.Module, set_to_none: bool = True, *_: Any, **__: Any
     for inner in module.modules():
         table: Any = inner._parameters
         for name in tuple(table.gathered) if isinstance(table, Registered) else ():
-            unit, param = table.owners[name]
-            sharded, unit.was_listed = param.sharded, False
+            sharded = table.owners[name][1].sharded
             if sharded.grad is None:
                 continue
             if set_to_none:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 _numbers = itertools.count()
+_watches = [True]  # whether units are told of those who look through parameters
 
 TIED = (
     "parameters() of a module that fully_shard was not given comes to one tied parameter under two "
@@ -218,10 +220,10 @@ class Registered(Watched):
         dict.__setitem__(self, name, self.shown[name])
 
     def items(self) -> Any:
-        """See `Watched`; whoever looks at what is gathered is noted."""
-        if self.gathered and not torch.compiler.is_dynamo_compiling():
-            for name in self.gathered:
-                self.owners[name][0].was_listed = True
+        """See `Watched`; units are told of whoever looks at what is gathered."""
+        if self.gathered and _watches[-1] and not torch.compiler.is_dynamo_compiling():
+            for unit in dict.fromkeys(self.owners[name][0] for name in self.gathered):
+                unit.on_listed()
         return super().items()
 
     def __delitem__(self, name: str) -> None:
@@ -234,6 +236,16 @@ class Registered(Watched):
         if name in self.shown:
             self.replaced[name] = True
         return super().pop(name, *default)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Who looks through parameters inside knows what is registered there."""
+    _watches.append(False)
+    try:
+        yield
+    finally:
+        _watches.pop()
 
 
 # After a graph break Dynamo meets these as frames of their own: one code object for all modules,

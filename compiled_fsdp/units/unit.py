@@ -137,6 +137,8 @@ class Unit:
         self.on_shared: Callable[[nn.Module], None] = _nothing_of
         # Called when other ranks have left a graph of it, which this rank runs eagerly.
         self.on_left_graph: Callable[[], None] = _nothing
+        # Somebody looks through the parameters of its modules, while some are gathered.
+        self.on_listed: Callable[[], None] = _nothing
         # Called when a forward comes to a gather.
         self.on_gather: Callable[[Gather], None] = _nothing_of
         # Called at the end of a backward that has reached the unit.
@@ -163,8 +165,6 @@ class Unit:
         self.has_extensions = False
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
-        # Whether somebody has looked through its modules' parameters since they were left gathered.
-        self.was_listed = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
         self.adopt({module: "" for module in modules}, is_nested=False)
         UNITS.add(self)

@@ -214,7 +214,18 @@ CASES = {
         loop=ZERO.format("for p in model.parameters():\n    p.grad = None"),
         kinds="eager",
         word="announced",
-        says="had gradients before, which this backward adds to",
+        says="have gradients all the same, to which that backward adds",
+    ),
+    "a norm of gradients behind another forward": Case(
+        "x = self.b(self.a(x))",
+        "fully_shard(model)",
+        loop=LOOP.replace(
+            "record(model, loss)",
+            "model(x, ids)\nnn.utils.clip_grad_norm_(model.parameters(), 0.01)\nnote(loss)",
+        ),
+        kinds="eager",
+        word="announced",
+        says="parameters() gives full parameters of Model, which a forward has left",
     ),
     "an optimizer that is built after a forward": Case(
         "x = self.b(self.a(x))",

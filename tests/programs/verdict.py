@@ -81,7 +81,7 @@ EXPLAIN = {
     "zeros for gradients instead of None": ("", ZEROS),
     "a branch on the dtype may take the other side": (r"\.dtype", "grad|param|value"),
     "registers a hook on its input": ("register_hook", "grad|param|value"),
-    "which this backward adds to": (r"grad = None|zero_grad", "grad|param|value"),
+    "which a forward has left for a backward": (r"parameters\(\)", "grad|param|value"),
     "their gradients are not reduced": (r"nn\.", "grad|param|value"),
 }
 # Announcements that a unit runs eagerly, which explain that in scripts that say this.
