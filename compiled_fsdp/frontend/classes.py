@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.torch_private.dtensors import starting_at_zero
+from compiled_fsdp.torch_private.dtensors import in_own_storage, starting_at_zero
 from compiled_fsdp.torch_private.dynamo import READS_DICTS, never_traced_alone, untraced
 from compiled_fsdp.units.reads import traced, unshard_as
 from compiled_fsdp.units.registered import Registered, Watched
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compiled_fsdp.units.handles import Handle
+    from compiled_fsdp.units.unit import Unit
 
     from .state import State
 
@@ -45,6 +47,8 @@ WRITTEN_OVER = (
 )
 
 _classes: dict[tuple[type, type | None], type] = {}
+# Of every module that has been given a class here: what users call on it, if it is one of a call.
+_roots: weakref.WeakKeyDictionary[nn.Module, type | None] = weakref.WeakKeyDictionary()
 
 
 def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = None) -> None:
@@ -54,6 +58,7 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
     root: for a module that a call was given, the class of what users call on it.
     """
     original = original_class(module)
+    _roots[module] = root
     if (original, root) not in _classes:
         _classes[original, root] = _make_class(original, root)
     made = _classes[original, root]
@@ -65,6 +70,19 @@ def swap_class(module: nn.Module, names: tuple[str, ...], root: type | None = No
     if not READS_DICTS:
         module.__dict__.setdefault("_fsdp_attributes", Attributes(module))
     object.__setattr__(module, "__class__", made)  # an OptimizedModule passes plain assignments on
+
+
+def keep_classes(unit: Unit) -> None:
+    """Before a call: a user may have given a module another class (`layer.__class__ = Other`), with
+    which a trace would find sharded parameters.
+    """
+    for module in unit.own_modules():
+        if type(module) in originals or module not in _roots:
+            continue
+        table = module._parameters
+        names = table.owners if isinstance(table, Registered) else table
+        own = tuple(name for name in names if not hasattr(type(module), name))
+        swap_class(module, own, _roots[module])
 
 
 class Attributes:
@@ -250,7 +268,8 @@ def _movable(param: Any) -> Any:
     """A parameter that `copy.deepcopy` and `torch.save` take."""
     if not isinstance(param, DTensor):
         return param
-    made: Any = starting_at_zero(param).requires_grad_(param.requires_grad)
+    moved = starting_at_zero(param) if param.device.type == "meta" else in_own_storage(param)
+    made: Any = moved.requires_grad_(param.requires_grad)
     made._is_param = True  # `nn.Parameter(made)` would say the offset again
     return made
 

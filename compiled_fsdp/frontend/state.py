@@ -39,6 +39,7 @@ from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
 from .beside_stock import check_not_taken
 from .calls import innermost
+from .classes import keep_classes
 from .fallback import (
     AGREED,
     note_eager_unit,
@@ -217,6 +218,7 @@ class State:
         called = tree.in_order() if self.unit.is_outermost else [self.runtime]
         self._say_what_was_ignored(called)
         for runtime in called:
+            keep_classes(runtime.unit)
             _follow_user(runtime)
         self._note_reads(called, is_compiled=is_compiled)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:

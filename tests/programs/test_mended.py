@@ -241,6 +241,13 @@ CASES = {
         "fully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
+    # a class without our properties: a trace found the sharded parameters
+    "another class for a sharded layer": Case(
+        "x = self.b(self.a(x))",
+        "class Twice(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * 2\n"
+        "fully_shard(model.b)\nfully_shard(model)\nmodel.a.__class__ = model.b.__class__ = Twice\n"
+        "model = compiled(model)",
+    ),
     # each rank trained by its own gradient
     "a layer in the place of a sharded one": Case(
         "x = self.b(self.a(x))",
@@ -250,6 +257,14 @@ CASES = {
         says="SGD steps head.weight beside sharded parameters",
     ),
     # errors that did not name what is wrong
+    "a copy of a sharded layer": Case(
+        "x = self.b(self.a(x)) + self.copied(x)",
+        "import copy\nfully_shard(model)\nmodel.copied = copy.deepcopy(model.a)\n"
+        "model = compiled(model)",
+        kinds="eager,compiled",
+        word="refused",
+        says="copied.weight, copied.bias are DTensors under names that no unit has",
+    ),
     "a parametrization of what is sharded": Case(
         "x = self.b(self.a(x))",
         "fully_shard(model)\nnn.utils.parametrizations.weight_norm(model.a)",
