@@ -256,6 +256,22 @@ CASES = {
         word="announced",
         says="SGD steps head.weight beside sharded parameters",
     ),
+    # loops that no generator draws, and that were right
+    "two backwards, the second where the first leads": Case(
+        "x = self.b(torch.tanh(self.a(x)))",
+        loop=f"{LOOP.partition('record')[0]}moved = [(p, p.grad * 0.1) for p in model.parameters()]\n"
+        "with torch.no_grad():\n    for p, by in moved:\n        p.add_(by)\noptimizer.zero_grad()\n"
+        "loss = model(x, ids).square().mean()\nloss.backward()\nwith torch.no_grad():\n"
+        "    for p, by in moved:\n        p.sub_(by)\nrecord(model, loss)\noptimizer.step()\n"
+        "optimizer.zero_grad()",
+        kinds="eager,compiled",
+    ),
+    "another model's copy between steps": Case(
+        "x = self.b(torch.tanh(self.a(x)))",
+        loop=f"{LOOP}\nslow = [p.detach().clone() for p in model.parameters()]\n"
+        "for p, q in zip(model.parameters(), slow):\n    p.data.copy_(q.lerp_(p.data, 0.5).mul_(0.9))",
+        kinds="eager,compiled",
+    ),
     # errors that did not name what is wrong
     "a copy of a sharded layer": Case(
         "x = self.b(self.a(x)) + self.copied(x)",
