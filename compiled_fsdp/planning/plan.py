@@ -55,7 +55,7 @@ SIZES = {
 BY_BUDGET = "budget"  # of `recompute` and `offload`
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
-REGIONS = ("auto", "off")
+REGIONS = ("auto", "units", "off")
 EXCHANGE_GROUPS = ("own", "shared")
 CHECKS = (None, "checksums")
 FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
@@ -315,6 +315,12 @@ def _check_budget(plan: Plan) -> None:
             "to 1.0"
         )
     _check_offload(plan)
+    if plan.regions == "units" and (plan.recompute == BY_BUDGET or plan.offload is not None):
+        raise ValueError(
+            f"Plan: regions='units' with recompute={plan.recompute!r}, offload={plan.offload!r}; a "
+            "unit that is compiled once saves the same activations wherever it is called, so that "
+            "no budget can choose among them. Leave out one of the two"
+        )
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (
         is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)
