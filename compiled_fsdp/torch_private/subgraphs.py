@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fakes import alike, look, mode_of, storage_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -144,7 +146,7 @@ _calling: list[object] = []  # the compilation whose graph calls units
 def note_units() -> None:
     """The graph that Dynamo is tracing calls units."""
     _calling[:] = [CompileContext.try_get()]
-    _remember_schemas()
+    _remember()
 
 
 def calls_units() -> bool:
@@ -153,11 +155,12 @@ def calls_units() -> bool:
     return context is not None and _calling == [context]
 
 
-def _remember_schemas() -> None:
-    """Let `invoke_subgraph` ask once what a subgraph of ours writes to, once for all: for every call
-    that is differentiated torch traces it again to find out. Tried on 2.13.
+def _remember() -> None:
+    """Let `invoke_subgraph` ask once what a subgraph of ours writes to, and what comes of it for
+    fake tensors, once for all: torch finds out by tracing and by running it, for every call. Tried on 2.13.
     """
-    from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, get_invoke_subgraph_cache
+    from torch._higher_order_ops import utils
+    from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
 
     made: Any = InvokeSubgraphHOP.gen_schema
     if hasattr(made, "__wrapped__"):
@@ -165,14 +168,49 @@ def _remember_schemas() -> None:
 
     @functools.wraps(made)
     def gen_schema(self: Any, subgraph: Any, identifier: Any, *operands: Any) -> Any:
-        cache = get_invoke_subgraph_cache()
-        known = getattr(cache, "functionalize_schema_cache", None)
-        if known is None or "fsdp_unit_" not in str(identifier):
-            return made(self, subgraph, identifier, *operands)
-        key = ("compiled_fsdp", id(subgraph), identifier)
-        if key not in known:
-            known[key] = (made(self, subgraph, identifier, *operands), subgraph)
-        return known[key][0]
+        key = ("schema", identifier)
+        return _known(key, identifier, lambda: made(self, subgraph, identifier, *operands), subgraph)
 
     changed: Any = InvokeSubgraphHOP
     changed.gen_schema = gen_schema
+    run = utils.registered_hop_fake_fns[invoke_subgraph]
+
+    @functools.wraps(run)
+    def run_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        looks = tuple(map(look, operands))
+        mode = mode_of(operands[0]) if operands else None
+        if mode is None or None in looks:
+            return run(subgraph, identifier, *operands)
+        first: list[Any] = []
+
+        def described() -> Any:
+            first[:] = run(subgraph, identifier, *operands)
+            found = tuple(None if value is None else look(value) for value in first)
+            is_plain = all(f is not None for f, v in zip(found, first, strict=True) if v is not None)
+            owned = [storage_of(v)[0] for v in (*operands, *first) if v is not None]
+            return found if is_plain and len(set(owned)) == len(owned) else None
+
+        key = ("result", identifier, looks)
+        found = _known(key, identifier, described, subgraph)
+        if first:
+            return tuple(first)
+        if found is None:
+            return run(subgraph, identifier, *operands)
+        return tuple(None if each is None else alike(mode, each) for each in found)
+
+    utils.registered_hop_fake_fns[invoke_subgraph] = run_once
+
+
+def _known(key: tuple[Any, ...], identifier: Any, ask: Callable[[], Any], subgraph: Any) -> Any:
+    """What was answered before in this compilation, of a subgraph of ours, which is kept alive."""
+    from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_cache
+
+    cache = getattr(get_invoke_subgraph_cache(), "functionalize_schema_cache", None)
+    if cache is None or "fsdp_unit_" not in str(identifier):
+        return ask()
+    inside = getattr(subgraph, "subgraph", subgraph)  # functionalization wraps it anew for every call
+    graph = getattr(inside, "graph", None)
+    now = (*key, id(inside), graph and len(graph.nodes), graph and len(graph.output_node().args[0]))
+    if now not in cache:
+        cache[now] = (ask(), inside)
+    return cache[now][0]
