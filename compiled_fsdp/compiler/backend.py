@@ -20,18 +20,16 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import Interpreter
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import find, phase_of, starts
+from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.meta import get_tag
-from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.ir.sequence import owner
 from compiled_fsdp.planning.plan import current_plan
-from compiled_fsdp.torch_private.subgraphs import calls_units
 from compiled_fsdp.torch_private.tracing import is_profiling
 from compiled_fsdp.wire.ranges import title
 
 from .driver import run_half, run_joint
 from .inductor import install_passes, joint_pass_of
-from .partition import StepPartitioner, min_cut, partition
+from .partition import StepPartitioner, is_unit, min_cut, partition
 from .stitch import WholeStep, stitch
 from .traced_step import step_of
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    if not find(joint.graph, UNSHARD, REDUCE_GRAD) and calls_units():
+    if is_unit(joint):
         return min_cut(joint, inputs, current_plan(), **options)
     return partition(run_joint(joint), inputs, current_plan(), **options)
 
@@ -97,6 +95,8 @@ class Named(Interpreter):
 def _partition_step(
     step: WholeStep, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
+    if is_unit(joint):
+        return min_cut(joint, inputs, current_plan(), num_fwd_outputs=num_fwd_outputs, **options)
     halves = partition(
         run_joint(joint, step), inputs, current_plan(), num_fwd_outputs=num_fwd_outputs, **options
     )

@@ -65,6 +65,11 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     return halves
 
 
+def is_unit(joint: GraphModule) -> bool:
+    """Whether this is the graph of a unit that is called several times, and not the one that calls it."""
+    return calls_units() and not find(joint.graph, UNSHARD, REDUCE_GRAD)
+
+
 def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halves:
     """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also of the graph of
     a unit that is called several times.
@@ -110,7 +115,7 @@ class Partitioner(CustomPartitionerFn):
         split: Callable[..., Halves] = min_cut_rematerialization_partition
         if find(gm.graph, UNSHARD, REDUCE_GRAD):
             return partition(gm, joint_inputs, current_plan(), **options)
-        if calls_units():
+        if is_unit(gm):
             return min_cut(gm, joint_inputs, current_plan(), **options)
         return split(gm, joint_inputs, **options)
 
@@ -127,6 +132,8 @@ class StepPartitioner(Partitioner):
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
         """Split and stitch."""
+        if is_unit(gm):
+            return super().__call__(gm, joint_inputs, **options)
         halves = super().__call__(gm, joint_inputs, **options)
         return stitch(*halves, options["num_fwd_outputs"], self.step, current_plan(), is_fused=True)
 

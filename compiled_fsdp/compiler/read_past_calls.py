@@ -28,11 +28,15 @@ Leaves alone: subgraphs that are not ours.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch.fx.node import map_arg
+
+from compiled_fsdp.ir import fakes
 from compiled_fsdp.ir.graph import erase_all, is_view, output, placeholders
 from compiled_fsdp.ir.meta import keep_strides, set_returned
 from compiled_fsdp.ir.subgraphs import unit_called_by
+from compiled_fsdp.torch_private.fakes import alike, look, mode_of
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -78,6 +82,7 @@ def _read_past(call: Node, through: dict[int, tuple[int, list[Node]]]) -> None:
                 for view in views:
                     copies = {view.args[0]: value}
                     value = call.graph.node_copy(view, copies.__getitem__)  # type: ignore[arg-type]
+                    value.meta["val"] = _value_of(value)
             read.replace_all_uses_with(value)
             call.graph.erase_node(read)
 
@@ -94,7 +99,22 @@ def _return_less(body: Graph, calls: list[Node]) -> None:
     body.eliminate_dead_code()
     body.owning_module.recompile()  # type: ignore[union-attr]
     for call in calls:
-        call.meta["val"] = tuple(call.meta["val"][k] for k in kept)
+        call.meta["val"] = tuple(_afresh(call.meta["val"][k]) for k in kept)
         for read in list(call.users):
             read.args = (call, number[read.args[1]])
+            read.meta["val"] = call.meta["val"][read.args[1]]
     erase_all([call for call in calls if not call.users])
+
+
+def _afresh(value: Any) -> Any:
+    """A fake value in a storage of its own: torch notes the same one for all calls of a subgraph, and
+    who counts storages would count one.
+    """
+    mode, seen = mode_of(value), look(value)
+    return value if mode is None or seen is None else alike(mode, seen)
+
+
+def _value_of(view: Node) -> Any:
+    """What a view yields of the value that it is a view of now."""
+    args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
+    return fakes.run(view.target, args, kwargs)  # type: ignore[arg-type]

@@ -118,7 +118,9 @@ class Plan:
         profiler is on.
     regions: "auto": under Inductor, computation that repeats between collectives is compiled once
         and called (`outline`), which makes the time to compile grow little with the number of equal
-        layers; "off": every layer is compiled by itself.
+        layers; "units": units that compute the same are also traced, differentiated and cut once
+            (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered before
+            its call and reduced behind it; "off": every layer is compiled by itself.
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.

@@ -169,7 +169,9 @@ def _remember() -> None:
     @functools.wraps(made)
     def gen_schema(self: Any, subgraph: Any, identifier: Any, *operands: Any) -> Any:
         key = ("schema", identifier)
-        return _known(key, identifier, lambda: made(self, subgraph, identifier, *operands), subgraph)
+        return _known(
+            key, identifier, lambda: made(self, subgraph, identifier, *operands), subgraph
+        )
 
     changed: Any = InvokeSubgraphHOP
     changed.gen_schema = gen_schema
@@ -186,7 +188,9 @@ def _remember() -> None:
         def described() -> Any:
             first[:] = run(subgraph, identifier, *operands)
             found = tuple(None if value is None else look(value) for value in first)
-            is_plain = all(f is not None for f, v in zip(found, first, strict=True) if v is not None)
+            is_plain = all(
+                f is not None for f, v in zip(found, first, strict=True) if v is not None
+            )
             owned = [storage_of(v)[0] for v in (*operands, *first) if v is not None]
             return found if is_plain and len(set(owned)) == len(owned) else None
 
@@ -208,7 +212,9 @@ def _known(key: tuple[Any, ...], identifier: Any, ask: Callable[[], Any], subgra
     cache = getattr(get_invoke_subgraph_cache(), "functionalize_schema_cache", None)
     if cache is None or "fsdp_unit_" not in str(identifier):
         return ask()
-    inside = getattr(subgraph, "subgraph", subgraph)  # functionalization wraps it anew for every call
+    inside = getattr(
+        subgraph, "subgraph", subgraph
+    )  # functionalization wraps it anew for every call
     graph = getattr(inside, "graph", None)
     now = (*key, id(inside), graph and len(graph.nodes), graph and len(graph.output_node().args[0]))
     if now not in cache:

@@ -5,14 +5,13 @@ numbers, bit for bit without Inductor, and graphs with the same communication.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kit.graphs import captured
-from kit.harness import ROUNDING, SLOW
 from kit.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,9 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import (
-    Plan,
     compile_step,
-    explain,
     fully_shard,
     fully_sharded_data_parallel,
     planned,
@@ -97,7 +94,6 @@ class Case:
     accumulates: bool = False
     replicas: int = 1
     wrapper: bool = False
-    whole_step: bool = False
     backend: str = "compiled_fsdp_eager"
     plan: tuple[tuple[str, Any], ...] = ()
     num_calls: int = 4
@@ -136,7 +132,9 @@ def make(case: Case) -> tuple[nn.Module, nn.Module]:
         layer.requires_grad_(requires_grad=False)
     if case.wrapper:
         FSDP = fully_sharded_data_parallel.FullyShardedDataParallel
-        model.layers = nn.ModuleList(FSDP(layer, use_orig_params=True, device_id=CPU) for layer in model.layers)
+        model.layers = nn.ModuleList(
+            FSDP(layer, use_orig_params=True, device_id=CPU) for layer in model.layers
+        )
         model = FSDP(model, use_orig_params=True, device_id=CPU)
     else:
         size = torch.distributed.get_world_size()
@@ -231,4 +229,46 @@ def left(case: Case, why: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not any(find(graph, INVOKE) for graph in graphs)
     texts = [str(each.message) for each in said if "regions='units'" in str(each.message)]
-    assert (torch.distributed.get_rank() > 0 or not why) or any(why in text for text in texts), texts
+    assert (torch.distributed.get_rank() > 0 or not why) or any(why in text for text in texts), (
+        texts
+    )
+
+
+def test_whole_steps(two: Pool) -> None:
+    two.run(whole_steps)
+
+
+def whole_steps() -> None:
+    """The optimizer in the same graph; and a forward alone."""
+    found = {}
+    for regions in ("units", "off"):
+        model = make(Case())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with planned(regions=regions), captured() as graphs:
+            step = compile_step(model, optimizer, backend="compiled_fsdp_eager")
+            torch.manual_seed(0)
+            losses = [step(torch.randint(20, (2, 8))).detach().clone() for _ in range(3)]
+        parameters = [p.to_local().clone() for p in model.parameters()]
+        with planned(regions=regions), torch.no_grad():
+            call = torch.compile(model, fullgraph=True, backend="compiled_fsdp_eager")
+            losses.append(call(torch.randint(20, (2, 8))))
+        found[regions] = [*losses, *parameters]
+        calls = [len(find(graph, INVOKE)) for graph in graphs]
+        assert (max(calls) > 0) == (regions == "units"), calls
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_layer_more_adds_few_nodes(two: Pool) -> None:
+    two.run(few_nodes)
+
+
+def few_nodes() -> None:
+    """Of what AOTAutograd traces: the call, its results, reads and reductions; and no subgraph more."""
+    more = {}
+    for regions in ("units", "off"):
+        graphs = [train(Case(depth=depth), regions)[1] for depth in (4, 7)]
+        few, many = (sum(len(graph.nodes) for graph in each) for each in graphs)
+        more[regions] = many - few
+        names = {node.args[1] for each in graphs for graph in each for node in find(graph, INVOKE)}
+        assert len(names) == (2 if regions == "units" else 0), names
+    assert more["units"] < 0.7 * more["off"], more
