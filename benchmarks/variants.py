@@ -397,6 +397,11 @@ VARIANTS["ours_regions_off"] = Variant(
     "local_compile",
     "ours, each layer compiled by itself",
 )
+VARIANTS["ours_regions_units"] = Variant(
+    partial(build_ours_planned, regions="units"),
+    "local_compile",
+    "ours, equal units traced and compiled once",
+)
 # Codes of eight bits round what travels, so these lose a little differently.
 CODED_TOLERANCE = 0.1
 VARIANTS["ours_int8_gathers"] = Variant(

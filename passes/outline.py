@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule
 
-from compiled_fsdp.ir.graph import erase_all, move_before
+from compiled_fsdp.ir.graph import erase_all, move_before, output, placeholders
 from compiled_fsdp.ir.meta import keep_strides, take_over
-from compiled_fsdp.ir.repeats import INVOKE, REGION, Span, find_repeats, may_alias
+from compiled_fsdp.ir.repeats import Span, find_repeats, may_alias
+from compiled_fsdp.ir.subgraphs import INVOKE, REGION, unit_called_by
 
 from .base import context_of
 
@@ -67,6 +68,7 @@ def outline(gm: GraphModule, plan: Plan) -> GraphModule:
             region = gm.graph.get_attr(name)
         for span in group:
             _call(region, name, Span(span.nodes))
+    erase_all(n for n in gm.graph.find_nodes(op="get_attr") if not n.users)
     return gm
 
 
@@ -77,8 +79,14 @@ def _subgraph(gm: GraphModule, span: Span) -> GraphModule:
     for i, node in enumerate(span.inputs):
         copies[node] = graph.placeholder(f"arg{i}_1")
         copies[node].meta["val"] = node.meta["val"]
+    results_of: dict[Node, list[Node]] = {}  # of calls of units, which are copied in
     for node in span.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if (body := unit_called_by(node)) is not None:
+            results_of[node] = _copy_in(graph, body, [copies[n] for n in node.args[2:]])  # type: ignore[index]
+        elif node.args and node.args[0] in results_of:
+            copies[node] = results_of[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     results = [copies[node] for node in span.outputs]
     values = tuple(node.meta["val"] for node in results)
     end = graph.output(tuple(results))
@@ -86,6 +94,15 @@ def _subgraph(gm: GraphModule, span: Span) -> GraphModule:
     keep_strides(end, [value.stride() for value in values])
     graph.eliminate_dead_code()
     return GraphModule(gm, graph)
+
+
+def _copy_in(graph: Graph, body: Graph, arguments: list[Node]) -> list[Node]:
+    """Put what a unit's graph computes of arguments into another; returns its results there."""
+    copies = dict(zip(placeholders(body), arguments, strict=True))
+    for node in body.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return [copies[result] for result in output(body).args[0]]  # type: ignore[union-attr, index]
 
 
 def _call(region: Node, name: str, span: Span) -> None:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import argument, find, is_matmul, last_read, order
+from compiled_fsdp.ir.graph import argument, find, is_heavy, last_read, order
 from compiled_fsdp.ir.schema import MARK_GRADS, MOMENTUM, UPDATE, traits_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _past_starts(node: Node) -> Node:
     found = node.next if node.next.target is MARK_GRADS else node
     following = node.next
     while not (
-        following.op in ("output", "root") or following.target is WAIT or is_matmul(following)
+        following.op in ("output", "root") or following.target is WAIT or is_heavy(following)
     ):
         if argument(following, "owners") is not None:
             break  # matrices of an update travel behind it

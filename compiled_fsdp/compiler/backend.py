@@ -29,7 +29,7 @@ from compiled_fsdp.wire.ranges import title
 
 from .driver import run_half, run_joint
 from .inductor import install_passes, joint_pass_of
-from .partition import StepPartitioner, partition
+from .partition import StepPartitioner, is_unit, min_cut, partition
 from .stitch import WholeStep, stitch
 from .traced_step import step_of
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 def _partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    if is_unit(joint):
+        return min_cut(joint, inputs, current_plan(), **options)
     return partition(run_joint(joint), inputs, current_plan(), **options)
 
 
@@ -93,6 +95,8 @@ class Named(Interpreter):
 def _partition_step(
     step: WholeStep, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
+    if is_unit(joint):
+        return min_cut(joint, inputs, current_plan(), num_fwd_outputs=num_fwd_outputs, **options)
     halves = partition(
         run_joint(joint, step), inputs, current_plan(), num_fwd_outputs=num_fwd_outputs, **options
     )

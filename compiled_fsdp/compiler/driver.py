@@ -41,6 +41,7 @@ from compiled_fsdp.torch_private.subgraphs import why_inline
 from compiled_fsdp.wire.gloo import is_gloo
 
 from .budget import fit_budget, options_of
+from .read_past_calls import read_past_calls
 from .splitting import fit_split
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def run_joint(
     """
     if not find(gm.graph, UNSHARD, REDUCE_GRAD):
         return gm
+    read_past_calls(gm)
     note_expected(gm.graph)
     if any(param_spec(n).group_size > 1 for n in find(gm.graph, UNSHARD)):
         current_plan().say_missing_costs()

@@ -35,6 +35,7 @@ from compiled_fsdp.ir.meta import (
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.sizes import empty_as_one_row, quick_hints
+from compiled_fsdp.torch_private.subgraphs import calls_units
 
 from .offload import offload
 from .recompute import compute_again
@@ -57,6 +58,22 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
     stays.
     """
     kinds = [kind for _, kind in returned(output(joint.graph))]
+    halves = min_cut(joint, inputs, plan, **options)
+    note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
+    _give_up(halves, is_computed_again, compute_again, save_after_all)
+    _give_up(halves, is_offloaded, offload, keep_on_device)
+    return halves
+
+
+def is_unit(joint: GraphModule) -> bool:
+    """Whether this is the graph of a unit that is called several times, and not the one that calls it."""
+    return calls_units() and not find(joint.graph, UNSHARD, REDUCE_GRAD)
+
+
+def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halves:
+    """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also of the graph of
+    a unit that is called several times.
+    """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     with (
         functorch_config.patch(ban_recompute_materialized_backward=bans),
@@ -64,9 +81,6 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
         empty_as_one_row(),
     ):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
-    note_returned(output(halves[0].graph), kinds[: options["num_fwd_outputs"]])
-    _give_up(halves, is_computed_again, compute_again, save_after_all)
-    _give_up(halves, is_offloaded, offload, keep_on_device)
     return halves
 
 
@@ -101,6 +115,8 @@ class Partitioner(CustomPartitionerFn):
         split: Callable[..., Halves] = min_cut_rematerialization_partition
         if find(gm.graph, UNSHARD, REDUCE_GRAD):
             return partition(gm, joint_inputs, current_plan(), **options)
+        if is_unit(gm):
+            return min_cut(gm, joint_inputs, current_plan(), **options)
         return split(gm, joint_inputs, **options)
 
     def uuid(self) -> Any:
@@ -116,6 +132,8 @@ class StepPartitioner(Partitioner):
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> Halves:
         """Split and stitch."""
+        if is_unit(gm):
+            return super().__call__(gm, joint_inputs, **options)
         halves = super().__call__(gm, joint_inputs, **options)
         return stitch(*halves, options["num_fwd_outputs"], self.step, current_plan(), is_fused=True)
 

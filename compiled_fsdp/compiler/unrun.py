@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from compiled_fsdp.ir.expected import hint
 from compiled_fsdp.ir.graph import is_matmul
 from compiled_fsdp.ir.schema import FREE, GATHER_NEXT, traits_of
+from compiled_fsdp.ir.subgraphs import with_inside
 from compiled_fsdp.planning.costs import flops
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.compiling import instead_of
@@ -102,7 +103,7 @@ class _Unrun(Interpreter):
     @classmethod
     def of(cls, gm: GraphModule, tally: Tally) -> Callable[..., Any]:
         """The runner of a half, before the passes for halves."""
-        number = sum(flops(node) for node in gm.graph.nodes if is_matmul(node))
+        number = sum(flops(node) for node in with_inside(gm.graph) if is_matmul(node))
         gm = run_half(gm, is_fused=True)
 
         def run(args: list[Any]) -> Any:

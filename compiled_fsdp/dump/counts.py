@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.collectives import WAIT
-from compiled_fsdp.ir.graph import find, is_matmul, starts
+from compiled_fsdp.ir.graph import find, is_heavy, starts
 from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.schema import FREE, traits_of
 
@@ -36,7 +36,7 @@ class Counts:
         heavy = 0
         kept = {*starts(graph)}
         for node in graph.nodes:
-            heavy += is_matmul(node)
+            heavy += is_heavy(node)
             if node in kept or node.target is WAIT:
                 places[node.name] = heavy
         unlowered = [traits_of(node.target).lowers_to for node in graph.nodes]

@@ -18,6 +18,7 @@ from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.repeats import Repeats, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
+from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.options import note, text
 from compiled_fsdp.planning import chunks
 from compiled_fsdp.planning.costs import traffic
@@ -151,9 +152,11 @@ class GraphRecord:
                 "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
             }
         repeats = Repeats([], [], [])
+        if any(unit_called_by(node) is not None for node in graph.nodes):
+            note(consumed, "outline_units", "Plan.regions")
         if is_fused:
             note(consumed, "outline", "Plan.regions")  # which runs when this is written
-            inline = inline if plan.regions == "auto" else f"Plan(regions={plan.regions!r})"
+            inline = f"Plan(regions={plan.regions!r})" if plan.regions == "off" else inline
         if not inline:
             repeats = find_repeats(graph)
             inline = repeats.why_none

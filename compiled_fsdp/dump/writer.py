@@ -19,7 +19,7 @@ from compiled_fsdp import log
 from compiled_fsdp.ir.collectives import group_of, shared_group
 from compiled_fsdp.ir.graph import phase_of, starts
 from compiled_fsdp.ir.printer import collectives, provenance, show
-from compiled_fsdp.ir.repeats import called_by
+from compiled_fsdp.ir.subgraphs import called_by
 from compiled_fsdp.planning.memory import profile
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.planner import predict

@@ -56,6 +56,7 @@ from compiled_fsdp.units.registered import UNITS, sharded_behind
 from compiled_fsdp.wire.ops import before_traced_reads
 
 from .control_flow import hoist_reads
+from .equal_units import outline_units
 from .traced_grads import refuse_no_gradients
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def settle_writes(gm: GraphModule) -> None:
     if is_cut_off():
         _say_what_leaves(gm.graph)
     if not written:
+        outline_units(gm, writes_parameters=False)
         return
     for graph in graphs:
         _share_reads(graph, graphs, written)
@@ -118,6 +120,9 @@ def settle_writes(gm: GraphModule) -> None:
     _check_not_hidden(graphs, written)
     say_they_are_lost(_written_residents(gm.graph, written))
     _announce_before_backward(gm.graph, written)
+    reads = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    parameters = [n for read in reads for n in (read, read.args[0])]
+    outline_units(gm, writes_parameters=any(_is_written(n, written) for n in parameters))
 
 
 def _say_what_leaves(graph: Graph) -> None:

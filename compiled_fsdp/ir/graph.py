@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from . import fakes, meta
 from .collectives import HOST, STARTS
 from .schema import COPY_TO, GATHER_NEXT, MOMENTUM, OFFLOAD, RELOAD, UPDATE, traits_of
+from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -345,6 +346,11 @@ def is_matmul(node: Node) -> bool:
     return node.op == "call_function" and packet in flop_registry
 
 
+def is_heavy(node: Node) -> bool:
+    """Whether the node is a matmul, or calls a unit's graph, which has some."""
+    return is_matmul(node) or unit_called_by(node) is not None
+
+
 def point(marks: Sequence[Node], position: float, end: Node) -> Node:
     """The node at a fractional position: 1.5 lies halfway, counted in matmuls, from marks[1] to
     marks[2] (or `end`).
@@ -358,7 +364,7 @@ def point(marks: Sequence[Node], position: float, end: Node) -> Node:
     heavy = []
     node = marks[index].next
     while node is not upper and node.op != "root":
-        if is_matmul(node):
+        if is_heavy(node):
             heavy.append(node)
         node = node.next
     return heavy[int((position - index) * len(heavy))] if heavy else upper

@@ -23,13 +23,12 @@ from .fusion import BECOME_WRITES
 from .graph import is_matmul, is_view, output
 from .meta import get_tag
 from .schema import COPY_COLUMNS, FREE, TRAITS
+from .subgraphs import unit_called_by
 
 if TYPE_CHECKING:
     from torch.fx import Graph
 
 aten, prims = torch.ops.aten, torch.ops.prims
-INVOKE = torch.ops.higher_order.invoke_subgraph
-REGION = "fsdp_region_"  # how the names of our subgraphs begin; users may have others
 
 LEAST_NODES = 8  # that compute, in a span that is worth a call
 LEAST_TIMES = 3  # that it occurs
@@ -74,7 +73,7 @@ class Span:
         """The nodes outside that it reads, in order of first reading."""
         found: dict[Node, None] = {}
         for node in self.nodes:
-            found.update((n, None) for n in node.all_input_nodes if n not in self.inside)
+            found.update((n, None) for n in read_by(node) if n not in self.inside)
         return list(found)
 
     @cached_property
@@ -113,7 +112,8 @@ class Span:
     @property
     def is_large(self) -> bool:
         """Whether it computes enough to be worth a call."""
-        return sum(not may_alias(n) for n in self.nodes) >= LEAST_NODES
+        calls_unit = any(unit_called_by(n) is not None for n in self.nodes)
+        return calls_unit or sum(not may_alias(n) for n in self.nodes) >= LEAST_NODES
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -173,14 +173,6 @@ class Repeats:
         )
 
 
-def called_by(call: Node) -> Graph | None:
-    """The region that a node calls; None if it calls none of ours."""
-    if call.target is not INVOKE or not str(call.args[1]).startswith(REGION):
-        return None
-    graph: Graph = getattr(call.graph.owning_module, str(call.args[1])).graph
-    return graph
-
-
 def find_repeats(graph: Graph) -> Repeats:
     """Returns the repeats of a graph in its final order."""
     groups: dict[Any, list[Span]] = defaultdict(list)
@@ -218,6 +210,11 @@ def spans(graph: Graph) -> list[Span]:
     for i, span in enumerate(found):
         span.num_moved = sum(stands[n] < i for n in span.nodes)
     return [span for span in found if span.nodes]
+
+
+def read_by(node: Node) -> list[Node]:
+    """The values that a node reads: of the call of a unit all but its graph."""
+    return [each for each in node.all_input_nodes if each.op != "get_attr"]
 
 
 def may_alias(node: Node) -> bool:
@@ -266,6 +263,8 @@ def _has_to_stay(node: Node) -> bool:
         return True
     if node.target is operator.getitem:
         return _has_to_stay(_first(node))
+    if unit_called_by(node) is not None:
+        return not _is_static(node)
     op = node.target
     return not isinstance(op, torch._ops.OpOverload) or _stays(op) or not _is_static(node)
 
@@ -287,6 +286,8 @@ def _is_movable(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_movable(_first(node))
     op: Any = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
     is_cheap = is_view(node) or torch.Tag.pointwise in op.tags or op in _REDUCTIONS | _CASTS
     roots = [_root(read) for read in node.all_input_nodes]
     return (
@@ -355,6 +356,8 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _form(argument: Any, number: dict[Node, int], inputs: dict[Node, int]) -> Any:
+    if isinstance(argument, Node) and argument.op == "get_attr":
+        return ("graph", argument.target)
     if isinstance(argument, Node):
         return ("%", number[argument] if argument in number else inputs[argument])
     if isinstance(argument, list | tuple):

@@ -22,6 +22,7 @@ from compiled_fsdp.ir.expected import hint
 from compiled_fsdp.ir.graph import argument, is_matmul, is_view
 from compiled_fsdp.ir.meta import get_seconds
 from compiled_fsdp.ir.schema import EXCHANGE, ORTHOGONALIZE, UPDATE, traits_of
+from compiled_fsdp.ir.subgraphs import unit_called_by
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -117,6 +118,8 @@ class Costs:
         settled = get_seconds(node)
         if settled is not None:
             return settled
+        if (body := unit_called_by(node)) is not None:
+            return sum(map(self.compute, body.nodes))
         if (
             node.op != "call_function"
             or traits_of(node.target).price == "none"

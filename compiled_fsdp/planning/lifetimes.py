@@ -32,6 +32,7 @@ from compiled_fsdp.ir.schema import (
     param_spec,
     traits_of,
 )
+from compiled_fsdp.ir.subgraphs import unit_called_by
 
 from .planner import MAX_AHEAD_BYTES
 
@@ -143,6 +144,7 @@ class Lifetimes:
             for node in graph.nodes
             for tensor in tensors_of(node)
         )
+        self._is_fused = is_fused
         self._resting = _primals(graph) if resting is None else resting
         self._places = places or {}
         self._inputs: dict[tuple[str, int], Reads] = {}
@@ -200,6 +202,8 @@ class Lifetimes:
             self._keep_for_next(node)
         if node.target is UPDATE or node.target is ORTHOGONALIZE:
             self._compute_with(node)
+        if (body := unit_called_by(node)) is not None:
+            self._compute_inside(node, body)
         needed = [s for n in (*node.all_input_nodes, node) for s in self.of(n)]
         awaits = traits_of(node.target).awaits
         if awaits:
@@ -228,6 +232,14 @@ class Lifetimes:
         inside = Storage(node, num_bytes_of(grad.meta["val"]), TEMPORARY, node.name)
         inside.users[node] = None
         self.storages.append(inside)
+
+    def _compute_inside(self, node: Node, body: Graph) -> None:
+        """The call of a unit's graph allocates what lies between its arguments and its results."""
+        inside = Lifetimes(body, self._is_fused, list(placeholders(body)))
+        results = sum(s.num_bytes for s in inside.storages if s.is_kept)
+        between = Storage(node, max(inside.curve().peak - results, 0), TEMPORARY, node.name)
+        between.users[node] = None
+        self.storages.append(between)
 
     def _inline(self, node: Node) -> None:
         """Who reads this reads what it is computed from."""

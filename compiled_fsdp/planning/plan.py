@@ -55,7 +55,7 @@ SIZES = {
 BY_BUDGET = "budget"  # of `recompute` and `offload`
 REDUCTIONS = ("backend", "reduce_scatter", "all_to_all", None)
 COPY_OUT = ("copy", "strided", None)
-REGIONS = ("auto", "off")
+REGIONS = ("auto", "units", "off")
 EXCHANGE_GROUPS = ("own", "shared")
 CHECKS = (None, "checksums")
 FOLLOWED = ("gather_quantized", "reduce_quantized", "exact", "check")  # outside of graphs too
@@ -118,7 +118,9 @@ class Plan:
         profiler is on.
     regions: "auto": under Inductor, computation that repeats between collectives is compiled once
         and called (`outline`), which makes the time to compile grow little with the number of equal
-        layers; "off": every layer is compiled by itself.
+        layers; "units": units that compute the same are also traced, differentiated and cut once
+            (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered before
+            its call and reduced behind it; "off": every layer is compiled by itself.
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
@@ -315,6 +317,12 @@ def _check_budget(plan: Plan) -> None:
             "to 1.0"
         )
     _check_offload(plan)
+    if plan.regions == "units" and (plan.recompute == BY_BUDGET or plan.offload is not None):
+        raise ValueError(
+            f"Plan: regions='units' with recompute={plan.recompute!r}, offload={plan.offload!r}; a "
+            "unit that is compiled once saves the same activations wherever it is called, so that "
+            "no budget can choose among them. Leave out one of the two"
+        )
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (
         is_number and (budget >= 0 if isinstance(budget, int) else 0 <= budget <= 1)

@@ -6,10 +6,22 @@ Tried on torch 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch._guards import CompileContext
 from torch._inductor import config
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .fakes import alike, look, mode_of, storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.fx import GraphModule, Node
 
 # Operators that have their functions as graphs of their own up to the end: AOTAutograd inlines others.
 KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attention"})
@@ -64,3 +76,147 @@ def keep_memory_apart() -> None:
 def operator_name(target: object) -> str:
     """The name of an operator that is given functions, `cond` say; "" for anything else."""
     return target.name() if isinstance(target, HigherOrderOperator) else ""
+
+
+def module_calls(node: Node) -> Iterator[tuple[str, str, type]]:
+    """Yields the calls of modules in which Dynamo found a node, the outermost first: what tells calls
+    apart, the module's path, its class. Tried on 2.13.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    for key, (path, kind) in stack.items():
+        if isinstance(kind, type):
+            yield key, path.removeprefix("L['self'].").removeprefix("L['self']"), kind
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether this is a fake tensor of known sizes, and no subclass (a DTensor, say)."""
+    return type(value) is FakeTensor and not value._has_symbolic_sizes_strides
+
+
+class _Watch(TorchDispatchMode):
+    """Looks for ops that may not be in a graph that is called several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+            self.why = self.why or f"it draws random numbers ({func})"
+        if func.namespace not in ("aten", "prim", "prims"):
+            self.why = self.why or f"it calls {func}, which may do more than compute"
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op that may draw random numbers does: attention without dropout does not."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    given = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given)
+
+
+def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
+    """Why a graph of Dynamo's may not become the subgraph of an `invoke_subgraph`, found by running it on fake
+    tensors like these: it writes to what it is given, its results share memory, it is random, or it calls
+    anything but torch's own computation; "" if it may.
+    """
+    mode: Any = inputs[0].fake_mode
+    watch = _Watch()
+    with mode, torch.no_grad():
+        given = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
+        ]
+        with watch:
+            results = Interpreter(body).run(*given)
+    written = [i for i, tensor in enumerate(given) if tensor._version > 0]
+    if written:
+        return f"it writes to what it is given ({inputs[written[0]]})"
+    storages = [tensor.untyped_storage()._cdata for tensor in (*given, *results)]
+    if len(set(storages)) < len(storages):
+        return "a result of it lies in the memory of another, or of what it is given"
+    return watch.why
+
+
+_calling: list[object] = []  # the compilation whose graph calls units
+
+
+def note_units() -> None:
+    """The graph that Dynamo is tracing calls units."""
+    _calling[:] = [CompileContext.try_get()]
+    _remember()
+
+
+def calls_units() -> bool:
+    """Whether the graph that is being compiled calls units, or is the graph of one. Tried on 2.13."""
+    context = CompileContext.try_get()
+    return context is not None and _calling == [context]
+
+
+def _remember() -> None:
+    """Let `invoke_subgraph` ask once what a subgraph of ours writes to, and what comes of it for
+    fake tensors, once for all: torch finds out by tracing and by running it, for every call. Tried on 2.13.
+    """
+    from torch._higher_order_ops import utils
+    from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
+
+    made: Any = InvokeSubgraphHOP.gen_schema
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def gen_schema(self: Any, subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        key = ("schema", identifier)
+        return _known(
+            key, identifier, lambda: made(self, subgraph, identifier, *operands), subgraph
+        )
+
+    changed: Any = InvokeSubgraphHOP
+    changed.gen_schema = gen_schema
+    run = utils.registered_hop_fake_fns[invoke_subgraph]
+
+    @functools.wraps(run)
+    def run_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        looks = tuple(map(look, operands))
+        mode = mode_of(operands[0]) if operands else None
+        if mode is None or None in looks:
+            return run(subgraph, identifier, *operands)
+        first: list[Any] = []
+
+        def described() -> Any:
+            first[:] = run(subgraph, identifier, *operands)
+            found = tuple(None if value is None else look(value) for value in first)
+            is_plain = all(
+                f is not None for f, v in zip(found, first, strict=True) if v is not None
+            )
+            owned = [storage_of(v)[0] for v in (*operands, *first) if v is not None]
+            return found if is_plain and len(set(owned)) == len(owned) else None
+
+        key = ("result", identifier, looks)
+        found = _known(key, identifier, described, subgraph)
+        if first:
+            return tuple(first)
+        if found is None:
+            return run(subgraph, identifier, *operands)
+        return tuple(None if each is None else alike(mode, each) for each in found)
+
+    utils.registered_hop_fake_fns[invoke_subgraph] = run_once
+
+
+def _known(key: tuple[Any, ...], identifier: Any, ask: Callable[[], Any], subgraph: Any) -> Any:
+    """What was answered before in this compilation, of a subgraph of ours, which is kept alive."""
+    from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_cache
+
+    cache = getattr(get_invoke_subgraph_cache(), "functionalize_schema_cache", None)
+    if cache is None or "fsdp_unit_" not in str(identifier):
+        return ask()
+    inside = getattr(
+        subgraph, "subgraph", subgraph
+    )  # functionalization wraps it anew for every call
+    graph = getattr(inside, "graph", None)
+    now = (*key, id(inside), graph and len(graph.nodes), graph and len(graph.output_node().args[0]))
+    if now not in cache:
+        cache[now] = (ask(), inside)
+    return cache[now][0]

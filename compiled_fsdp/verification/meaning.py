@@ -33,7 +33,6 @@ from compiled_fsdp.ir.quantized import (
     numels_of_gather,
 )
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.ir.repeats import called_by
 from compiled_fsdp.ir.schema import (
     GATHER_AHEAD,
     MARK_GRADS,
@@ -44,6 +43,7 @@ from compiled_fsdp.ir.schema import (
     param_spec,
     traits_of,
 )
+from compiled_fsdp.ir.subgraphs import called_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

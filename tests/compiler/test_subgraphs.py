@@ -12,7 +12,7 @@ from torch._inductor.graph import SubgraphLowering
 from torch.fx import GraphModule
 
 from compiled_fsdp.ir.meta import keep_strides
-from compiled_fsdp.ir.repeats import INVOKE
+from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.torch_private.subgraphs import keep_memory_apart
 
 if TYPE_CHECKING:

@@ -160,6 +160,10 @@ CASES: dict[str, Callable[[], object]] = {
     "a budget of more than all": lambda: Plan(memory_budget=1.5),
     "a budget by word": lambda: Plan(memory_budget="8 GiB"),
     "the optimizer's state by a budget": lambda: Plan(memory_budget=0.5, offload="optimizer"),
+    "regions of another kind": lambda: Plan(regions="blocks"),
+    "units and activations by a budget": lambda: Plan(
+        regions="units", memory_budget=0.5, recompute="budget"
+    ),
     "offload without a budget": lambda: Plan(offload="budget"),
     "a host's budget alone": lambda: Plan(memory_budget=0.5, host_budget=1 << 30),
     "a host's budget by word": lambda: Plan(
@@ -491,6 +495,16 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         ValueError,
         "Plan: offload='budget' with memory_budget=None; a budget decides which activations go to "
         "the host. Set one, in bytes (an int) or as a float from 0.0 to 1.0",
+    ),
+    "regions of another kind": (
+        ValueError,
+        "Plan: regions='blocks'; should be one of ('auto', 'units', 'off')",
+    ),
+    "units and activations by a budget": (
+        ValueError,
+        "Plan: regions='units' with recompute='budget', offload=None; a unit that is compiled once "
+        "saves the same activations wherever it is called, so that no budget can choose among "
+        "them. Leave out one of the two",
     ),
     "a host's budget alone": (
         ValueError,

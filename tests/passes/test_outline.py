@@ -23,7 +23,8 @@ from compiled_fsdp.ir import repeats
 from compiled_fsdp.ir.graph import find
 from compiled_fsdp.ir.meta import set_context
 from compiled_fsdp.ir.printer import show
-from compiled_fsdp.ir.repeats import INVOKE, LEAST_NODES, LEAST_TIMES, find_repeats, spans
+from compiled_fsdp.ir.repeats import LEAST_NODES, LEAST_TIMES, find_repeats, spans
+from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.passes import outline as module
 
 if TYPE_CHECKING:

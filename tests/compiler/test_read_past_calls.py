@@ -1,0 +1,86 @@
+"""What calls of a unit's subgraph hand through is read where it came from."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from kit.passes_harness import Hand, aten
+from torch.fx import GraphModule
+
+from compiled_fsdp.compiler.read_past_calls import read_past_calls
+from compiled_fsdp.ir.graph import output
+from compiled_fsdp.ir.origins import key_of
+from compiled_fsdp.ir.subgraphs import INVOKE
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+
+def calls_of(name: str) -> GraphModule:
+    """Two calls; the subgraph returns its result, its second argument, a view of that, and a value that
+    nobody reads.
+    """
+    inner = Hand()
+    x, w = inner.input("x", 4, 4), inner.input("w", 4, 4)
+    product = inner(aten.mm.default, x, w)
+    view = inner(aten.permute.default, w, [1, 0])
+    unread = inner(aten.sin.default, product)
+    results = (product, w, view, unread)
+    outer = Hand()
+    outer.mode = inner.mode
+    value, weights = outer.input("x", 4, 4), [outer.input(f"w{i}", 4, 4) for i in range(2)]
+    root = torch.nn.Module()
+    setattr(root, name, GraphModule(torch.nn.Module(), inner.returns(*results).graph))
+    found: list[Node] = []
+    for weight in weights:
+        with outer.graph.inserting_before(outer.end):
+            region = outer.graph.get_attr(name)
+            call = outer.graph.call_function(INVOKE, (region, name, value, weight))
+            call.meta["val"] = tuple(node.meta["val"] for node in results)
+            reads = [outer.graph.call_function(operator.getitem, (call, i)) for i in range(4)]
+        for read, kept in zip(reads, call.meta["val"], strict=True):
+            read.meta["val"] = kept
+        value = reads[0]
+        found += reads[:3]
+    outer.end.args = (tuple(found),)
+    return GraphModule(root, outer.graph)
+
+
+def text_of(gm: GraphModule) -> list[str]:
+    return [
+        str(node.format_node()).split(" : ")[0] for node in gm.graph.nodes if node.op != "output"
+    ]
+
+
+def test_arguments_and_views_of_them() -> None:
+    gm = calls_of("partitioned_fw_fsdp_unit_0_0")
+    arguments = gm.graph.find_nodes(op="placeholder")
+    read_past_calls(gm)
+    gm.graph.lint()
+    calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
+    first, w0, v0, second, w1, v1 = output(gm.graph).args[0]  # type: ignore[misc]
+    assert [first.args, second.args] == [(calls[0], 0), (calls[1], 0)]
+    assert [w0, w1] == arguments[1:]
+    for view, weight in ((v0, w0), (v1, w1)):
+        assert (view.target, view.args) == (aten.permute.default, (weight, [1, 0]))
+        assert key_of(view.meta["val"]) == key_of(weight.meta["val"])
+    body = gm.get_submodule("partitioned_fw_fsdp_unit_0_0")
+    assert [node.name for node in output(body.graph).args[0]] == ["mm_default"]  # type: ignore[arg-type, union-attr]
+    assert not body.graph.find_nodes(op="call_function", target=aten.sin.default)
+    values = [call.meta["val"][0] for call in calls]
+    assert key_of(values[0]) != key_of(values[1]), "each call has storages of its own"
+    assert [first.meta["val"], second.meta["val"]] == values
+    gm.recompile()
+    x, *weights = (torch.randn(4, 4) for _ in range(3))
+    results = gm(x, *weights)
+    torch.testing.assert_close(results[3], x @ weights[0] @ weights[1])
+
+
+def test_subgraphs_of_others() -> None:
+    """A user's nested regions stay as they are."""
+    gm = calls_of("subgraph_0")
+    before = text_of(gm)
+    read_past_calls(gm)
+    assert text_of(gm) == before

@@ -1,0 +1,274 @@
+"""Units that compute the same are traced, differentiated and compiled once (`Plan(regions="units")`): the same
+numbers, bit for bit without Inductor, and graphs with the same communication.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.graphs import captured
+from kit.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import (
+    compile_step,
+    fully_shard,
+    fully_sharded_data_parallel,
+    planned,
+)
+from compiled_fsdp.compiler import inductor
+from compiled_fsdp.ir.graph import find, starts
+from compiled_fsdp.ir.subgraphs import INVOKE
+from compiled_fsdp.planning.costs import assumed
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+WIDTH, CPU = 32, torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """`odd`: what it does besides, that a graph of its own may not, or that makes it another."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.odd = nn.Linear(WIDTH, WIDTH), odd
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+        y = self.out(F.gelu(y[:, 0])) * scale
+        if self.odd == "dropout":
+            y = F.dropout(y, 0.5, self.training)
+        if self.odd == "in place":
+            y.mul_(2.0)
+        if self.odd == "buffer":
+            self.calls += 1
+        if self.odd == "argument":
+            shift.add_(1.0)
+        return x + y + shift, y.mean()
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, odd: str = "", checkpoints: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(Layer(odd) for _ in range(depth))
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, means = self.embedding(tokens), []
+        scale, shift = self.scale.mean() * 0.5, torch.zeros(WIDTH)
+        for layer in self.layers:
+            if self.checkpoints:
+                x, mean = checkpoint(layer, x, scale, shift, use_reentrant=False)
+            else:
+                x, mean = layer(x, scale, shift)
+            means.append(mean)
+        logits = F.linear(x, self.embedding.weight).float()  # tied
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + torch.stack(means).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """frozen: so many layers are, the first. num_calls: of units, in the forward graph."""
+
+    depth: int = 4
+    odd: str = ""
+    checkpoints: bool = False
+    frozen: int = 0
+    policy: Policy = field(default_factory=Policy)
+    reshard: bool | None = True
+    accumulates: bool = False
+    replicas: int = 1
+    wrapper: bool = False
+    backend: str = "compiled_fsdp_eager"
+    plan: tuple[tuple[str, Any], ...] = ()
+    num_calls: int = 4
+
+
+COSTS = (("costs", assumed("cpu")), ("prefetch", "auto"), ("reduces_in_flight", "auto"))
+CASES = {
+    "plain": Case(),
+    "kept": Case(reshard=False),
+    "bf16": Case(policy=Policy(torch.bfloat16, torch.float32)),
+    "frozen": Case(depth=6, frozen=3, num_calls=6),
+    "one frozen": Case(depth=5, frozen=1),
+    "accumulated": Case(accumulates=True),
+    "from costs": Case(plan=COSTS),
+    "budget": Case(depth=5, plan=(("memory_budget", 0.5),), num_calls=5),
+    "split": Case(plan=(("split_bytes", 4096), ("bucket_bytes", 0))),
+    "int8": Case(plan=(("gather_quantized", torch.int8),)),
+    "checksums": Case(plan=(("check", "checksums"),)),
+    "in place inside": Case(odd="in place"),
+    "FSDP1": Case(wrapper=True),
+}
+LEFT = {
+    "dropout": (Case(odd="dropout", num_calls=0), "it draws random numbers"),
+    "checkpoints": (Case(checkpoints=True, num_calls=0), ""),
+    "a buffer is written to": (Case(odd="buffer", num_calls=0), "it writes to what it is given"),
+    "an argument is": (Case(odd="argument", num_calls=0), "it writes to what it is given"),
+    "two of a kind": (Case(depth=4, frozen=2, num_calls=0), "it occurs 2 times"),
+}
+
+
+def make(case: Case) -> tuple[nn.Module, nn.Module]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(case.depth, case.odd, case.checkpoints)
+    for layer in model.layers[: case.frozen]:
+        layer.requires_grad_(requires_grad=False)
+    if case.wrapper:
+        FSDP = fully_sharded_data_parallel.FullyShardedDataParallel
+        model.layers = nn.ModuleList(
+            FSDP(layer, use_orig_params=True, device_id=CPU) for layer in model.layers
+        )
+        model = FSDP(model, use_orig_params=True, device_id=CPU)
+    else:
+        size = torch.distributed.get_world_size()
+        shape = (case.replicas, size // case.replicas)
+        names = ("replicate", "shard")
+        start = case.replicas == 1
+        mesh = init_device_mesh("cpu", shape[start:], mesh_dim_names=names[start:])
+        for module in (*model.layers, model):
+            fully_shard(
+                module, mesh=mesh, mp_policy=case.policy, reshard_after_forward=case.reshard
+            )
+    return model
+
+
+def train(case: Case, regions: str) -> tuple[list[Tensor], list[Graph], nn.Module]:
+    """Losses and last gradients of this rank, the graphs, and the model; "eager" for regions: not compiled."""
+    model = make(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: list[Tensor] = []
+    is_eager = regions == "eager"
+    options = {} if case.backend == "inductor" else {"backend": case.backend}
+    call = model if is_eager else torch.compile(model, fullgraph=True, dynamic=False, **options)
+    seen = captured(inductor) if case.backend == "inductor" else captured()
+    with planned(**dict(case.plan), regions="off" if is_eager else regions), seen as graphs:
+        for step in range(3):
+            batches = 2 if case.accumulates else 1
+            for batch in range(batches):
+                if case.accumulates:
+                    model.set_requires_gradient_sync(batch == batches - 1)
+                torch.manual_seed(10 * step + batch)
+                loss = call(torch.randint(20, (2, 8)))
+                loss.backward()
+                found.append(loss.detach())
+            if step == 2:
+                found += [p.grad for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [v.to_local() if hasattr(v, "to_local") else v for v in found]
+    return found, list(graphs), model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_numbers(two: Pool, name: str) -> None:
+    two.run(compare, CASES[name])
+
+
+def test_replicas(four: Pool) -> None:
+    """A mesh of two dims."""
+    four.run(compare, Case(replicas=2))
+
+
+def compare(case: Case) -> None:
+    """Bit for bit as with every layer traced for its place, and as the eager runtime; what is on the wire is the
+    same.
+    """
+    with warnings.catch_warnings():
+        if case.num_calls == case.depth:
+            warnings.simplefilter("error")  # nothing is left where it stands
+        found, graphs, _ = train(case, "units")
+    expected, others, _ = train(case, "off")
+    assert len(found) == len(expected)
+    for value, other in zip(found, expected, strict=True):
+        assert torch.equal(value, other)
+    if not case.plan and case.policy == Policy():
+        for value, other in zip(found, train(case, "eager")[0], strict=True):
+            assert torch.equal(value, other)
+    forward, backward = graphs[:2]
+    assert len(find(forward, INVOKE)) == case.num_calls
+    assert len({node.args[1] for node in find(forward, INVOKE)}) == 1 + (case.frozen > 1)
+    assert len(find(backward, INVOKE)) == case.num_calls
+    for graph, other in zip(graphs, others, strict=True):
+        if "memory_budget" in dict(case.plan):
+            break  # what fits is another matter
+        assert sorted(n.name.rstrip("_0123456789") for n in starts(graph)) == sorted(
+            n.name.rstrip("_0123456789") for n in starts(other)
+        )
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_where_it_stands(two: Pool, name: str) -> None:
+    two.run(left, *LEFT[name])
+
+
+def left(case: Case, why: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        from compiled_fsdp import errors
+
+        errors._said.clear()
+        found, graphs, _ = train(case, "units")
+    expected, _, _ = train(case, "off")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not any(find(graph, INVOKE) for graph in graphs)
+    texts = [str(each.message) for each in said if "regions='units'" in str(each.message)]
+    assert (torch.distributed.get_rank() > 0 or not why) or any(why in text for text in texts), (
+        texts
+    )
+
+
+def test_whole_steps(two: Pool) -> None:
+    two.run(whole_steps)
+
+
+def whole_steps() -> None:
+    """The optimizer in the same graph; and a forward alone."""
+    found = {}
+    for regions in ("units", "off"):
+        model = make(Case())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with planned(regions=regions), captured() as graphs:
+            step = compile_step(model, optimizer, backend="compiled_fsdp_eager")
+            torch.manual_seed(0)
+            losses = [step(torch.randint(20, (2, 8))).detach().clone() for _ in range(3)]
+        parameters = [p.to_local().clone() for p in model.parameters()]
+        with planned(regions=regions), torch.no_grad():
+            call = torch.compile(model, fullgraph=True, backend="compiled_fsdp_eager")
+            losses.append(call(torch.randint(20, (2, 8))))
+        found[regions] = [*losses, *parameters]
+        calls = [len(find(graph, INVOKE)) for graph in graphs]
+        assert (max(calls) > 0) == (regions == "units"), calls
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_layer_more_adds_few_nodes(two: Pool) -> None:
+    two.run(few_nodes)
+
+
+def few_nodes() -> None:
+    """Of what AOTAutograd traces: the call, its results, reads and reductions; and no subgraph more."""
+    more = {}
+    for regions in ("units", "off"):
+        graphs = [train(Case(depth=depth), regions)[1] for depth in (4, 7)]
+        few, many = (sum(len(graph.nodes) for graph in each) for each in graphs)
+        more[regions] = many - few
+        names = {node.args[1] for each in graphs for graph in each for node in find(graph, INVOKE)}
+        assert len(names) == (2 if regions == "units" else 0), names
+    assert more["units"] < 0.7 * more["off"], more
