@@ -81,7 +81,7 @@ def _read_past(call: Node, through: dict[int, tuple[int, list[Node]]]) -> None:
             with call.graph.inserting_before(read):
                 for view in views:
                     copies = {view.args[0]: value}
-                    value = call.graph.node_copy(view, copies.__getitem__)  # type: ignore[arg-type]
+                    value = call.graph.node_copy(view, copies.__getitem__)
                     value.meta["val"] = _value_of(value)
             read.replace_all_uses_with(value)
             call.graph.erase_node(read)
@@ -91,7 +91,8 @@ def _return_less(body: Graph, calls: list[Node]) -> None:
     """Let a subgraph return what some call's result is read of, with the strides that it has."""
     end = output(body)
     results: tuple[Node, ...] = end.args[0]  # type: ignore[assignment]
-    kept = sorted({read.args[1] for call in calls for read in call.users})  # type: ignore[type-var]
+    read_of: set[Any] = {read.args[1] for call in calls for read in call.users}
+    kept: list[int] = sorted(read_of)
     number = {k: i for i, k in enumerate(kept)}
     set_returned(end, [(results[k], None) for k in kept])
     end.meta["val"] = tuple(result.meta["val"] for result in end.args[0])  # type: ignore[union-attr]
@@ -101,8 +102,9 @@ def _return_less(body: Graph, calls: list[Node]) -> None:
     for call in calls:
         call.meta["val"] = tuple(_afresh(call.meta["val"][k]) for k in kept)
         for read in list(call.users):
-            read.args = (call, number[read.args[1]])
-            read.meta["val"] = call.meta["val"][read.args[1]]
+            place: Any = read.args[1]
+            read.args = (call, number[place])
+            read.meta["val"] = call.meta["val"][number[place]]
     erase_all([call for call in calls if not call.users])
 
 

@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):
     """Looks for ops that may not be in a graph that is called several times."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.why = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +175,8 @@ def _remember() -> None:
 
     changed: Any = InvokeSubgraphHOP
     changed.gen_schema = gen_schema
-    run = utils.registered_hop_fake_fns[invoke_subgraph]
+    fakes: dict[Any, Any] = utils.registered_hop_fake_fns
+    run = fakes[invoke_subgraph]
 
     @functools.wraps(run)
     def run_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
@@ -202,7 +203,7 @@ def _remember() -> None:
             return run(subgraph, identifier, *operands)
         return tuple(None if each is None else alike(mode, each) for each in found)
 
-    utils.registered_hop_fake_fns[invoke_subgraph] = run_once
+    fakes[invoke_subgraph] = run_once
 
 
 def _known(key: tuple[Any, ...], identifier: Any, ask: Callable[[], Any], subgraph: Any) -> Any:
