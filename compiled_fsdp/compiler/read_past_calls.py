@@ -19,15 +19,17 @@ After:
     %back = invoke_subgraph(%backward, "backward", %w0, %view, %tangent)
 
 So parameters that backward reads are seen to be parameters, and gathered again; and no result lies
-in the memory of what the call was given.
+in the memory of what the call was given, or of another result, which who writes over one would not
+see.
 
 Requires: a joint graph as AOTAutograd made it, or one for inference.
-Ensures: no result of a call is one of its arguments, or a view of one; each is read.
+Ensures: no result of a call is one of its arguments, another result, or a view; each is read.
 Leaves alone: subgraphs that are not ours.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from torch.fx.node import map_arg
@@ -39,6 +41,8 @@ from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.torch_private.fakes import alike, look, mode_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch.fx import Graph, GraphModule, Node
 
 
@@ -49,63 +53,67 @@ def read_past_calls(gm: GraphModule) -> None:
         if (body := unit_called_by(node)) is not None:
             calls.setdefault(body, []).append(node)
     for body, nodes in calls.items():
-        through = _through(body)
-        for call in nodes:
-            _read_past(call, through)
-        _return_less(body, nodes)
+        _settle(body, nodes)
 
 
-def _through(body: Graph) -> dict[int, tuple[int, list[Node]]]:
-    """Results that are arguments, or views of them: which argument, and the views on the way."""
-    places = {node: i for i, node in enumerate(placeholders(body))}
-    found: dict[int, tuple[int, list[Node]]] = {}
-    results: tuple[Node, ...] = output(body).args[0]  # type: ignore[assignment]
-    for k, result in enumerate(results):
-        node, views = result, []
-        while node is not None and node not in places and is_view(node):
-            views.append(node)
-            node = node.args[0]  # type: ignore[assignment]
-        if node in places:
-            found[k] = (places[node], views[::-1])
-    return found
-
-
-def _read_past(call: Node, through: dict[int, tuple[int, list[Node]]]) -> None:
-    """Let those who read such a result of a call read the argument, through views of their own."""
-    for read in list(call.users):
-        if not read.users:
-            call.graph.erase_node(read)
-        elif read.args[1] in through:
-            place, views = through[read.args[1]]  # type: ignore[index]
-            value: Node = call.args[2 + place]  # type: ignore[assignment]
-            with call.graph.inserting_before(read):
-                for view in views:
-                    copies = {view.args[0]: value}
-                    value = call.graph.node_copy(view, copies.__getitem__)
-                    value.meta["val"] = _value_of(value)
-            read.replace_all_uses_with(value)
-            call.graph.erase_node(read)
-
-
-def _return_less(body: Graph, calls: list[Node]) -> None:
-    """Let a subgraph return what some call's result is read of, with the strides that it has."""
+def _settle(body: Graph, calls: list[Node]) -> None:
+    """Let a subgraph return values that have memory of their own, each once, and those alone that
+    are read of some call; who reads others reads an argument of the call, or makes the view.
+    """
     end = output(body)
-    results: tuple[Node, ...] = end.args[0]  # type: ignore[assignment]
-    read_of: set[Any] = {read.args[1] for call in calls for read in call.users}
-    kept: list[int] = sorted(read_of)
-    number = {k: i for i, k in enumerate(kept)}
-    set_returned(end, [(results[k], None) for k in kept])
-    end.meta["val"] = tuple(result.meta["val"] for result in end.args[0])  # type: ignore[union-attr]
+    results: Any = end.args[0]
+    place_of = {node: i for i, node in enumerate(placeholders(body))}
+    sources = [_source(result, place_of) for result in results]
+    read_of: set[Any] = {read.args[1] for call in calls for read in call.users if read.users}
+    roots = dict.fromkeys(sources[k][0] for k in sorted(read_of))
+    number = {root: i for i, root in enumerate(r for r in roots if r not in place_of)}
+    for call in calls:
+        reads = {read: sources[read.args[1]] for read in call.users}  # type: ignore[index]
+        call.meta["val"] = tuple(_afresh(root.meta["val"]) for root in number)
+        made: dict[Node, Node] = {}
+        for read, (root, views) in reads.items():
+            if read.users:
+                if root in place_of:
+                    made[root] = call.args[2 + place_of[root]]  # type: ignore[assignment]
+                elif root not in made:
+                    made[root] = _result(call, number[root])
+                read.replace_all_uses_with(_viewed(made[root], views, before=read))
+            call.graph.erase_node(read)
+    set_returned(end, [(root, None) for root in number])
+    end.meta["val"] = tuple(root.meta["val"] for root in number)
     keep_strides(end, [value.stride() for value in end.meta["val"]])
     body.eliminate_dead_code()
     body.owning_module.recompile()  # type: ignore[union-attr]
-    for call in calls:
-        call.meta["val"] = tuple(_afresh(call.meta["val"][k]) for k in kept)
-        for read in list(call.users):
-            place: Any = read.args[1]
-            read.args = (call, number[place])
-            read.meta["val"] = call.meta["val"][number[place]]
     erase_all([call for call in calls if not call.users])
+
+
+def _source(result: Node | None, arguments: Collection[Node]) -> tuple[Any, list[Node]]:
+    """The value in whose memory a result lies, an argument or what the subgraph computes, and the
+    views on the way.
+    """
+    node: Any = result
+    views: list[Node] = []
+    while node is not None and node not in arguments and is_view(node):
+        views.insert(0, node)
+        node = node.args[0]
+    return node, views
+
+
+def _result(call: Node, number: int) -> Node:
+    with call.graph.inserting_after(call):
+        result = call.graph.call_function(operator.getitem, (call, number))
+    result.meta["val"] = call.meta["val"][number]
+    return result
+
+
+def _viewed(value: Node, views: list[Node], before: Node) -> Node:
+    """The same views of a value in the graph that calls."""
+    with before.graph.inserting_before(before):
+        for view in views:
+            copies = {view.args[0]: value}
+            value = before.graph.node_copy(view, copies.__getitem__)
+            value.meta["val"] = _value_of(value)
+    return value
 
 
 def _afresh(value: Any) -> Any:

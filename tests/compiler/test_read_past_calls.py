@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 
 def calls_of(name: str) -> GraphModule:
-    """Two calls; the subgraph returns its result, its second argument, a view of that, and a value that
-    nobody reads.
+    """Two calls; the subgraph returns its result, its second argument, a view of that, a view of the
+    result, the result again, and a value that nobody reads.
     """
     inner = Hand()
     x, w = inner.input("x", 4, 4), inner.input("w", 4, 4)
     product = inner(aten.mm.default, x, w)
     view = inner(aten.permute.default, w, [1, 0])
     unread = inner(aten.sin.default, product)
-    results = (product, w, view, unread)
+    rows = inner(aten.slice.Tensor, product, 0, 0, 2)
+    results = (product, w, view, rows, product, unread)
     outer = Hand()
     outer.mode = inner.mode
     value, weights = outer.input("x", 4, 4), [outer.input(f"w{i}", 4, 4) for i in range(2)]
@@ -39,11 +40,11 @@ def calls_of(name: str) -> GraphModule:
             region = outer.graph.get_attr(name)
             call = outer.graph.call_function(INVOKE, (region, name, value, weight))
             call.meta["val"] = tuple(node.meta["val"] for node in results)
-            reads = [outer.graph.call_function(operator.getitem, (call, i)) for i in range(4)]
+            reads = [outer.graph.call_function(operator.getitem, (call, i)) for i in range(6)]
         for read, kept in zip(reads, call.meta["val"], strict=True):
             read.meta["val"] = kept
         value = reads[0]
-        found += reads[:3]
+        found += reads[:5]
     outer.end.args = (tuple(found),)
     return GraphModule(root, outer.graph)
 
@@ -60,7 +61,12 @@ def test_arguments_and_views_of_them() -> None:
     read_past_calls(gm)
     gm.graph.lint()
     calls = gm.graph.find_nodes(op="call_function", target=INVOKE)
-    first, w0, v0, second, w1, v1 = output(gm.graph).args[0]  # type: ignore[misc]
+    results: tuple[Node, ...] = output(gm.graph).args[0]  # type: ignore[assignment]
+    first, w0, v0, rows0, again0, second, w1, v1, rows1, again1 = results
+    assert [again0, again1] == [first, second]
+    for rows, product in ((rows0, first), (rows1, second)):
+        assert (rows.target, rows.args) == (aten.slice.Tensor, (product, 0, 0, 2))
+        assert key_of(rows.meta["val"]) == key_of(product.meta["val"])
     assert [first.args, second.args] == [(calls[0], 0), (calls[1], 0)]
     assert [w0, w1] == arguments[1:]
     for view, weight in ((v0, w0), (v1, w1)):
@@ -69,13 +75,15 @@ def test_arguments_and_views_of_them() -> None:
     body = gm.get_submodule("partitioned_fw_fsdp_unit_0_0")
     assert [node.name for node in output(body.graph).args[0]] == ["mm_default"]  # type: ignore[arg-type, union-attr]
     assert not body.graph.find_nodes(op="call_function", target=aten.sin.default)
-    values = [call.meta["val"][0] for call in calls]
-    assert key_of(values[0]) != key_of(values[1]), "each call has storages of its own"
-    assert [first.meta["val"], second.meta["val"]] == values
+    made = [call.meta["val"][0] for call in calls]
+    assert key_of(made[0]) != key_of(made[1]), "each call has storages of its own"
+    assert first.meta["val"] is made[0]
+    assert second.meta["val"] is made[1]
     gm.recompile()
     x, *weights = (torch.randn(4, 4) for _ in range(3))
-    results = gm(x, *weights)
-    torch.testing.assert_close(results[3], x @ weights[0] @ weights[1])
+    values = gm(x, *weights)
+    torch.testing.assert_close(values[5], x @ weights[0] @ weights[1])
+    torch.testing.assert_close(values[8], values[5][:2])
 
 
 def test_subgraphs_of_others() -> None:
