@@ -95,7 +95,8 @@ def _with_backward(calling: Calling, forward: Half, backward: Half) -> Callable[
             del tangents
             if not torch.is_grad_enabled():
                 return tuple(backward(inputs))
-            return _Once.apply(backward, inputs, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+            once: Any = _Once
+            return once.apply(backward, inputs, torch.empty(0, requires_grad=True))
 
     function: Any = CompiledFunction
     return lambda inputs: function.apply(*inputs)

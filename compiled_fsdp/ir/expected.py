@@ -50,7 +50,7 @@ def at_most(size: Any) -> int:
     """
     if not isinstance(size, torch.SymInt) or size.node.hint is not None:
         return hint(size)
-    env = size.node.shape_env
+    env: Any = size.node.shape_env
     upper = env.bound_sympy(size.node.expr.xreplace(_backed(env))).upper
     is_bound = upper.is_Integer and upper < UNBOUNDED
     return int(upper) if is_bound else hint(size)

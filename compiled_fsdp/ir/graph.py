@@ -243,7 +243,7 @@ def is_moved(node: Node) -> bool:
     if node.op == "placeholder":
         return bool(node.users) and all(map(is_way_back, node.users))
     is_host = node.target is OFFLOAD or (node.target is COPY_TO and node.args[1] == HOST)
-    return is_host and meta.get_tag(node) is None
+    return bool(is_host) and meta.get_tag(node) is None
 
 
 def way_of(node: Node) -> str:
@@ -256,7 +256,7 @@ def way_of(node: Node) -> str:
 def is_way_back(node: Node) -> bool:
     """Whether this copies an activation from the host to the device."""
     is_copy = node.target is RELOAD or (node.target is COPY_TO and node.args[1] != HOST)
-    return is_copy and meta.get_tag(node) is None
+    return bool(is_copy) and meta.get_tag(node) is None
 
 
 def erase_unused(root: Node, *targets: object) -> None:

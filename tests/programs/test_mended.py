@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.harness import IS_2_11
 from programs.hunt import Hunter
 from programs.source import Script, read
 
@@ -294,7 +295,7 @@ CASES = {
         "self.odd = nn.Linear(4, 3)",
         kinds="eager",
         word="refused",
-        says="sharded at that moment, as DTensor cannot (Cannot flatten unevenly sharded tensor",
+        says="sharded at that moment, as DTensor cannot (",  # and its words, which differ
     ),
     "mixed dtypes": Case(
         "self.count += 1\nx = self.a(x * self.count)",
@@ -342,6 +343,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_mended(two: Pool, name: str) -> None:
     case = CASES[name]
+    if IS_2_11 and "scan(" in case.forward:
+        pytest.skip('torch 2.11: scan "might be aliasing the input or the output", unsharded too')
     result = Hunter({2: two}).check(case.script())
     assert not result.invalid, result.invalid
     for verdict in result.verdicts:
