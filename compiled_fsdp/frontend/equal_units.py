@@ -38,14 +38,19 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.ir.meta import traced_as, traced_value
+from compiled_fsdp.ir.meta import (
+    module_calls,
+    take_over,
+    traced_as,
+    traced_as_value,
+    traced_value,
+)
 from compiled_fsdp.ir.repeats import LEAST_TIMES
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.subgraphs import INVOKE, UNIT
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.subgraphs import (
     is_plain_fake,
-    module_calls,
     note_units,
     what_forbids,
 )
@@ -223,13 +228,13 @@ class Call:
             region.prepend(read)
         with graph.inserting_after(region):
             call = graph.call_function(INVOKE, (region, name, *self.inputs))
-        call.meta.update(last.meta)
-        call.meta["example_value"] = tuple(map(traced_value, self.outputs))
+        take_over(call, last)
+        traced_as_value(call, tuple(map(traced_value, self.outputs)))
         at = call
         for i, node in enumerate(self.outputs):
             with graph.inserting_after(at):
                 at = graph.call_function(operator.getitem, (call, i))
-            at.meta.update(node.meta)
+            take_over(at, node)
             node.replace_all_uses_with(at, lambda user: user not in self.computed)
         for node in reversed(self.computed):
             graph.erase_node(node)

@@ -27,7 +27,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -421,6 +421,21 @@ def traced_value(node: Node) -> Any:
 def traced_as(node: Node, like: Node) -> None:
     """Give a new node of Dynamo's graph the value of the one whose place it takes."""
     node.meta["example_value"] = like.meta.get("example_value")
+
+
+def traced_as_value(node: Node, value: object) -> None:
+    """Give a new node of Dynamo's graph this value."""
+    node.meta["example_value"] = value
+
+
+def module_calls(node: Node) -> Iterator[tuple[str, str, type]]:
+    """Yields the calls of modules in which Dynamo found a node, the outermost first: what tells calls
+    apart, the module's path, its class. Tried on 2.11, 2.13 and 2.15.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    for key, (path, kind) in stack.items():
+        if isinstance(kind, type):
+            yield key, path.removeprefix("L['self'].").removeprefix("L['self']"), kind
 
 
 def real_input(node: Node) -> object:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .fakes import alike, look, mode_of, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import GraphModule
 
 # Operators that have their functions as graphs of their own up to the end: AOTAutograd inlines others.
 KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attention"})
@@ -76,16 +76,6 @@ def keep_memory_apart() -> None:
 def operator_name(target: object) -> str:
     """The name of an operator that is given functions, `cond` say; "" for anything else."""
     return target.name() if isinstance(target, HigherOrderOperator) else ""
-
-
-def module_calls(node: Node) -> Iterator[tuple[str, str, type]]:
-    """Yields the calls of modules in which Dynamo found a node, the outermost first: what tells calls
-    apart, the module's path, its class. Tried on 2.13.
-    """
-    stack = node.meta.get("nn_module_stack") or {}
-    for key, (path, kind) in stack.items():
-        if isinstance(kind, type):
-            yield key, path.removeprefix("L['self'].").removeprefix("L['self']"), kind
 
 
 def is_plain_fake(value: object) -> bool:
