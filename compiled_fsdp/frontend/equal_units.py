@@ -19,9 +19,10 @@ it, copies out of buckets and gradients into buckets, into the same kernels.
 Two calls are equal if their nodes, one by one, have the same function, options, shapes, strides,
 dtypes and `requires_grad`, and read the same places of each other. Left where it stands, and said
 once: a unit whose nodes are not together, that writes to what it is given, whose results lie in
-what it is given, that draws random numbers, communicates, or has operators with functions of their
-own (checkpoints, `cond`); everything in graphs of dynamic shapes, or that switch autograd or
-autocast on or off.
+what it is given, with a parameter that leads to some of its results only (it would get zeros where
+the others alone are used), that draws random numbers, communicates, or has operators with functions
+of their own (checkpoints, `cond`); everything in graphs of dynamic shapes, or that switch autograd
+or autocast on or off.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
             name = f"{UNIT}{number}"
             first = group[0].now()
             body = first.body(gm)
-            why = what_forbids(body, [traced_value(node) for node in first.inputs])
+            why = first.why_zeros or what_forbids(body, list(map(traced_value, first.inputs)))
             if why:
                 alone.update((call.path, why) for call in group)
                 continue
@@ -175,6 +176,28 @@ class Call:
             if not is_plain_fake(traced_value(node)):
                 return NO_TENSOR.format(node.name)
         return "" if self.inputs and self.outputs else "nothing goes in, or nothing comes out"
+
+    @property
+    def why_zeros(self) -> str:
+        """Why gradients would come out as zeros that are None where each op is differentiated by itself; "" if none
+        would: what leads to some results alone has no gradient where the others alone are used.
+        """
+        ends = {node for node in self.outputs if _needs_grad(node)}
+        leads: dict[Node, set[Node]] = {}
+        for node in reversed(self.computed):
+            found = {node} & ends
+            for user in node.users:
+                found |= leads.get(user, set())
+            leads[node] = found if _needs_grad(node) else set()
+        for node in filter(_needs_grad, self.inputs):
+            found = set().union(*(leads[user] for user in node.users if user in leads))
+            if found != ends:
+                part = "some only" if found else "none"
+                return (
+                    f"of its results %{node.name} leads to {part}, and would get zeros for a "
+                    "gradient where there is none"
+                )
+        return ""
 
     @cached_property
     def lines(self) -> list[tuple[Any, ...]]:
@@ -317,6 +340,13 @@ def _named(node: Node) -> str:
     return f"{name} of {traced_value(node)!s}"
 
 
+def _needs_grad(node: Node) -> bool:
+    values = traced_value(node)
+    return any(
+        value.requires_grad for value in (values if isinstance(values, list | tuple) else [values])
+    )
+
+
 def _look(node: Node) -> Any:
     """What a node yields, as far as a compiler may depend on it."""
     values = traced_value(node)
@@ -335,4 +365,6 @@ def _look_of(value: Tensor) -> tuple[Any, ...]:
         value.device,
         value.requires_grad,
         value.is_contiguous(),
+        value.is_conj(),
+        value.is_neg(),
     )

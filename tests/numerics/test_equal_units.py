@@ -42,6 +42,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.out, self.odd = nn.Linear(WIDTH, WIDTH), odd
+        self.aside = nn.Linear(WIDTH, 4) if odd == "aside" else None
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,8 @@ class Layer(nn.Module):
             self.calls += 1
         if self.odd == "argument":
             shift.add_(1.0)
+        if self.aside is not None:
+            return x + y + shift, self.aside(y).mean()
         return x + y + shift, y.mean()
 
 
@@ -78,7 +81,8 @@ class Model(nn.Module):
                 x, mean = layer(x, scale, shift)
             means.append(mean)
         logits = F.linear(x, self.embedding.weight).float()  # tied
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + torch.stack(means).sum()
+        used = means[-1:] if self.layers[0].aside is not None else means
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + torch.stack(used).sum()
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ LEFT = {
     "checkpoints": (Case(checkpoints=True, num_calls=0), ""),
     "a buffer is written to": (Case(odd="buffer", num_calls=0), "it writes to what it is given"),
     "an argument is": (Case(odd="argument", num_calls=0), "it writes to what it is given"),
+    "some results alone": (Case(odd="aside", num_calls=0), "leads to none"),
     "two of a kind": (Case(depth=4, frozen=2, num_calls=0), "it occurs 2 times"),
 }
 
