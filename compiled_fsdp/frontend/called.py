@@ -45,8 +45,7 @@ class Called:
                 parameter.requires_grad  # noqa: B018  # the graph guards on it
             return self._fsdp_call(args, kwargs)
         call = _before_call(self, is_call_compiled(self))
-        under_way: list[Any] = self._fsdp_runtime().under_way
-        under_way.append(self)
+        under_way = _begin(self)
         try:
             while True:
                 try:
@@ -89,6 +88,14 @@ never_traced_alone(Called.__call__)
 def _before_call(module: Any, is_compiled: bool) -> Callable[..., Any]:
     module._fsdp_before_call(is_compiled=is_compiled)
     return call_of(module)
+
+
+@untraced
+def _begin(module: Any) -> list[Any]:
+    """The modules of its unit whose calls are under way, this one the last."""
+    under_way: list[Any] = module._fsdp_runtime().under_way
+    under_way.append(module)
+    return under_way
 
 
 @untraced
