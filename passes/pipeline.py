@@ -5,7 +5,8 @@ executors.
 is made by trying this very list on copies; all but the first change the plan, not the graph:
 
 - before the joint graph: where calls of equal units hand a parameter through, who reads it reads
-  the parameter (`compiler/read_past_calls.py`); and which parameters a memory budget lets backward keep (`compiler/budget.py`)
+  the parameter (`compiler/read_past_calls.py`); and which parameters a memory budget lets backward
+  keep (`compiler/budget.py`)
 - between the joint graph and its halves: where torch's partitioner cuts (`compiler/partition.py`),
   and what the graph of a whole step keeps where it turns (`compiler/stitch.py`)
 - before a half: whether ranks take its nodes to cost the same (`planning/consensus.py`), and into

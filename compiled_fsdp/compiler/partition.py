@@ -66,13 +66,13 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
 
 
 def is_unit(joint: GraphModule) -> bool:
-    """Whether this is the graph of a unit that is called several times, and not the one that calls it."""
+    """Whether this is the graph of a unit that is called several times, not the one that calls it."""
     return calls_units() and not find(joint.graph, UNSHARD, REDUCE_GRAD)
 
 
 def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halves:
-    """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also of the graph of
-    a unit that is called several times.
+    """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also for
+    the graph of a unit that is called several times.
     """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     with (

@@ -4,7 +4,8 @@ nobody reads.
 Before, of what AOTAutograd and the partitioner make of `Plan(regions="units")`:
 
     %w0 = unshard(%flat0, "w")
-    %call = invoke_subgraph(%forward, "forward", %x, %w0)     forward: return (%y, %arg1, permute(%arg1), %z)
+    %call = invoke_subgraph(%forward, "forward", %x, %w0)
+        # forward: return (%y, %arg1, permute(%arg1), %z)
     %y = getitem(%call, 0)
     %saved = getitem(%call, 1)
     %saved_1 = getitem(%call, 2)
@@ -13,7 +14,7 @@ Before, of what AOTAutograd and the partitioner make of `Plan(regions="units")`:
 After:
 
     %w0 = unshard(%flat0, "w")
-    %call = invoke_subgraph(%forward, "forward", %x, %w0)     forward: return (%y,)
+    %call = invoke_subgraph(%forward, "forward", %x, %w0)  # forward: return (%y,)
     %y = getitem(%call, 0)
     %view = permute(%w0)
     %back = invoke_subgraph(%backward, "backward", %w0, %view, %tangent)

@@ -7,13 +7,13 @@ cuts, our passes and Inductor walk, one by one. With `regions="units"` the forwa
 occurs three times or more becomes a graph of its own, which torch's `invoke_subgraph` traces,
 differentiates, cuts and compiles once:
 
-    %w0 = unshard(%flat0, "w")                  %w0 = unshard(%flat0, "w")
-    %y0 = linear(relu(%x), %w0)         becomes %y0 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %x, %w0)
-    %w1 = unshard(%flat1, "w")                  %w1 = unshard(%flat1, "w")
-    %y1 = linear(relu(%y0), %w1)                %y1 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %y0, %w1)
+    %w0 = unshard(%flat0, "w")            %w0 = unshard(%flat0, "w")
+    %y0 = linear(relu(%x), %w0)   becomes %y0 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %x, %w0)
+    %w1 = unshard(%flat1, "w")            %w1 = unshard(%flat1, "w")
+    %y1 = linear(relu(%y0), %w1)          %y1 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %y0, %w1)
 
 Reads of parameters stay outside, so that gathers, reductions and frees are nodes as ever. What
-AOTAutograd makes of a call is tidied by `passes/read_past_calls.py`; `outline` puts what surrounds
+AOTAutograd makes of a call is tidied by `compiler/read_past_calls.py`; `outline` puts what surrounds
 it, copies out of buckets and gradients into buckets, into the same kernels.
 
 Two calls are equal if their nodes, one by one, have the same function, options, shapes, strides,
@@ -53,8 +53,11 @@ from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.subgraphs import (
     is_plain_fake,
     note_units,
+    operator_name,
     what_forbids,
 )
+
+from .control_flow import CHECKPOINT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +68,8 @@ NO_TENSOR = "%{} yields no tensor"
 def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
     """See the note above.
 
-    writes_parameters: whether the graph writes to a parameter in place, so that when it is read matters.
+    writes_parameters: whether the graph writes to a parameter in place, so that it matters when
+        one is read.
     """
     if current_plan().regions != "units":
         return
@@ -91,12 +95,25 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
                 call.now().replace_by(name)
             inside = {call.path for call in group}
             calls = [c for c in calls if inside.isdisjoint((c.path, *c.around))]
-    for why in dict.fromkeys(alone.values()):
-        paths = [path for path, reason in alone.items() if reason == why]
-        _say(f"units are compiled for their place: {shortened(paths, 3)}: {why}")
+    _say_what_stays(gm.graph, number, alone)
     if number:
         note_units()
         gm.recompile()
+
+
+def _say_what_stays(graph: Graph, number: int, alone: dict[str, str]) -> None:
+    """Which units are compiled for their place, and why.
+
+    number: of subgraphs that were made.
+    alone: the reasons, by the paths of units that could not be subgraphs.
+    """
+    if any(operator_name(node.target) == CHECKPOINT for node in graph.nodes):
+        _say("what is under activation checkpointing is compiled for its place")
+    elif not number and not alone:
+        _say(f"no unit occurs {LEAST_TIMES} times in a graph: each is compiled for its place")
+    for why in dict.fromkeys(alone.values()):
+        paths = [path for path, reason in alone.items() if reason == why]
+        _say(f"units are compiled for their place: {shortened(paths, 3)}: {why}")
 
 
 def _say(what: str) -> None:
@@ -179,8 +196,9 @@ class Call:
 
     @property
     def why_zeros(self) -> str:
-        """Why gradients would come out as zeros that are None where each op is differentiated by itself; "" if none
-        would: what leads to some results alone has no gradient where the others alone are used.
+        """Why some gradient would come out as zeros that is None where each op is differentiated by
+        itself; "" if none would: what leads to some results alone has no gradient where the others
+        alone are used.
         """
         ends = {node for node in self.outputs if _needs_grad(node)}
         leads: dict[Node, set[Node]] = {}
@@ -364,7 +382,6 @@ def _look_of(value: Tensor) -> tuple[Any, ...]:
         value.storage_offset(),
         value.device,
         value.requires_grad,
-        value.is_contiguous(),
         value.is_conj(),
         value.is_neg(),
     )

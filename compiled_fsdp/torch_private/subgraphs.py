@@ -109,9 +109,11 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
-    """Why a graph of Dynamo's may not become the subgraph of an `invoke_subgraph`, found by running it on fake
-    tensors like these: it writes to what it is given, its results share memory, it is random, or it calls
-    anything but torch's own computation; "" if it may.
+    """Why a graph of Dynamo's may not become the subgraph of an `invoke_subgraph`; "" if it may.
+
+    It is run on fake tensors like these, to see whether it writes to what it is given, whether its
+    results share memory, whether it is random, and whether it calls anything but torch's own
+    computation. Tried on 2.11, 2.13 and 2.15.
     """
     mode: Any = inputs[0].fake_mode
     watch = _Watch()
@@ -140,14 +142,17 @@ def note_units() -> None:
 
 
 def calls_units() -> bool:
-    """Whether the graph that is being compiled calls units, or is the graph of one. Tried on 2.13."""
+    """Whether the graph that is being compiled calls units, or is the graph of one. Tried on 2.11, 2.13
+    and 2.15.
+    """
     context = CompileContext.try_get()
     return context is not None and _calling == [context]
 
 
 def _remember() -> None:
     """Let `invoke_subgraph` ask once what a subgraph of ours writes to, and what comes of it for
-    fake tensors, once for all: torch finds out by tracing and by running it, for every call. Tried on 2.13.
+    fake tensors, once for all: torch finds out by tracing and by running it, for every call. Tried
+    on 2.13 and 2.15; 2.11 has no place for the answers, and asks every time.
     """
     from torch._higher_order_ops import utils
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
@@ -203,9 +208,8 @@ def _known(key: tuple[Any, ...], identifier: Any, ask: Callable[[], Any], subgra
     cache = getattr(get_invoke_subgraph_cache(), "functionalize_schema_cache", None)
     if cache is None or "fsdp_unit_" not in str(identifier):
         return ask()
-    inside = getattr(
-        subgraph, "subgraph", subgraph
-    )  # functionalization wraps it anew for every call
+    # Functionalization wraps the same subgraph anew for every call.
+    inside = getattr(subgraph, "subgraph", subgraph)
     graph = getattr(inside, "graph", None)
     now = (*key, id(inside), graph and len(graph.nodes), graph and len(graph.output_node().args[0]))
     if now not in cache:
