@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.eager.tree import TREES
 from compiled_fsdp.errors import shortened, warn_once
 from compiled_fsdp.torch_private.groups import is_alone
+from compiled_fsdp.units.registered import unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -116,5 +117,6 @@ def _named(params: list[nn.Parameter]) -> str:
         if runtime.unit.is_outermost
         for module in runtime.unit.modules
     ]
-    names = [name for root in roots for name, p in root.named_parameters() if id(p) in wanted]
+    with unwatched():
+        names = [name for root in roots for name, p in root.named_parameters() if id(p) in wanted]
     return shortened(names or [str(tuple(p.shape)) for p in params])

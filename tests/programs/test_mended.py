@@ -249,10 +249,12 @@ CASES = {
         "fully_shard(model.b)\nfully_shard(model)\nmodel.a.__class__ = model.b.__class__ = Twice\n"
         "model = compiled(model)",
     ),
-    # each rank trained by its own gradient
+    # each rank trained by its own gradient; and nothing is said of the other model, to which no backward comes
     "a layer in the place of a sharded one": Case(
         "x = self.b(self.a(x))",
-        "fully_shard(model)\nmodel.head = nn.Linear(4, 8, bias=False)\nmodel = compiled(model)",
+        "fully_shard(model)\nmodel.head = nn.Linear(4, 8, bias=False)\nmodel = compiled(model)\n"
+        "other = nn.Linear(4, 4)\nfully_shard(other)\n"
+        "other(torch.ones(2, 4)).sum().backward()\nunused = other(torch.ones(2, 4))",
         kinds="eager,compiled",
         word="announced",
         says="SGD steps head.weight beside sharded parameters",
