@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn  # classes of users ask for the annotations of their bases
 
 from compiled_fsdp.torch_private.dynamo import is_call_compiled, never_traced_alone, untraced
 from compiled_fsdp.wire.leaving import LeftGraph
@@ -16,8 +17,6 @@ from .state import module_by_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from compiled_fsdp.eager.runtime import Runtime
 

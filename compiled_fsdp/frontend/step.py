@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from compiled_fsdp.eager import optimizer_steps
 from compiled_fsdp.eager.verdict import compare
@@ -30,10 +32,9 @@ from .optimizers import LOOP, Optimizers, Told
 from .scaling import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor, optim
-    from torch.optim.lr_scheduler import LRScheduler
 
     from compiled_fsdp.eager.runtime import Runtime
     from compiled_fsdp.units.flat import FlatBuffer

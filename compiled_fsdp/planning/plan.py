@@ -7,18 +7,18 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.quantized import LARGEST
 from compiled_fsdp.ir.spec import OWN_MESSAGE
 from compiled_fsdp.options import Options
 from compiled_fsdp.wire.runs import all_runs
 
+from .costs import Costs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
-
-    from .costs import Costs
 
 
 # Units that gather less than this share collectives, where nothing is known of costs: about what a

@@ -10,6 +10,7 @@ two dtypes, and reduced in one.
 
 from __future__ import annotations
 
+from collections.abc import Callable  # who builds a policy from text asks for its annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 
 from compiled_fsdp.errors import named
 from compiled_fsdp.torch_private.modules import reduces_in_grad_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OVERRIDE = "param_dtype_override_fn"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import compiled_fsdp
 from compiled_fsdp import FSDPModule, UnshardHandle, fully_shard
+from compiled_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
 pytestmark = pytest.mark.usefixtures("fake_world")
 
@@ -42,6 +44,29 @@ def test_no_method_of_stock_reaches_stocks_state() -> None:
         if getattr(FSDPModule, name) is value and callable(value) and not name.startswith("_")
     ]
     assert inherited == []
+
+
+def annotated_classes() -> list[type]:
+    public = (getattr(compiled_fsdp, name) for name in compiled_fsdp.__all__)
+    return [FSDP, FSDPModule, *(each for each in public if isinstance(each, type))]
+
+
+@pytest.mark.parametrize("kind", annotated_classes(), ids=lambda kind: kind.__name__)
+def test_annotations_can_be_asked_for(kind: type) -> None:
+    """As those who build configurations from text do, and Hugging Face's models of their own classes,
+    for each subclass.
+    """
+    get_type_hints(kind)
+
+
+def test_a_class_that_asks_its_subclasses_for_annotations() -> None:
+    class Model(nn.Linear):
+        config: int
+
+        def __init_subclass__(cls) -> None:
+            assert get_type_hints(cls)["config"] is int
+
+    fully_shard(Model(2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
