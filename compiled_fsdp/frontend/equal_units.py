@@ -12,17 +12,17 @@ differentiates, cuts and compiles once:
     %w1 = unshard(%flat1, "w")            %w1 = unshard(%flat1, "w")
     %y1 = linear(relu(%y0), %w1)          %y1 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %y0, %w1)
 
-Reads of parameters stay outside, so that gathers, reductions and frees are nodes as ever. What
+Reads of parameters, and constants, stay outside, so that gathers, reductions and frees are nodes as ever. What
 AOTAutograd makes of a call is tidied by `compiler/read_past_calls.py`; `outline` puts what surrounds
 it, copies out of buckets and gradients into buckets, into the same kernels.
 
 Two calls are equal if their nodes, one by one, have the same function, options, shapes, strides,
 dtypes and `requires_grad`, and read the same places of each other. Left where it stands, and said
 once: a unit whose nodes are not together, that writes to what it is given, whose results lie in
-what it is given, with a parameter that leads to some of its results only (it would get zeros where
-the others alone are used), that draws random numbers, communicates, or has operators with functions
-of their own (checkpoints, `cond`); everything in graphs of dynamic shapes, or that switch autograd
-or autocast on or off.
+what it is given, with a parameter that leads to none of its results that are used (it would get
+zeros: `unit_gradients.py`), that draws random numbers, communicates, has operators with functions of
+their own (checkpoints, `cond`), that switches autograd or autocast on or off, or stands where they
+are switched; everything in graphs of dynamic shapes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ from compiled_fsdp.torch_private.subgraphs import (
 )
 
 from .control_flow import CHECKPOINT
+from .unit_gradients import gradients_of, needs_grad, that_lead_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NO_TENSOR = "%{} yields no tensor"
+_FEW = f"it occurs {{}} times, and is compiled once from {LEAST_TIMES} on"
 
 
 def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
@@ -77,28 +79,48 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
     if why:
         _say(f"a graph of sharded units is compiled as it stands: {why}")
         return
-    calls = _calls(gm.graph)
+    calls, lead_out = _calls(gm.graph), that_lead_out(gm.graph)
     alone: dict[str, str] = {}
     number = 0
     for depth in range(max((call.depth for call in calls), default=-1) + 1):
         for group in _groups([call for call in calls if call.depth == depth], alone):
-            name = f"{UNIT}{number}"
-            first = group[0].now()
-            body = first.body(gm)
-            why = first.why_zeros or what_forbids(body, list(map(traced_value, first.inputs)))
-            if why:
-                alone.update((call.path, why) for call in group)
-                continue
-            number += 1
-            gm.add_submodule(name, body)
-            for call in group:
-                call.now().replace_by(name)
-            inside = {call.path for call in group}
-            calls = [c for c in calls if inside.isdisjoint((c.path, *c.around))]
+            if shared := _share(gm, group, f"{UNIT}{number}", lead_out, alone):
+                number += 1
+                calls = [c for c in calls if shared.isdisjoint((c.path, *c.around))]
     _say_what_stays(gm.graph, number, alone)
     if number:
         note_units()
         gm.recompile()
+
+
+def _share(
+    gm: GraphModule, group: list[Call], name: str, lead_out: set[Node], alone: dict[str, str]
+) -> set[str]:
+    """Let equal calls become calls of one subgraph; the paths of those that did. Others are noted with
+    the reason.
+    """
+    first = group[0].now()
+    body, inputs = first.body(gm), list(map(traced_value, first.inputs))
+    if why := what_forbids(body, inputs):
+        alone.update((call.path, why) for call in group)
+        return set()
+    leads = gradients_of(body, inputs)
+    equal = []
+    for call in group:
+        at = call.now().made_up(leads, lead_out)
+        if at is None:
+            equal.append(call)
+            continue
+        some = "what is used" if any(at in each for each in leads) else "any"
+        why = f"has no gradient from {some} of its results, and would get zeros"
+        alone[call.path] = f"%{first.inputs[at].name} of {first.path} {why}"
+    if len(equal) < LEAST_TIMES:
+        alone.update((call.path, _FEW.format(len(equal))) for call in equal)
+        return set()
+    gm.add_submodule(name, body)
+    for call in equal:
+        call.now().replace_by(name)
+    return {call.path for call in equal}
 
 
 def _say_what_stays(graph: Graph, number: int, alone: dict[str, str]) -> None:
@@ -125,11 +147,6 @@ def _why_none(graph: Graph) -> str:
     for node in graph.nodes:
         if isinstance(traced_value(node), torch.SymInt):
             return f"dynamic shapes (%{node.name})"
-        name = getattr(node.target, "__name__", "")
-        if node.op == "call_function" and (
-            name.startswith(("_enter_", "_exit_")) or name == "_set_grad_enabled"
-        ):
-            return f"it switches autograd, autocast or inference mode on or off ({name})"
     return ""
 
 
@@ -141,6 +158,7 @@ class Call:
     kind: its class.
     around: the paths of the units that it is in, the outermost first.
     between: a node among them that is not of the call.
+    switch: a node that has switched autograd, autocast or inference mode on or off where it starts.
     """
 
     path: str
@@ -148,6 +166,7 @@ class Call:
     around: tuple[str, ...]
     nodes: list[Node]
     between: Node | None = None
+    switch: Node | None = None
 
     @property
     def depth(self) -> int:
@@ -156,13 +175,13 @@ class Call:
 
     @cached_property
     def reads(self) -> list[Node]:
-        """Reads of parameters."""
-        return [node for node in self.nodes if node.target is UNSHARD]
+        """What stays outside: reads of parameters, and constants."""
+        return [node for node in self.nodes if _stays_outside(node)]
 
     @cached_property
     def computed(self) -> dict[Node, None]:
         """The others."""
-        return {node: None for node in self.nodes if node.target is not UNSHARD}
+        return {node: None for node in self.nodes if not _stays_outside(node)}
 
     @cached_property
     def inputs(self) -> list[Node]:
@@ -178,13 +197,15 @@ class Call:
     @property
     def why_not(self) -> str:
         """Why it cannot be a subgraph, as far as its own nodes say; "" if it can."""
-        if self.between is not None:
-            return f"%{self.between.name}, of another module, stands in between"
+        if self._why_here:
+            return self._why_here
         for node in self.computed:
             if node.op not in ("call_function", "call_method"):
                 return f"%{node.name} is {node.op} {node.target}"
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 return f"%{node.name} ({node.target.name()}) has functions of its own"
+            if node.target is operator.setitem and not node.users:
+                continue
             values = traced_value(node)
             for value in values if isinstance(values, list | tuple) else [values]:
                 if not is_plain_fake(value):
@@ -195,33 +216,34 @@ class Call:
         return "" if self.inputs and self.outputs else "nothing goes in, or nothing comes out"
 
     @property
-    def why_zeros(self) -> str:
-        """Why some gradient would come out as zeros that is None where each op is differentiated by
-        itself; "" if none would: what leads to some results alone has no gradient where the others
-        alone are used.
-        """
-        ends = {node for node in self.outputs if _needs_grad(node)}
-        leads: dict[Node, set[Node]] = {}
-        for node in reversed(self.computed):
-            found = {node} & ends
-            for user in node.users:
-                found |= leads.get(user, set())
-            leads[node] = found if _needs_grad(node) else set()
-        for node in filter(_needs_grad, self.inputs):
-            found = set().union(*(leads[user] for user in node.users if user in leads))
-            if found != ends:
-                part = "some only" if found else "none"
-                return (
-                    f"of its results %{node.name} leads to {part}, and would get zeros for a "
-                    "gradient where there is none"
-                )
+    def _why_here(self) -> str:
+        """The same, as far as what stands around says, and what changes how others compute."""
+        if self.between is not None:
+            return f"%{self.between.name}, of another module, stands in between"
+        if self.switch is not None:
+            return f"it stands behind %{self.switch.name} ({_switch(self.switch)})"
+        if inside := next(filter(_switch, self.computed), None):
+            return f"%{inside.name} switches autograd, autocast or inference mode on or off"
         return ""
+
+    def made_up(self, leads: Sequence[set[int]], lead_out: set[Node]) -> int | None:
+        """The number of an input that would get zeros for a gradient, and gets None where each op is
+        differentiated by itself; None if there is none. It leads to none of the results, or only to
+        those that the graph's results have no gradient for.
+
+        leads: which inputs have a gradient from each result.
+        lead_out: what the graph's results have a gradient for.
+        """
+        pairs = zip(self.outputs, leads, strict=True)
+        have = set().union(*(from_it for node, from_it in pairs if node in lead_out))
+        wanted = (i for i, node in enumerate(self.inputs) if needs_grad(node))
+        return next((i for i in wanted if i not in have), None)
 
     @cached_property
     def lines(self) -> list[tuple[Any, ...]]:
         """Its nodes without names: equal for equal calls."""
-        names = [*self.inputs, *self.computed]
-        number = {node: f"%{i}" for i, node in enumerate(names)}
+        number = {node: f"%arg{i}" for i, node in enumerate(self.inputs)}
+        number |= {node: f"%{i}" for i, node in enumerate(self.computed)}
 
         def numbered(argument: Any) -> Any:
             return _Text(number[argument]) if isinstance(argument, Node) else argument
@@ -257,7 +279,7 @@ class Call:
 
     def now(self) -> Call:
         """The same, when others have become subgraphs."""
-        return Call(self.path, self.kind, self.around, self.nodes)
+        return Call(self.path, self.kind, self.around, self.nodes, switch=self.switch)
 
     def replace_by(self, name: str) -> None:
         """Let a call of the subgraph of this name stand for it."""
@@ -294,9 +316,12 @@ def _calls(graph: Graph) -> list[Call]:
     """All calls of units, in graph order."""
     found: dict[tuple[str, ...], Call] = {}
     stands: dict[Node, int] = {}
+    switched: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        if _switch(node):
+            _follow(switched, node)
         stands[node] = len(stands)
         units = [
             (k, path, kind) for k, path, kind in module_calls(node) if hasattr(kind, "_fsdp_call")
@@ -304,7 +329,9 @@ def _calls(graph: Graph) -> list[Call]:
         for depth, (_, path, kind) in enumerate(units):
             keys = tuple(key for key, *_ in units[: depth + 1])
             around = tuple(path for _, path, _ in units[:depth])
-            found.setdefault(keys, Call(path, kind, around, [])).nodes.append(node)
+            if keys not in found:
+                found[keys] = Call(path, kind, around, [], switch=(*switched, None)[0])
+            found[keys].nodes.append(node)
     order = list(stands)
     for call in found.values():
         first, last = stands[call.nodes[0]], stands[call.nodes[-1]]
@@ -312,6 +339,40 @@ def _calls(graph: Graph) -> list[Call]:
             inside = set(call.nodes)
             call.between = next(n for n in order[first:last] if n not in inside)
     return list(found.values())
+
+
+def _stays_outside(node: Node) -> bool:
+    """Whether this reads a parameter, or is `torch.tensor([1.0, 2.0])`: AOTAutograd makes an attribute of
+    a graph of it, and a subgraph that is called has none.
+    """
+    if node.target is UNSHARD:
+        return True
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name in ("tensor", "as_tensor") and not node.all_input_nodes
+
+
+def _switch(node: Node) -> str:
+    """What switches autograd, autocast or inference mode on or off, by name; "" for other nodes."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    is_switch = name.startswith(("_enter_", "_exit_")) or name == "_set_grad_enabled"
+    return name if is_switch else ""
+
+
+def _follow(switched: list[Node], node: Node) -> None:
+    """Keep in `switched` what has been switched, and not back, after this node as well.
+
+    An exit names what it ends. Autograd is as it was when the graph began once it is switched to
+    what is on now, in the compilation.
+    """
+    name = _switch(node)
+    if name.startswith("_exit_"):
+        switched[:] = [other for other in switched if other is not node.args[0]]
+        return
+    if name == "_set_grad_enabled":
+        switched[:] = [other for other in switched if _switch(other) != name]
+        if node.args[0] is torch.is_grad_enabled():
+            return
+    switched.append(node)
 
 
 def _groups(calls: Sequence[Call], alone: dict[str, str]) -> list[list[Call]]:
@@ -341,7 +402,7 @@ def _groups(calls: Sequence[Call], alone: dict[str, str]) -> list[list[Call]]:
 
 def _why_alone(call: Call, group: Sequence[Call], often: Sequence[Sequence[Call]]) -> str:
     if not often:
-        return f"it occurs {len(group)} times, and is compiled once from {LEAST_TIMES} on"
+        return _FEW.format(len(group))
     other = often[0][0]
     pairs = zip(call.computed, call.lines, other.computed, other.lines, strict=False)
     for mine, line, theirs, like in pairs:
@@ -350,7 +411,12 @@ def _why_alone(call: Call, group: Sequence[Call], often: Sequence[Sequence[Call]
                 f"%{mine.name} ({_named(mine)}) where {other.path} has %{theirs.name} "
                 f"({_named(theirs)})"
             )
-    return f"{len(call.lines)} nodes, and what they read, where {other.path} has {len(other.lines)}"
+    if len(call.lines) != len(other.lines):
+        return f"{len(call.lines)} nodes, where {other.path} has {len(other.lines)}"
+    for given, instead in zip(call.inputs, other.inputs, strict=False):
+        if _look(given) != _look(instead):
+            return f"it is given {_described(given)}, where {other.path} has {_described(instead)}"
+    return f"it has other results than {other.path}, or other arguments"
 
 
 def _named(node: Node) -> str:
@@ -358,11 +424,8 @@ def _named(node: Node) -> str:
     return f"{name} of {traced_value(node)!s}"
 
 
-def _needs_grad(node: Node) -> bool:
-    values = traced_value(node)
-    return any(
-        value.requires_grad for value in (values if isinstance(values, list | tuple) else [values])
-    )
+def _described(node: Node) -> str:
+    return f"%{node.name} ({traced_value(node)!s}, requires_grad={needs_grad(node)})"
 
 
 def _look(node: Node) -> Any:
@@ -370,7 +433,7 @@ def _look(node: Node) -> Any:
     values = traced_value(node)
     if isinstance(values, list | tuple):
         return tuple(map(_look_of, values))
-    return _look_of(values)
+    return None if values is None else _look_of(values)
 
 
 def _look_of(value: Tensor) -> tuple[Any, ...]:

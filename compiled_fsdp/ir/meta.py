@@ -280,6 +280,8 @@ def places_of(tangents: Sequence[Node], output: Node, num_outputs: int) -> list[
     return [kinds.index(kind) for kind in wanted]
 
 
+# As Dynamo may spell the path of a submodule.
+_MODULES = re.compile(r"__dict__\['_modules'\]\['([^']*)'\]")
 # A line of a stack trace: file, line, and what it says.
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
 
@@ -435,6 +437,7 @@ def module_calls(node: Node) -> Iterator[tuple[str, str, type]]:
     stack = node.meta.get("nn_module_stack") or {}
     for key, (path, kind) in stack.items():
         if isinstance(kind, type):
+            path = _MODULES.sub(r"\1", path)
             yield key, path.removeprefix("L['self'].").removeprefix("L['self']"), kind
 
 

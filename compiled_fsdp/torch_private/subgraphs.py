@@ -83,6 +83,10 @@ def is_plain_fake(value: object) -> bool:
     return type(value) is FakeTensor and not value._has_symbolic_sizes_strides
 
 
+# Of constants, which AOTAutograd keeps as attributes of a graph.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
 class _Watch(TorchDispatchMode):
     """Looks for ops that may not be in a graph that is called several times."""
 
@@ -93,6 +97,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             self.why = self.why or f"it draws random numbers ({func})"
+        if func in _LIFTS:
+            self.why = self.why or f"it makes a tensor of Python's numbers ({func})"
         if func.namespace not in ("aten", "prim", "prims"):
             self.why = self.why or f"it calls {func}, which may do more than compute"
         return func(*args, **(kwargs or {}))
