@@ -259,6 +259,14 @@ CASES = {
         word="announced",
         says="SGD steps head.weight beside sharded parameters",
     ),
+    "pruning of what is sharded": Case(
+        "x = self.b(self.a(x))",
+        "for unit in (model.a, model):\n    fully_shard(unit)\n"
+        "import torch.nn.utils.prune\ntorch.nn.utils.prune.identity(model.a, 'weight')\nmodel = compiled(model)",
+        kinds="eager,compiled",
+        word="refused",
+        says="by pruning, or as a Parameter made of a sharded one",
+    ),
     # loops that no generator draws, and that were right
     "two backwards, the second where the first leads": Case(
         "x = self.b(torch.tanh(self.a(x)))",

@@ -1,0 +1,58 @@
+"""What is said of parameters that an optimizer steps and no unit trains (`frontend/stepped.py`)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_fsdp import fully_shard, fully_sharded_data_parallel
+
+if TYPE_CHECKING:
+    from kit.pool import Pool
+
+UNITS = {
+    "no root": ("body", ""),
+    "compiled, no root": ("body", ""),
+    "a root": ("body", "root"),
+    "ignored by the root": ("body", "ignoring"),
+    "the class of FSDP1": ("wrapped", ""),
+}
+
+
+def said(name: str) -> list[str]:
+    """What two steps of a model tell that has these units."""
+    inner, outer = UNITS[name]
+    torch._dynamo.reset()
+    model = nn.Sequential()
+    body, head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+    if inner == "wrapped":
+        FSDP = fully_sharded_data_parallel.FullyShardedDataParallel
+        body = FSDP(body, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        fully_shard(body)
+    model.add_module("body", body)
+    model.add_module("head", head)
+    if outer:
+        ignored = {*head.parameters()} if outer == "ignoring" else None
+        fully_shard(model, ignored_params=ignored)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = torch.compile(model, backend="compiled_fsdp_eager") if "compiled" in name else model
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            call(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found if "beside sharded" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_who_reduces_them(two: Pool, name: str) -> None:
+    """Once, and only where nobody does: ranks part, each by its own gradient."""
+    for texts in two.run(said, name)[:1]:
+        assert len(texts) == ("no root" in name), texts
+        assert all("head.0" not in text and "(2, 4), (2,)" in text for text in texts), texts
