@@ -222,10 +222,12 @@ def _plan_of(values: dict[str, Any]) -> Plan:
         links = tuple((str(name), Link(*fields)) for name, *fields in costs["links"])
         kernels = tuple((str(key), float(seconds)) for key, seconds in costs.get("kernels", ()))
         costs = Costs(**{**costs, "links": links, "kernels": kernels})
+    regions = values.get("regions", "auto")
     return Plan(
         **{
             **values,
             "costs": costs,
+            "regions": tuple(map(str, regions)) if isinstance(regions, list) else regions,
             **{
                 name: tuple((unit, fqn) for unit, fqn in values[name])
                 for name in ("kept", "dropped")

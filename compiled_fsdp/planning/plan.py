@@ -120,7 +120,8 @@ class Plan:
         and called (`outline`), which makes the time to compile grow little with the number of equal
         layers; "units": units that compute the same are also traced, differentiated and cut once
             (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered before
-            its call and reduced behind it; "off": every layer is compiled by itself.
+            its call and reduced behind it; a tuple of names of classes, ("Block",): likewise, but
+            units of these classes alone; "off": every layer is compiled by itself.
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
@@ -172,7 +173,7 @@ class Plan:
     overlap_exchanges: bool = True
     exchange_group: str = "own"
     record_routing: bool = False
-    regions: str = "auto"
+    regions: str | tuple[str, ...] = "auto"
     memory_budget: float | None = None
     offload: str | None = None
     host_budget: int | None = None
@@ -209,6 +210,11 @@ class Plan:
     def is_from_costs(self) -> bool:
         """Whether anything is left to be decided from costs."""
         return any(getattr(self, name) is None for name in FROM_COSTS)
+
+    @property
+    def shares_units(self) -> bool:
+        """Whether units that compute the same are subgraphs before AOTAutograd traces them."""
+        return self.regions == "units" or isinstance(self.regions, tuple)
 
     def say_missing_costs(self) -> None:
         """Warn once if something should be decided from costs and there are none: then it is as by
@@ -284,8 +290,7 @@ def _check_choices(plan: Plan) -> None:
             f"Plan: copy_out={plan.copy_out!r}; should be one of {COPY_OUT[:-1]}, or 'auto' "
             "for the cheaper by costs"
         )
-    if plan.regions not in REGIONS:
-        raise ValueError(f"Plan: regions={plan.regions!r}; should be one of {REGIONS}")
+    _check_regions(plan)
     if plan.exchange_group not in EXCHANGE_GROUPS:
         raise ValueError(
             f"Plan: exchange_group={plan.exchange_group!r}; should be one of {EXCHANGE_GROUPS}"
@@ -307,6 +312,17 @@ def _check_choices(plan: Plan) -> None:
             raise ValueError(f"Plan: {name}={getattr(plan, name)!r}; should be True or False")
 
 
+def _check_regions(plan: Plan) -> None:
+    """A word, or the names of classes."""
+    regions = plan.regions
+    is_named = isinstance(regions, tuple) and all(isinstance(each, str) for each in regions)
+    if regions not in REGIONS and not (is_named and regions):
+        raise ValueError(
+            f"Plan: regions={regions!r}; should be one of {REGIONS}, or a tuple of names of "
+            'classes, for example ("Block",)'
+        )
+
+
 def _check_budget(plan: Plan) -> None:
     """A budget is bytes, as an int, or a share, as a float."""
     budget = plan.memory_budget
@@ -317,9 +333,9 @@ def _check_budget(plan: Plan) -> None:
             "to 1.0"
         )
     _check_offload(plan)
-    if plan.regions == "units" and (plan.recompute == BY_BUDGET or plan.offload is not None):
+    if plan.shares_units and (plan.recompute == BY_BUDGET or plan.offload is not None):
         raise ValueError(
-            f"Plan: regions='units' with recompute={plan.recompute!r}, offload={plan.offload!r}; a "
+            f"Plan: regions={plan.regions!r} with recompute={plan.recompute!r}, offload={plan.offload!r}; a "
             "unit that is compiled once saves the same activations wherever it is called, so that "
             "no budget can choose among them. Leave out one of the two"
         )

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 import compiled_fsdp
 import compiled_fsdp.compiler.backend as backend_module
-from compiled_fsdp import fully_shard, replace_stock
+from compiled_fsdp import explain, fully_shard, planned, replace_stock
 from compiled_fsdp.ir.collectives import STARTS
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ SMALL: dict[str, Any] = {
 def llama(**options: Any) -> tuple[nn.Module, str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, **options)), "model.layers"
+    config = LlamaConfig(**{**SMALL, **options}, num_key_value_heads=2)
+    return LlamaForCausalLM(config), "model.layers"
 
 
 def llama_tied() -> tuple[nn.Module, str]:
@@ -76,14 +77,15 @@ def qwen3_moe() -> tuple[nn.Module, str]:
     ), "model.layers"
 
 
-def bert() -> tuple[nn.Module, str]:
+def bert(**options: Any) -> tuple[nn.Module, str]:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    options = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **options}
+    config = BertConfig(**options)
     return BertForMaskedLM(config), "bert.encoder.layer"
 
 
-MODELS: dict[str, Callable[[], tuple[Any, str]]] = {
+MODELS: dict[str, Callable[..., tuple[Any, str]]] = {
     f.__name__: f for f in (llama, llama_tied, mixtral, qwen3_moe, bert)
 }
 
@@ -192,6 +194,30 @@ def hugging_face(name: str, backend: str | None) -> int:
     if backend:
         check_graphs(before, halves, seen)
     return 0
+
+
+@needs("transformers")
+@pytest.mark.parametrize("regions", ["auto", "units"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_equal_layers(two: Pool, name: str, regions: str) -> None:
+    """Four, so that the default compiles them once, and "units" traces them once, caches included."""
+    two.run(equal_layers, name, regions, timeout=400.0)
+
+
+def equal_layers(name: str, regions: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, path = MODELS[name](num_hidden_layers=4)
+    reference = copy.deepcopy(model)
+    shard_layers(model, path)
+    backend = "inductor" if regions == "auto" else "compiled_fsdp_eager"
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with planned(regions=regions):
+        seen = train_two_steps(model, call, reference)
+    assert seen["gather"] in (9, 10)
+    assert seen["reduce"] == 5
+    for graph in explain(model).graphs:
+        assert max(region["calls"] for region in graph.regions) >= 3, graph.regions
 
 
 def train_two_steps(

@@ -498,7 +498,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     ),
     "regions of another kind": (
         ValueError,
-        "Plan: regions='blocks'; should be one of ('auto', 'units', 'off')",
+        "Plan: regions='blocks'; should be one of ('auto', 'units', 'off'), or a tuple of names of "
+        'classes, for example ("Block",)',
     ),
     "units and activations by a budget": (
         ValueError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from dataclasses import replace
 from unittest import mock
 
@@ -26,6 +27,7 @@ from compiled_fsdp import (
     fully_shard,
     overlap_optimizer,
     planned,
+    progress,
 )
 from compiled_fsdp.wire import runs
 
@@ -417,7 +419,10 @@ def stderr_of(capsys):
     def read() -> str:
         return capsys.readouterr().err
 
-    with mock.patch.object(logging.getLogger("compiled_fsdp"), "hasHandlers", return_value=False):
+    with (
+        mock.patch.object(logging.getLogger("compiled_fsdp"), "hasHandlers", return_value=False),
+        mock.patch.object(progress, "PERIOD", threading.TIMEOUT_MAX),  # of a slow machine
+    ):
         yield read
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import (
     compile_step,
+    errors,
     fully_shard,
     fully_sharded_data_parallel,
     planned,
@@ -275,8 +276,6 @@ def test_left_where_it_stands(two: Pool, name: str) -> None:
 def left(case: Case, why: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        from compiled_fsdp import errors
-
         errors._said.clear()
         found, graphs, _ = train(case, "units")
     if case.odd == "buffer":
@@ -285,6 +284,58 @@ def left(case: Case, why: str) -> None:
     assert not any(find(graph, INVOKE) for graph in graphs)
     texts = [str(each.message) for each in said if "regions='units'" in str(each.message)]
     assert torch.distributed.get_rank() > 0 or any(why in text for text in texts), texts
+
+
+class Other(Layer):
+    """Another class that computes the same."""
+
+
+def of_classes(wrapper: bool) -> dict[Any, tuple[list[str], list[str]]]:
+    """What becomes a subgraph of six layers of two classes, and what is said, by `Plan.regions`."""
+    found = {}
+    for regions in ("units", ("Layer",), ("Layer", "Other"), ("Attention", "Other")):
+        errors._said.clear()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = Model(6)
+        model.layers = nn.ModuleList(Other("") if i % 2 else Layer("") for i in range(6))
+        if wrapper:
+            FSDP = fully_sharded_data_parallel.FullyShardedDataParallel
+            model.layers = nn.ModuleList(
+                FSDP(layer, use_orig_params=True, device_id=CPU) for layer in model.layers
+            )
+            model = FSDP(model, use_orig_params=True, device_id=CPU)
+        else:
+            for module in (*model.layers, model):
+                fully_shard(module)
+        call = torch.compile(model, fullgraph=True, dynamic=False, backend="compiled_fsdp_eager")
+        with (
+            planned(regions=regions),
+            captured() as graphs,
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            call(torch.arange(16).view(2, 8)).backward()
+        calls = [str(node.args[1]).partition("fsdp_")[2] for node in find(graphs[0], INVOKE)]
+        texts = [str(each.message) for each in said if "regions=" in str(each.message)]
+        found[regions] = (calls, texts)
+    return found
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_units_of_these_classes(two: Pool, wrapper: bool) -> None:
+    """By the names that the user gave them; one that none has is announced."""
+    found = two.run(of_classes, wrapper)[0]
+    both = ["unit_0_0", "unit_1_0"] * 3
+    assert found["Layer",] == (["unit_0_0"] * 3, [])
+    assert found["Layer", "Other"] == (both if not wrapper else ["unit_0_0"] * 6, [])
+    assert found["units"] == found["Layer", "Other"]
+    calls, (text,) = found["Attention", "Other"]
+    assert calls == ["unit_0_0"] * 3
+    assert text == (
+        "compiled_fsdp: Plan(regions=('Attention', 'Other')): no unit of a graph is of class "
+        "Attention; there are Layer, Other"
+    )
 
 
 def test_whole_steps(two: Pool) -> None:
