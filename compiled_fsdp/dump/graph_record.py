@@ -16,7 +16,7 @@ from compiled_fsdp.ir import quantized
 from compiled_fsdp.ir.collectives import HOST, group_of
 from compiled_fsdp.ir.graph import phase_of, value
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.ir.repeats import Repeats, find_repeats
+from compiled_fsdp.ir.repeats import Repeats, Span, find_repeats
 from compiled_fsdp.ir.schema import RETAIN
 from compiled_fsdp.ir.subgraphs import unit_called_by
 from compiled_fsdp.options import note, text
@@ -152,7 +152,8 @@ class GraphRecord:
                 "from_host": sum(map(line.on_the_way, line.copied)) - line.on_the_way(HOST),
             }
         repeats = Repeats([], [], [])
-        if any(unit_called_by(node) is not None for node in graph.nodes):
+        called = _called_units(graph)
+        if called:
             note(consumed, "outline_units", "Plan.regions")
         if is_fused:
             note(consumed, "outline", "Plan.regions")  # which runs when this is written
@@ -177,12 +178,13 @@ class GraphRecord:
             regions=[
                 {"unit": g[0].unit, "calls": len(g), "nodes": len(g[0].nodes)}
                 for g in repeats.groups
-            ],
+            ]
+            or called,
             alone=[
                 {"unit": s.unit, "nodes": len(s.nodes), "why": repeats.why_alone(s)}
                 for s in repeats.alone
             ],
-            inline=inline,
+            inline="" if called else inline,
             chunks=[] if phase_of(graph) == "backward" else chunks.shown(),
             choices=[] if phase_of(graph) == "forward" else choices,
         )
@@ -207,6 +209,22 @@ class GraphRecord:
             values[name] = [Bucket(**bucket) for bucket in values[name]]
         values["consumed"] = [(option, by, units) for option, by, units in values["consumed"]]
         return cls(**values)
+
+
+def _called_units(graph: Graph) -> list[dict[str, Any]]:
+    """As regions: units that are subgraphs since Dynamo traced them, each with its number of calls."""
+    calls: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if unit_called_by(node) is not None:
+            calls.setdefault(str(node.args[1]), []).append(node)
+    return [
+        {
+            "unit": next(filter(None, (Span([node]).unit for node in its)), ""),
+            "calls": len(its),
+            "nodes": len(unit_called_by(its[0]).nodes),  # type: ignore[union-attr]
+        }
+        for its in calls.values()
+    ]
 
 
 def _sent(region: Region) -> list[Node]:

@@ -63,7 +63,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     whole = [sys.executable, "-m", "compiled_fsdp", *command]
     return subprocess.run(
-        whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240
+        whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -73,7 +73,7 @@ def run(
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"rank{rank}")
     command = [sys.executable, "-c", PROGRAM, str(rank), *map(str, prefetch)]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=300, check=False
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[tuple[dict[str, int], dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])

@@ -116,7 +116,11 @@ def test_plan_and_costs_come_back():
     costs = replace(COSTS, kernels=(("mm float32[8, 4] float32[4, 2]", 0.5),))
     plan = Plan(
         regions=("Block", "Other"),
-        prefetch=None, memory_budget=0.5, costs=costs, kept=(("u#1", "w"),), dropped=(("u#2", "v"),)
+        prefetch=None,
+        memory_budget=0.5,
+        costs=costs,
+        kept=(("u#1", "w"),),
+        dropped=(("u#2", "v"),),
     )
     _, gm = hand_made()
     assert of_text(to_text(gm.graph, "lower", plan))[1] == plan

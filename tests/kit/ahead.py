@@ -301,7 +301,7 @@ def precompile(world: int, folder: Path, *names: str) -> dict[str, str]:
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
     command = [sys.executable, "-m", "kit.ahead", str(world), str(folder), *names]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=400, check=False
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

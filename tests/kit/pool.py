@@ -66,7 +66,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._folder = Path()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call a module-level function on every rank; what each returned, by rank."""
         if not self._processes:
             self._start()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import (
     compile_step,
     errors,
+    explain,
     fully_shard,
     fully_sharded_data_parallel,
     planned,
@@ -248,7 +249,12 @@ def compare(case: Case) -> None:
     with warnings.catch_warnings():
         if case.num_calls == case.depth and case.odd != "switched for one":
             warnings.simplefilter("error")  # nothing is left where it stands
-        found, graphs, _ = train(case, "units")
+        found, graphs, model = train(case, "units")
+    for graph in explain(model).graphs:
+        assert sum(region["calls"] for region in graph.regions) == case.num_calls
+        if graph.kind == "forward":  # backward may read what was kept
+            assert all("layer" in region["unit"] for region in graph.regions), graph.regions
+        assert not graph.inline
     expected, others, _ = train(case, "off")
     assert len(found) == len(expected)
     for value, other in zip(found, expected, strict=True):

@@ -274,7 +274,7 @@ class Breaks(nn.Module):
 
 
 def test_inductor(two: Pool) -> None:
-    two.run(inductor, timeout=400.0)
+    two.run(inductor, timeout=600.0)
 
 
 def inductor() -> None:

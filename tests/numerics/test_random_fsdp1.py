@@ -140,4 +140,4 @@ def check(first: int, number: int) -> None:
 def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     """Every third chunk on four ranks."""
     pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
-    pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=400.0)
+    pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)

@@ -136,12 +136,12 @@ def check(first: int, number: int, fails: Callable[[Program], str | None] = fail
 def test_random_models(request: pytest.FixtureRequest, first: int) -> None:
     """Every third chunk on four ranks."""
     pool = request.getfixturevalue("four" if first % (3 * CHUNK) == 2 * CHUNK else "two")
-    pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=400.0)
+    pool.run(check, first, min(CHUNK, NUM_MODELS - first), timeout=600.0)
 
 
 @pytest.mark.parametrize("first", range(0, NUM_MODELS, 2 * CHUNK))
 def test_in_a_budget(two: Pool, first: int) -> None:
-    copied, _ = two.run(check_budgets, first, min(2 * CHUNK, NUM_MODELS - first), timeout=400.0)
+    copied, _ = two.run(check_budgets, first, min(2 * CHUNK, NUM_MODELS - first), timeout=600.0)
     assert copied > 0
 
 
