@@ -100,6 +100,13 @@ VARIANTS = {
     "numerics/test_parity.py::test_model[gpt]": "[llama_tied_unit]",
     "numerics/test_step_in_backward.py::test_inductor": "::test_models",
     "numerics/test_regions.py::test_the_same_numbers[bf16]": "[all in one]",
+    "numerics/test_regions.py::test_the_same_numbers[units in bf16]": "[units]",
+    "numerics/test_activation_offload.py::test_inductor[plain]": "[put]",
+    "numerics/test_random_models.py::test_in_a_budget[8]": "[0]",
+    "numerics/test_equal_units.py::test_the_same_numbers[one frozen]": "[frozen]",
+    "numerics/test_equal_units.py::test_the_same_numbers[split]": "[from costs]",
+    "numerics/test_equal_units.py::test_the_same_numbers[accumulated]": "[plain]",
+    "numerics/test_equal_units.py::test_units_of_these_classes[True]": "[False]",
     "numerics/test_choices.py::test_same_as_stock[a parameter each]": "[messages]",
     "numerics/test_choices.py::test_same_as_stock[parts]": "[messages]",
     "numerics/test_choices.py::test_same_as_stock[reduce-scatter]": (
