@@ -24,7 +24,7 @@ from compiled_fsdp.ir.meta import (
 )
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.subgraphs import INVOKE
-from compiled_fsdp.torch_private.subgraphs import is_plain_fake
+from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start, is_plain_fake
 from compiled_fsdp.units.unit import originals
 
 from .unit_gradients import needs_grad
@@ -263,8 +263,8 @@ def _switch(node: Node) -> str:
 def _follow(switched: list[Node], node: Node) -> None:
     """Keep in `switched` what has been switched, and not back, after this node as well.
 
-    An exit names what it ends. Autograd is as it was when the graph began once it is switched to
-    what is on now, in the compilation.
+    An exit names what it ends. Autograd is as it was once it is switched to what it was where the
+    graph begins.
     """
     name = _switch(node)
     if name.startswith("_exit_"):
@@ -272,7 +272,7 @@ def _follow(switched: list[Node], node: Node) -> None:
         return
     if name == "_set_grad_enabled":
         switched[:] = [other for other in switched if _switch(other) != name]
-        if node.args[0] is torch.is_grad_enabled():
+        if node.args[0] is grad_mode_at_start():
             return
     switched.append(node)
 

@@ -8,6 +8,7 @@ then moves by weight decay what it would have passed over.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,14 +34,21 @@ def needs_grad(node: Node) -> bool:
 
 
 def that_lead_out(graph: Graph) -> set[Node]:
-    """What the results of a graph have a gradient for. Of what leads there by a write in place alone,
-    this is not known, and it is left out.
+    """What the results of a graph have a gradient for. What is written into a view of something alone
+    is left out: who reads that is not followed.
     """
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or node in found:
+        if node.op == "output" or node in found or _written_to(node) in found:
             found.update(each for each in _differentiated(node) if needs_grad(each))
     return found
+
+
+def _written_to(node: Node) -> object:
+    """What a node writes to in place, `y` of `y.add_(x)` and `y[0] = x`; None if it does not."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_write = node.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
+    return node.args[0] if is_write and node.args else None
 
 
 def _differentiated(node: Node) -> list[Node]:

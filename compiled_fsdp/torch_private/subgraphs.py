@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 from torch._inductor import config
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -136,6 +136,15 @@ def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
     if len(set(storages)) < len(storages):
         return "a result of it lies in the memory of another, or of what it is given"
     return watch.why
+
+
+def grad_mode_at_start() -> bool:
+    """Whether autograd was on where the graph begins that Dynamo is about to compile; where it ends, at
+    a graph break within `no_grad` say, it may be off. Tried on 2.11, 2.13 and 2.15.
+    """
+    context = TracingContext.try_get()
+    state = context.global_context.global_state if context is not None else {}
+    return bool(state["grad_enabled"][1]) if "grad_enabled" in state else torch.is_grad_enabled()
 
 
 _calling: list[object] = []  # the compilation whose graph calls units

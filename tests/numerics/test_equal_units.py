@@ -105,11 +105,18 @@ class Model(nn.Module):
             with torch.autocast("cpu", torch.bfloat16):
                 means.append(self.layers[1](x, scale, shift)[1])
         for layer in self.layers:
-            if self.checkpoints:
+            if odd == "added in place":
+                added, mean = layer(x, scale, shift)
+                x = torch.zeros_like(x)  # what else read `x` would add its gradient in another order
+                x.add_(added)
+                x[0] = added[1]
+            elif self.checkpoints:
                 x, mean = checkpoint(layer, x, scale, shift, use_reentrant=False)
             else:
                 x, mean = layer(x, scale, shift)
             means.append(mean)
+        if self.used == "x":
+            means = [x.mean()]
         logits = F.linear(x, self.embedding.weight).float()  # tied
         if self.used == "means":  # of the first layers, so that others lead nowhere
             return torch.stack(means[:1]).sum()
@@ -153,6 +160,7 @@ CASES = {
     "FSDP1": Case(wrapper=True),
     "results of some parameters": Case(odd="some alone"),
     "constants": Case(odd="constant"),
+    "added in place": Case(odd="added in place", used="x"),
     "switched around": Case(odd="switched around"),
     "switched for one": Case(odd="switched for one"),
 }
