@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir.graph import downstream, move_before, output, point
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.plan_fields import DISTANCES
 from compiled_fsdp.planning.planner import wait_anchors
 
 from .base import consume

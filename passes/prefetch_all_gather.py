@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.ir.graph import is_step, move_before, point
 from compiled_fsdp.ir.regions import Region, find_regions
-from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.plan_fields import DISTANCES
 from compiled_fsdp.planning.planner import gather_anchors
 
 from .base import consume

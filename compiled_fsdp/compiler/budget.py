@@ -47,7 +47,7 @@ from compiled_fsdp.planning.costs import assumed
 from compiled_fsdp.planning.halves import boundary_of, follows, lifetimes_after, num_saved
 from compiled_fsdp.planning.lifetimes import Lifetimes
 from compiled_fsdp.planning.memory import profile, profile_of
-from compiled_fsdp.planning.plan import BY_BUDGET
+from compiled_fsdp.planning.plan_fields import BY_BUDGET
 from compiled_fsdp.planning.planner import predict
 from compiled_fsdp.planning.recompute import Saved
 from compiled_fsdp.wire import copies

@@ -27,7 +27,8 @@ from compiled_fsdp.ir.schema import TO_LOWER, param_spec
 from compiled_fsdp.torch_private.dynamo import tracing_context
 from compiled_fsdp.wire.agreement import everyones
 
-from .plan import DISTANCES, Plan
+from .plan import Plan
+from .plan_fields import DISTANCES
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node

@@ -13,7 +13,7 @@ from compiled_fsdp.ir.graph import aliases, find, order, output, phase_of
 from compiled_fsdp.ir.meta import get_tag, is_computed_again, saved_for_backward
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.ir.schema import FREE, traits_of
-from compiled_fsdp.planning.plan import DISTANCES
+from compiled_fsdp.planning.plan_fields import DISTANCES
 from compiled_fsdp.planning.planner import AHEAD, UNITS_IN_FLIGHT, reduction_room
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ CASES = {
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_compiled_fits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
+    monkeypatch.setattr("compiled_fsdp.planning.plan_fields.LEAST_BUDGET", 0)
     monkeypatch.delenv("COMPILED_FSDP_VERIFY")  # every pass, as often as there are budgets
     seeds, options = CASES[case]
     defaults = {"is_step": False, "has_costs": False, "is_sliced": False}
@@ -213,7 +213,7 @@ def test_what_is_compiled_fits(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("four")
 def test_parts_of_forward_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first trial, for the others and for what is compiled; counted."""
-    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
+    monkeypatch.setattr("compiled_fsdp.planning.plan_fields.LEAST_BUDGET", 0)
     subject = Subject(3, is_step=False, has_costs=True, is_sliced=False)
     peak, _ = subject.compiled(1 << 40, 0)
     tried, decided = [], []
@@ -240,7 +240,7 @@ def test_parts_of_forward_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("four")
 def test_what_trials_do_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of a user's needs more."""
-    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
+    monkeypatch.setattr("compiled_fsdp.planning.plan_fields.LEAST_BUDGET", 0)
     subject = Subject(0, is_step=False, has_costs=False, is_sliced=False)
     peak, _ = subject.compiled(1 << 40, 0)
 

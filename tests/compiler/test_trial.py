@@ -171,7 +171,7 @@ def test_a_line_that_moves_is_drawn_anew(block):
     room = (peak(0.0) + peak(1.0)) // 2
     anew = []
     with (
-        mock.patch("compiled_fsdp.planning.plan.LEAST_BUDGET", 0),
+        mock.patch("compiled_fsdp.planning.plan_fields.LEAST_BUDGET", 0),
         mock.patch.object(
             budget,
             "split",

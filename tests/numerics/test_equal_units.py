@@ -107,7 +107,9 @@ class Model(nn.Module):
         for layer in self.layers:
             if odd == "added in place":
                 added, mean = layer(x, scale, shift)
-                x = torch.zeros_like(x)  # what else read `x` would add its gradient in another order
+                x = torch.zeros_like(
+                    x
+                )  # what else read `x` would add its gradient in another order
                 x.add_(added)
                 x[0] = added[1]
             elif self.checkpoints:

@@ -166,7 +166,7 @@ def test_a_budget_buys_slices_then_parameters(monkeypatch, room, kept, sliced):
         return SimpleNamespace(peak=peak, num_nodes=10)
 
     by_num = [0, 50, 100, 200, 300, 400]
-    monkeypatch.setattr("compiled_fsdp.planning.plan.LEAST_BUDGET", 0)
+    monkeypatch.setattr("compiled_fsdp.planning.plan_fields.LEAST_BUDGET", 0)
     monkeypatch.setattr(budget, "schedule", tried)
     monkeypatch.setattr(
         budget.PeakModel,
