@@ -18,7 +18,7 @@ from programs.verdict import Outcomes, Verdict, judge, plain_of
 if TYPE_CHECKING:
     from programs.kinds import Outcome
 
-LIMIT = 60.0  # seconds for a kind of a script
+LIMIT = 180.0  # seconds for a kind of a script
 
 
 @dataclass
