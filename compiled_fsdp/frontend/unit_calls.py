@@ -119,7 +119,9 @@ class Call:
 
     @property
     def _why_here(self) -> str:
-        """The same, as far as what stands around says, and what changes how others compute."""
+        """Why it cannot be one because of where it stands: among nodes of other modules, or where autograd,
+        autocast or inference mode is switched on or off; "" if it can.
+        """
         if self.between is not None:
             return f"%{self.between.name}, of another module, stands in between"
         if self.switch is not None:

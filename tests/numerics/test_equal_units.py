@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from compiled_fsdp.compiler import inductor
 from compiled_fsdp.ir.graph import find, is_matmul, starts
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.planning.costs import assumed
+from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -352,6 +354,30 @@ def test_units_of_these_classes(two: Pool, wrapper: bool) -> None:
         "compiled_fsdp: Plan(regions=('Attention', 'Other')): no unit of a graph is of class "
         "Attention; there are Layer, Other"
     )
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_whether_autograd_was_on_where_a_graph_began() -> None:
+    """Not where it ends, behind `torch.set_grad_enabled(False)`."""
+    seen = []
+
+    def note(_: object, **__: object) -> None:
+        seen.append((grad_mode_at_start(), torch.is_grad_enabled()))
+
+    layer = fully_shard(nn.Linear(2, 2))
+
+    def function(x: Tensor) -> Tensor:
+        y = layer(x)
+        torch.set_grad_enabled(False)
+        return y.cos()
+
+    torch._dynamo.reset()
+    with (
+        mock.patch("compiled_fsdp.frontend.writes.outline_units", note),
+        torch.enable_grad(),  # which puts back what it was
+    ):
+        torch.compile(function, backend="compiled_fsdp_eager")(torch.ones(2, 2))
+    assert seen[0] == (True, False), seen
 
 
 def test_whole_steps(two: Pool) -> None:
