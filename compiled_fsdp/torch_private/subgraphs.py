@@ -140,7 +140,7 @@ def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
 
 def grad_mode_at_start() -> bool:
     """Whether autograd was on where the graph begins that Dynamo is about to compile; where it ends,
-    behind `torch.set_grad_enabled(False)` say, it may be off. Tried on 2.13.
+    behind `torch.set_grad_enabled(False)` say, it may be off. Tried on 2.11, 2.13 and 2.15.
     """
     context = TracingContext.try_get()
     state = context.global_context.global_state if context is not None else {}
