@@ -114,7 +114,7 @@ def _make_class(original: type, root: type | None) -> type:
         if original.__module__.startswith("torch.nn."):
             body["forward"] = _own_forward(original)
     else:
-        body |= {"__call__": _checked_call(original), "__reduce_ex__": _as_original}
+        body |= {"_compiled_call_impl": _checked_call, "__reduce_ex__": _as_original}
     made = type(name, bases, body)
     originals[made] = original
     return made
@@ -204,18 +204,19 @@ never_traced_alone(_check_written_over)
 never_traced_alone(_held)
 
 
-def _checked_call(original: type[nn.Module]) -> Callable[..., Any]:
-    """`__call__` of a module that owns sharded parameters and is not a unit's own: in eager mode
+def _checked_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a call runs of a module that owns sharded parameters and is not a unit's own: in eager mode
     they must be gathered.
+
+    As `_compiled_call_impl` of the class, not as a `__call__`: where `__call__` is `nn.Module`'s
+    own, and there are no hooks, Dynamo goes straight to `forward`.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        _check_gathered(self, args)
+    return self._call_impl(*args, **kwargs)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            _check_gathered(self, args)
-        return original.__call__(self, *args, **kwargs)
 
-    never_traced_alone(call)
-    return call
+never_traced_alone(_checked_call)
 
 
 @untraced

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed.fsdp as stock
 from kit.models import OddMLP
 from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import compiled_fsdp
 from compiled_fsdp import FSDPModule, UnshardHandle, fully_shard
@@ -82,3 +84,26 @@ def test_moved_parameters_are_back_in_the_flat_buffers_of_their_units(dtype: tor
     assert len({p._local_tensor.untyped_storage().data_ptr() for p in model.parameters()}) == 2
     model(torch.randn(2, 6, dtype=dtype)).sum().backward()
     assert all(p.grad.dtype == dtype for p in model.parameters())
+
+
+def test_a_trace_goes_straight_to_the_forward_of_modules_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`nn.Module.__call__` and its hooks are most of what Dynamo would follow in a layer."""
+    followed: Counter[str] = Counter()
+    step = InstructionTranslatorBase.step
+
+    def counted(self: Any) -> Any:
+        followed[self.f_code.co_name] += 1
+        return step(self)
+
+    monkeypatch.setattr(InstructionTranslatorBase, "step", counted)
+
+    def instructions(num_layers: int) -> int:
+        torch._dynamo.reset()
+        followed.clear()
+        model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
+        torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(2, 4))
+        return followed["_call_impl"]
+
+    assert instructions(1) == instructions(3) > 0, "only the outermost module has hooks"
