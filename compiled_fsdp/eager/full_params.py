@@ -20,9 +20,15 @@ from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
-from compiled_fsdp.units.flat import BEFORE_FORWARD, IN_FORWARD, WHILE_KEPT, checksum
 from compiled_fsdp.units.handles import APART
 from compiled_fsdp.units.precision import policy_of
+from compiled_fsdp.units.unwritten import (
+    BEFORE_FORWARD,
+    IN_FORWARD,
+    WHILE_KEPT,
+    check_unwritten,
+    checksum,
+)
 from compiled_fsdp.wire import agreement, launch, ranges
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.leaving import outside
@@ -138,7 +144,7 @@ class FullParams:
     def _sum_up(self, ahead_of: str) -> None:
         self.ahead_of, self.checksums = (
             ahead_of,
-            [(flat, flat.checksum()) for flat in self.unit.flats],
+            [(flat, checksum(flat.data)) for flat in self.unit.flats],
         )
 
     def keep(self) -> None:
@@ -151,7 +157,7 @@ class FullParams:
                 for flat in self.unit.flats
                 if not all(param.is_borrowed for param in flat.params)
             ]
-            self.kept = [(flat, flat.checksum()) for flat in apart]
+            self.kept = [(flat, checksum(flat.data)) for flat in apart]
 
     def drop_stale(self) -> None:
         """Before a forward: full parameters that were kept are not used if the sharded ones have
@@ -426,7 +432,7 @@ def check_not_meta(unit: Unit) -> None:
 
 def _check_unwritten(checksums: Sequence[tuple[FlatBuffer, Tensor]], why: str) -> None:
     for flat, before in checksums:
-        flat.check_unwritten(before, why)
+        check_unwritten(flat.unit.name, flat.data, before, why)
 
 
 def _version(param: ShardedParam) -> tuple[int, int]:

@@ -271,8 +271,7 @@ class FlatShardBuffer(FlatBuffer):
             self.data.data = flat.data
             return
         self.unit.forget_handles()
-        self.data = nn.Parameter(flat.data, requires_grad=self.data.requires_grad)
-        self.__post_init__()
+        self.become(nn.Parameter(flat.data, requires_grad=self.data.requires_grad))
 
     def may_arrive_late(self, params: Sequence[ShardedParam]) -> bool:
         """See `FlatBuffer`."""

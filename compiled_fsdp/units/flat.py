@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
-from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
-from compiled_fsdp.torch_private.groups import register_work
-from compiled_fsdp.wire import launch
 from compiled_fsdp.wire.checks import checksums, parts_of
 from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.kernels import Piece, set_owner
 
+from .gathered_ahead import GatheredAhead, name_of
 from .gathers import PieceGather
 from .hooks import say_uncalled
 from .in_flight import Arrival
 from .layout import FlatLayout
+from .matrices import updates_of
 from .mesh import MeshInfo
 from .param import ShardedParam
+from .replaced import bring_back
 from .resting import Resting
+from .unwritten import ReadByGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,26 +42,6 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
-# Where a write was missed, and what to do; see `FlatBuffer.check_unwritten`.
-_INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
-BEFORE_FORWARD = (
-    "between optimizer.step() and forward, and had been gathered already. "
-    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer "
-    "or compile_step"
-)
-IN_FORWARD = (
-    "after the gather for their forward was started: ahead, by the unit before, by a prefetch "
-    f"list, or by unshard(async_op=True). {_INSTEAD}, or run the unit's forward under "
-    "torch.no_grad() if it is not trained"
-)
-WHILE_KEPT = (
-    "while the full parameters were kept for another forward (reshard_after_forward=False, "
-    f"set_reshard_after_backward(False), or unshard()). {_INSTEAD}, or call reshard() on the "
-    "module afterwards"
-)
-
-
 @dataclass(eq=False)
 class FlatBuffer:
     """A flat local buffer: the parameters of a unit that share a mesh, a dtype and `requires_grad`.
@@ -73,8 +51,7 @@ class FlatBuffer:
     marked: offsets of the parameters whose gradients a backward delivers, by its number: one that
         fails leaves nothing to others.
     arrival: the reduction that the last backward has left in flight.
-    ahead: gathers under way since the optimizer's step, with version and checksum of what they
-        gather.
+    ahead: gathers under way since the optimizer's step.
     resting: checksums of what it holds, where the unit is checked.
     is_stepped: backward has stepped parameters since the optimizer's last step; what is gathered
         ahead is for the next forward.
@@ -82,9 +59,7 @@ class FlatBuffer:
         see `wire/unused_outputs.py`.
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
-    read_as: with COMPILED_FSDP_VERIFY, a checksum of what the first graph of a forward has read.
-    read_at: the versions that its trained parameters had then; `is_read_back` once a backward has
-        come for it, since when the next graph reads anew.
+    read: what the first graph of a forward has read.
     """
 
     unit: Unit
@@ -99,10 +74,8 @@ class FlatBuffer:
     resting: Resting = field(default_factory=Resting)
     is_stepped: bool = False
     left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
-    ahead: dict[Piece, tuple[tuple[int, ...], Tensor, Tensor, Any]] = field(default_factory=dict)
-    read_as: Tensor | None = None
-    read_at: list[tuple[ShardedParam, int]] | None = None
-    is_read_back: bool = False
+    ahead: GatheredAhead = field(default_factory=GatheredAhead)
+    read: ReadByGraphs = field(default_factory=ReadByGraphs)
 
     def __post_init__(self) -> None:
         set_owner(self.data, self)
@@ -137,6 +110,11 @@ class FlatBuffer:
             and not p.sharded._post_accumulate_grad_hooks
             for p in params
         )
+
+    def become(self, data: nn.Parameter) -> None:
+        """Have another parameter for a buffer."""
+        self.data = data
+        self.__post_init__()
 
     def set_requires_grad(self, value: bool) -> None:
         """Begin or cease to be a leaf that gets a gradient."""
@@ -275,23 +253,9 @@ class FlatBuffer:
         """See `kernels.Owner`."""
         rank = self.mesh_info.shard_rank
         mine = [param for param, at in zip(self._at(offsets), owners, strict=True) if at == rank]
-        numel = sum(param.layout.numel for param in mine)
         with torch.inference_mode(mode=False), torch.no_grad():
-            updates = torch.zeros_like(received)
-            rows = [
-                each[: self.layout.num_shards * numel].view(self.layout.num_shards, numel)
-                for each in (received, updates)
-            ]
-            start = 0
-            for param in mine:
-                place = replace(param.layout, offset=start)
-                pieces = [place.view(row, number) for number, row in enumerate(rows[0])]
-                matrix = pieces[0] if len(pieces) == 1 else torch.cat(pieces, place.dim)
-                update = self.unit.on_matrices[step].orthogonalize(param, matrix)
-                for number, row in enumerate(rows[1]):
-                    place.view(row, number).copy_(place.cut(update, number))
-                start += place.numel
-        return updates
+            on = self.unit.on_matrices[step]
+            return updates_of(mine, received, self.layout.num_shards, on)
 
     def update_matrices(self, pieces: Tensor, offsets: Sequence[int], step: str) -> None:
         """See `kernels.Owner`."""
@@ -338,16 +302,11 @@ class FlatBuffer:
     def gather(self, shard: Tensor, piece: Piece) -> Tensor:
         """See `kernels.Owner`."""
         self.unit.on_gather(PieceGather(self, piece))
-        if piece in self.ahead:
-            version, checksum, gathered, work = self.ahead.pop(piece)
-            if version == self.version():
-                if not self.unit.settings.check:  # else all ranks find it, and say so together
-                    self.check_unwritten(checksum, BEFORE_FORWARD)
-                register_work(gathered, work)
-                return gathered
-            work.wait()
+        ahead = self.ahead.take(self, piece)
+        if ahead is not None:
+            return ahead
         started: Tensor = schema.ALL_GATHER(
-            shard, list(piece.sizes), piece.group_size, piece.group, self._named(piece), "forward"
+            shard, list(piece.sizes), piece.group_size, piece.group, name_of(self, piece), "forward"
         )
         return started
 
@@ -458,73 +417,24 @@ class FlatBuffer:
         both = (tensor for p in self.params for tensor in (p.sharded, _local(p.sharded)))
         return self.data.data_ptr(), self.data._version, *(tensor._version for tensor in both)
 
-    def checksum(self) -> Tensor:
-        """Returns a checksum of every bit, to notice also what `version` does not."""
-        return checksum(self.data)
-
-    def check_unwritten(self, before: Tensor, why: str) -> None:
-        """Fail if the buffer has changed without a new version: other ranks may not know, so
-        gathering again could hang.
-        """
-        text = f"parameters of {self.unit.name} were written to through .data, or by a foreach op, {why}"
-        torch._assert_async(self.checksum() == before, _for_device(text, before.device))
-
     def forget_read(self) -> None:
         """Another forward begins, or parameters change as they are to."""
-        self.read_as = self.read_at = None
+        self.read.forget()
 
     def note_read(self) -> None:
-        """Remember what a graph that records for a backward is going to read, if it is the first."""
-        if not torch.is_grad_enabled() or (self.read_at is not None and not self.is_read_back):
-            return
-        self.is_read_back = False
-        self.read_at = [(p, p.sharded._version) for p in _trained(self.params)]
-        if is_verifying():
-            self.read_as = self.checksum()
+        """A graph is going to read it."""
+        self.read.note(self.data, _trained(self.params))
 
     def _say_if_written(self) -> None:
-        """In a backward: announce that parameters have changed since; who wrote outside of graphs
-        was seen by none. No version counts writes through `.data`.
-        """
-        before, self.read_as, self.is_read_back = self.read_as, None, True
-        is_written = any(p.sharded._version != version for p, version in self.read_at or ())
-        if is_written or (before is not None and before != self.checksum()):
-            warn_once(
-                f"compiled_fsdp: parameters of {self.unit.name} were written to between a graph "
-                "that read them and its backward, in code that no graph sees. That backward finds "
-                "the old value where the full parameter was kept and the new one where it is "
-                "gathered again; the plan decides which. Write to them after backward, or freeze "
-                "them if they are not trained"
-            )
+        self.read.say_if_written(self.unit.name, self.data)
 
     def gather_ahead(self, piece: Piece) -> None:
         """See `kernels.Owner`."""
-        for other in [p for p in self.ahead if p == piece or self.ahead[p][0] != self.version()]:
-            self.ahead.pop(other)[-1].wait()  # of values that are no longer these
-        with torch.no_grad():
-            rests = self.data.detach()[piece.start : piece.start + piece.numel]
-            here = comm.from_host(launch.call, rests, self.params[0].spec)
-            shard = _payload(here, piece) if piece.codes else here.to(piece.dtype)
-            self.ahead[piece] = (
-                self.version(),
-                self.checksum(),
-                *launch.start_gather(
-                    shard, piece.sizes, piece.group_size, piece.group, self._named(piece), "forward"
-                ),
-            )
-
-    def _named(self, piece: Piece) -> str:
-        """The unit and the parameters, for errors."""
-        names = [
-            p.fqn for p in self.params if piece.start <= p.layout.offset < piece.start + piece.numel
-        ]
-        return f"{self.unit.name} ({', '.join(names)})"
+        self.ahead.start(self, piece)
 
     def drop_ahead(self) -> None:
         """Await gathers that no forward has used, and forget them."""
-        ahead, self.ahead = self.ahead, {}
-        for *_, work in ahead.values():
-            work.wait()
+        self.ahead.drop()
 
     def refresh(self, *, is_moved: bool = False) -> None:
         """Bring parameters whose local tensor was replaced (`to`, `to_empty`, assign) back into the
@@ -535,88 +445,12 @@ class FlatBuffer:
         """
         if self.is_apart:
             return
-        flat = self.data
-        locals_ = [_local(p.sharded) for p in self.params]
-        replaced = [
-            a
-            for a, p in zip(locals_, self.params, strict=True)
-            if a.untyped_storage()._cdata != flat.untyped_storage()._cdata
-            or (a.numel() and a.storage_offset() != self.local_view(flat, p).storage_offset())
-        ]
-        if not replaced:
-            return
-        holds = self.unit.in_use()
-        held = [a for a, p in zip(locals_, self.params, strict=True) if p.is_held_in(holds)]
-        if any(a.device.type == "meta" for a in held or locals_):
-            return
-        self._check_sizes(locals_)
-        given = [local for local in locals_ if local.device.type != "meta"]
-        first = replaced[0] if is_moved else (given or locals_)[0]
-        fresh = self.unit.zeros(self.layout.numel, first.dtype, first.device)
-        with torch.no_grad():
-            for param, local in zip(self.params, locals_, strict=True):
-                view = self.local_view(fresh, param)
-                if local.device.type == "meta":  # nobody holds it, so nobody gave it values
-                    if view.is_floating_point():
-                        view.fill_(math.nan)
-                    placed = make_dtensor(view.data, param.sharded)
-                    param.sharded = nn.Parameter(placed, requires_grad=param.sharded.requires_grad)
-                    param.register(param.sharded)
-                    continue
-                view.copy_(local)
-                placed = make_dtensor(view.data, param.sharded)
-                param.sharded.data = (
-                    placed  # takes over all but the local tensor; Dynamo looks at the offset
-                )
-                param.sharded._local_tensor = placed._local_tensor  # type: ignore[attr-defined]
-            if flat.device.type == fresh.device.type:
-                flat.data = fresh
-                return
-        self.unit.forget_handles()
-        self.data = nn.Parameter(
-            fresh, requires_grad=flat.requires_grad
-        )  # e.g. from meta: `.data` cannot change the device
-        self.__post_init__()
-
-    def _check_sizes(self, locals_: Sequence[Tensor]) -> None:
-        wrong = [
-            f"{param.fqn}: {tuple(local.shape)} instead of {tuple(view.shape)}"
-            for param, local in zip(self.params, locals_, strict=True)
-            if (view := self.local_view(self.data, param)).shape != local.shape
-        ]
-        if wrong:
-            raise AssertionError(
-                f"{self.unit.name}: local tensors were replaced by some of another size: "
-                f"{'; '.join(wrong)}. A rank's shard keeps its size; load a state dict to change "
-                "values"
-            )
-
-
-def _payload(shard: Tensor, piece: Piece) -> Tensor:
-    """What a rank sends of a piece of which bytes travel: [bytes]."""
-    parts = [
-        (part if name else part.to(piece.dtype)).view(1, -1)
-        for part, name in zip(shard.split(list(piece.numels)), piece.codes, strict=True)
-    ]
-    payload: Tensor = schema.ENCODE(parts, list(piece.codes))
-    return payload.view(-1)
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Returns a checksum of every bit."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+        bring_back(self, is_moved=is_moved)
 
 
 def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:
     """Autograd adds nothing to a parameter that was frozen after forward."""
     return [param for param in params if param.sharded.requires_grad]
-
-
-def _for_device(text: str, device: torch.device) -> str:
-    """The text, cut to what a failing kernel can print."""
-    return text if device.type == "cpu" else text[:DEVICE_MESSAGE]
 
 
 def _local(tensor: Tensor | None) -> Tensor:

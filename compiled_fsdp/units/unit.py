@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,32 +44,9 @@ if TYPE_CHECKING:
     from compiled_fsdp.ir.spec import ParamSpec
 
     from .gathers import Gather
+    from .matrices import OnMatrices
 
     OnUpdate = Callable[[FlatBuffer, Tensor, Sequence[ShardedParam], Tensor | None], object]
-
-
-class OnMatrices(Protocol):
-    """The optimizer of a whole step, for parameters that it needs whole."""
-
-    def momentum(
-        self,
-        flat: FlatBuffer,
-        flat_grad: Tensor,
-        params: Sequence[ShardedParam],
-        pieces: Tensor,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Take the gradients of these, and write what is to be orthogonalized into `pieces`, padded,
-        one behind the other. `found_inf` as for `update_`.
-        """
-
-    def orthogonalize(self, param: ShardedParam, matrix: Tensor) -> Tensor:
-        """The update of a whole matrix, at its owner; of its shape and dtype."""
-
-    def update_matrices(
-        self, flat: FlatBuffer, pieces: Tensor, params: Sequence[ShardedParam]
-    ) -> None:
-        """Update these; `pieces` as for `momentum`."""
 
 
 _unit_numbers = itertools.count()

@@ -12,7 +12,8 @@ from torch import nn
 
 from compiled_fsdp import Costs, Link, dumped_to, explain, fully_shard, planned
 from compiled_fsdp.inspection.check import load
-from compiled_fsdp.inspection.explanation import Step, _far_off
+from compiled_fsdp.inspection.explanation import Step
+from compiled_fsdp.inspection.explanation_text import _far_off
 from compiled_fsdp.planning import calibrate
 from compiled_fsdp.wire import runs
 

@@ -399,10 +399,10 @@ def ahead_is_bounded(kind: str) -> list[tuple[int, int]]:
         run = start(True, kind, Options("equal_units"), max_ahead_bytes=limit)
         run.step(0)
         held = [
-            gathered
+            under_way.gathered
             for s in states_below(run.model)
             for f in s.unit.flats
-            for *_, gathered, _ in f.ahead.values()
+            for under_way in f.ahead.pieces.values()
         ]
         assert sum(g.nbytes for g in held) <= limit
         found.append((limit, run.num_ahead()))

@@ -39,7 +39,7 @@ def overlapped(run: Run) -> list[float]:
             piece
             for state in states_below(run.model)
             for flat in state.unit.flats
-            for piece in flat.ahead
+            for piece in flat.ahead.pieces
         ]
         assert all("int8" in piece.codes or not piece.codes for piece in pieces)
         if run.call is not run.model and is_ours:

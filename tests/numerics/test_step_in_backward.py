@@ -243,7 +243,11 @@ def early_bytes(limit: int) -> tuple[int, int]:
         what()
         flats = [flat for state in states_below(run.model) for flat in state.unit.flats]
         found.append(
-            sum(gathered.nbytes for flat in flats for *_, gathered, _ in flat.ahead.values())
+            sum(
+                under_way.gathered.nbytes
+                for flat in flats
+                for under_way in flat.ahead.pieces.values()
+            )
         )
     run.optimizer.zero_grad()
     run.step(1)

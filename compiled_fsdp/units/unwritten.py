@@ -1,0 +1,107 @@
+"""Parameters that change behind a unit's back: writes that no version counts, between a gather and
+its use, or between a graph's forward and its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.options import is_verifying
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from .param import ShardedParam
+
+DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
+# Where a write was missed, and what to do; see `check_unwritten`.
+_INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
+BEFORE_FORWARD = (
+    "between optimizer.step() and forward, and had been gathered already. "
+    f"{_INSTEAD}, or pass max_ahead_bytes=0 to overlap_optimizer "
+    "or compile_step"
+)
+IN_FORWARD = (
+    "after the gather for their forward was started: ahead, by the unit before, by a prefetch "
+    f"list, or by unshard(async_op=True). {_INSTEAD}, or run the unit's forward under "
+    "torch.no_grad() if it is not trained"
+)
+WHILE_KEPT = (
+    "while the full parameters were kept for another forward (reshard_after_forward=False, "
+    f"set_reshard_after_backward(False), or unshard()). {_INSTEAD}, or call reshard() on the "
+    "module afterwards"
+)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns a checksum of every bit, to notice also what no version counts."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()
+
+
+def check_unwritten(name: str, data: Tensor, before: Tensor, why: str) -> None:
+    """Fail if a unit's buffer has changed without a new version: other ranks may not know, so
+    gathering again could hang.
+
+    name: of the unit.
+    before: the checksum of `data` then.
+    why: one of the texts above.
+    """
+    text = f"parameters of {name} were written to through .data, or by a foreach op, {why}"
+    torch._assert_async(checksum(data) == before, _for_device(text, before.device))
+
+
+def _for_device(text: str, device: torch.device) -> str:
+    """The text, cut to what a failing kernel can print."""
+    return text if device.type == "cpu" else text[:DEVICE_MESSAGE]
+
+
+@dataclass
+class ReadByGraphs:
+    """What the first graph of a forward has read of one flat buffer, until its backward has come.
+
+    total: with COMPILED_FSDP_VERIFY, a checksum of it.
+    versions: those that its trained parameters had.
+    is_read_back: a backward has come for it, since when the next graph reads anew.
+    """
+
+    total: Tensor | None = None
+    versions: list[tuple[ShardedParam, int]] | None = None
+    is_read_back: bool = False
+
+    def forget(self) -> None:
+        """Another forward begins, or parameters change as they are to."""
+        self.total = self.versions = None
+
+    def note(self, data: Tensor, trained: Iterable[ShardedParam]) -> None:
+        """Remember what a graph that records for a backward is going to read, if it is the first."""
+        if not torch.is_grad_enabled() or (self.versions is not None and not self.is_read_back):
+            return
+        self.is_read_back = False
+        self.versions = [(p, p.sharded._version) for p in trained]
+        if is_verifying():
+            self.total = checksum(data)
+
+    def say_if_written(self, name: str, data: Tensor) -> None:
+        """In a backward: announce that parameters have changed since; who wrote outside of graphs
+        was seen by none. No version counts writes through `.data`.
+
+        name: of the unit.
+        """
+        before, self.total, self.is_read_back = self.total, None, True
+        is_written = any(p.sharded._version != version for p, version in self.versions or ())
+        if is_written or (before is not None and before != checksum(data)):
+            warn_once(
+                f"compiled_fsdp: parameters of {name} were written to between a graph "
+                "that read them and its backward, in code that no graph sees. That backward finds "
+                "the old value where the full parameter was kept and the new one where it is "
+                "gathered again; the plan decides which. Write to them after backward, or freeze "
+                "them if they are not trained"
+            )
