@@ -11,35 +11,27 @@ What is gathered, and how: `full_params.py`. In which order units follow each ot
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from compiled_fsdp.errors import shortened, warn_once
-from compiled_fsdp.ir import collectives as comm
-from compiled_fsdp.ir import transfers
-from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.ir.schema import KEEP_SLICE
 from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
-from compiled_fsdp.wire.deferred import Deferred
 from compiled_fsdp.wire.ops import TRACED
 
-from . import transformed
+from . import reductions, transformed
 from .emptied import say_hooked_inputs, say_what_is_emptied
 from .full_params import NUM_LOOKED, WHO, FullParams, span
-from .tree import Reduction, Tree, in_backward, log, map_tensors
+from .tree import Tree, in_backward, log, map_tensors
+from .watch import watch_inputs, watch_leaves, watch_output
+from .whose_gradients import say_after_backward, say_after_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from compiled_fsdp.units.flat import FlatBuffer
-    from compiled_fsdp.units.param import ShardedParam
     from compiled_fsdp.units.unit import Unit
-    from compiled_fsdp.wire.deferred import Value as Recorded
 
 
 class Runtime(FullParams):
@@ -230,7 +222,7 @@ class Runtime(FullParams):
     def _watch_outputs(self, output: Any) -> Any:
         if torch.is_grad_enabled() and not in_backward():
             self.tree.used.setdefault(self)
-            map_tensors(self._watch_output, output)
+            map_tensors(partial(watch_output, self), output)
         return output
 
     def end_failed_forward(self) -> None:
@@ -243,17 +235,6 @@ class Runtime(FullParams):
         for runtime in (*self.lenders, self):
             runtime.close()
 
-    def _watch_output(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            if tensor._is_view():
-                warn_once(
-                    f"compiled_fsdp: forward of {self.unit.name} returns a view; an in-place op on "
-                    "it may drop the hook that gathers before backward. Return a copy, or do not "
-                    "write to it"
-                )
-            tensor.register_hook(self._pre_backward)
-        return tensor
-
     def _end_of_forward(self) -> None:
         self.has_run.clear()
         say_hooked_inputs(self.unit, self.watched)
@@ -265,22 +246,10 @@ class Runtime(FullParams):
             self.tree.order.append(self)
 
     def _watch_inputs(self, inputs: Any) -> Any:
-        found: list[Tensor] = []
-
-        def collect(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
-                found.append(tensor)
-            return tensor
-
-        map_tensors(collect, inputs)
-        if not found:
-            return inputs
-        function: Any = _Watch
-        given = function.apply(self, _probe(), *found)
-        if self.num_gathered <= NUM_LOOKED and not in_backward():
+        inputs, given = watch_inputs(self, inputs)
+        if given and self.num_gathered <= NUM_LOOKED and not in_backward():
             self.watched = given
-        watched = iter(given)
-        return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, inputs)
+        return inputs
 
     def _reshard_after_forward(self, since: tuple[Runtime, ...] = ()) -> None:
         """Since: units whose forward has ended with this one, which may lend to each other."""
@@ -364,33 +333,19 @@ class Runtime(FullParams):
             self.reshard(keeps_storage=self.tree.has_double)
         else:
             self.keep()
-            self._say_where_gradients_are()
+            say_after_backward(self.unit)
         for param in self.unit.params:
             param.end_backward()
         if self.unit.settings.backward_prefetch == "post" and not is_end:
             self._prefetch_backward()
         with span("post_backward_reduce", self.unit.name), torch.no_grad():
-            programs = [entry for flat in self.unit.flats for entry in self._reduce(flat)]
+            with_zeros = (
+                self.unit.settings.reduce_unused and not self.gave_zeros and self.tree.delivers
+            )
+            reduction = reductions.of_backward(self.unit, with_zeros=with_zeros)
             self.gave_zeros = True
-            if programs:
-                self.tree.add_reduction(Reduction(programs))
-
-    def _say_where_gradients_are(self) -> None:
-        """Full parameters stay, and the sharded ones get the gradients."""
-        trained = [
-            p for p in self.unit.params if p.unsharded is not None and p.unsharded.grad is not None
-        ]
-        if not trained or self.unit.settings.sync == "retain" or self.unit.is_flat:
-            return
-        warn_once(
-            f"compiled_fsdp: {self.unit.name} keeps its full parameters after a backward that "
-            "reduces gradients, since set_reshard_after_backward(False) was called. Until they "
-            "are dropped, parameters() gives these, whose .grad is None, as in torch's FSDP2: "
-            f"clip_grad_norm_ and loops over gradients pass over {trained[0].fqn}. Give them the "
-            "optimizer's parameters, call reshard() before, or set_reshard_after_backward(True) "
-            "before the last backward of a step",
-            about="kept full parameters",
-        )
+            if reduction is not None:
+                self.tree.add_reduction(reduction)
 
     def say_whose_gradients(self) -> None:
         """Somebody looks through the parameters: full ones, if a forward has left them, while the
@@ -398,102 +353,23 @@ class Runtime(FullParams):
         """
         if not self.is_left_over or self.is_in_forward or in_backward():
             return
-        having = [p.fqn for p in self.unit.params if p.sharded.grad is not None]
-        if having:
-            warn_once(
-                f"compiled_fsdp: parameters() gives full parameters of {self.unit.name}, which a "
-                "forward has left for a backward that has not come, and whose .grad is None, as in "
-                f"torch's FSDP2. {shortened(having)} have gradients all the same, to which that "
-                "backward adds: clip_grad_norm_, zero_grad() of a module around this one, and "
-                "loops over gradients pass over them. Give them the optimizer's parameters, or call "
-                "them before that forward or after that backward",
-                about="kept full parameters",
-            )
-
-    def _reduce(
-        self, flat: FlatBuffer
-    ) -> Iterable[tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]]:
-        ready: list[tuple[ShardedParam, Tensor]] = []
-        for param in flat.params:
-            full = param.unsharded
-            if full is not None and full.grad is not None:
-                grad, full.grad = full.grad, None
-                if param.sharded.requires_grad:
-                    ready.append((param, param.local_grad(grad)))
-        takes_part = self.unit.settings.reduce_unused and not self.gave_zeros
-        if flat.data.requires_grad and takes_part and self.tree.delivers:
-            self.unit.options.consume(WHO, "set_reduce_scatter_unused_params")
-            have = {param for param, _ in ready}
-            missing = [
-                p
-                for p in flat.params
-                if p not in have and p.unsharded is not None and p.sharded.requires_grad
-            ]
-            ready += [
-                (p, torch.zeros(p.layout.shape, dtype=p.spec.dtype, device=flat.device))
-                for p in missing
-            ]
-            ready.sort(key=lambda entry: entry[0].layout.offset)
-        if ready:
-            yield self._program(flat, ready)
-
-    def _program(
-        self, flat: FlatBuffer, ready: list[tuple[ShardedParam, Tensor]]
-    ) -> tuple[Deferred, FlatBuffer, Recorded | None, list[ShardedParam]]:
-        """The reduction of these gradients, not started yet."""
-        specs = [param.spec for param, _ in ready]
-        names = ", ".join(param.fqn for param, _ in ready)
-        options = dict.fromkeys(o for spec in specs for o in comm.reduce_options(spec))
-        self.unit.options.consume(WHO, *options)
-        run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
-        grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
-        watched: Deferred | Watched = run
-        if is_checked(specs):
-            self.unit.options.consume(WHO, "check")
-            watched = Watched(run, specs, "backward")
-        reduced = transfers.reduce_bucket(watched, grads, flat.data, flat.data.dtype)
-        if reduced is not None:
-            reduced = transfers.place_bucket(run, reduced, specs, flat.layout.numel)
-        return run, flat, reduced, [param for param, _ in ready]
+        say_after_forward(self.unit)
 
     def reduce_retained(self) -> None:
         """At the end of a backward that reduces: what earlier ones left, where this one brought
         nothing new.
         """
         for flat in self.unit.flats:
-            goes_on = {"retain": (), "scatter": ("rows",), "reduce": ("rows", "partial")}
-            left = {(where, offset) for where, offset in flat.retained}
-            params = [
-                p
-                for p in flat.params
-                if any((where, p.layout.offset) in left for where in goes_on[p.spec.sync])
-            ]
-            if not params:
-                continue
-            zeros = [
-                (p, torch.zeros(p.layout.shape, dtype=flat.data.dtype, device=flat.device))
-                for p in params
-            ]
             with torch.no_grad():
-                self.tree.add_reduction(Reduction([self._program(flat, zeros)]))
+                reduction = reductions.of_what_was_kept(flat)
+            if reduction is not None:
+                self.tree.add_reduction(reduction)
 
     def watch_leaves(self) -> None:
         """A backward through a backward need not come to the unit's outputs: its parameters'
         gradients say that it was here.
         """
-        me = weakref.ref(self)
-
-        @untraced
-        def enter(_: Tensor) -> None:
-            runtime = me()
-            if runtime is not None:
-                runtime.tree.enter_backward(runtime)
-
-        for param in self.unit.params:
-            full = param.unsharded
-            if full is not None and full.requires_grad and not hasattr(full, "_fsdp_enters"):
-                full._fsdp_enters = True  # type: ignore[attr-defined]
-                full.register_post_accumulate_grad_hook(enter)
+        watch_leaves(self)
 
     def is_reached(self) -> bool:
         """Whether the running backward adds to gradients of full parameters."""
@@ -566,28 +442,3 @@ class Runtime(FullParams):
         for param in self.unit.params:
             param.show_handle(param.handle)
             param.end_forward()
-
-
-@cache
-def _probe() -> Tensor:
-    """A leaf that nobody asks for: what adds to its gradient is a whole backward."""
-    return torch.zeros(0, requires_grad=True)
-
-
-class _Watch(torch.autograd.Function):
-    """Identity whose backward runs once all gradients inside the module are done."""
-
-    @staticmethod
-    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.runtime = runtime
-        return tensors
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tree = ctx.runtime.tree
-        tree.enter_backward(ctx.runtime)
-        tree.note_double(ctx.runtime)
-        tree.delivers = tree.delivers or accumulates(_probe())
-        ctx.runtime.post_backward()
-        return None, None, *grads

@@ -1,0 +1,97 @@
+"""Where autograd says that a backward comes to a unit, and that all gradients inside of it are done."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiled_fsdp.errors import warn_once
+from compiled_fsdp.torch_private.autograd import accumulates
+from compiled_fsdp.torch_private.dynamo import untraced
+
+from .tree import map_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .runtime import Runtime
+
+
+def watch_inputs(runtime: Runtime, inputs: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """Inputs of a forward in which those that require a gradient are others, whose backward runs once
+    all gradients inside the module are done; and these others.
+    """
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, inputs)
+    if not found:
+        return inputs, ()
+    function: Any = _Watch
+    given: tuple[Tensor, ...] = function.apply(runtime, _probe(), *found)
+    watched = iter(given)
+    return map_tensors(lambda t: next(watched) if t.requires_grad else t, inputs), given
+
+
+def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """Let the unit know of a backward before it comes to it."""
+    if tensor.requires_grad:
+        if tensor._is_view():
+            warn_once(
+                f"compiled_fsdp: forward of {runtime.unit.name} returns a view; an in-place op on "
+                "it may drop the hook that gathers before backward. Return a copy, or do not "
+                "write to it"
+            )
+        tensor.register_hook(runtime._pre_backward)
+    return tensor
+
+
+def watch_leaves(runtime: Runtime) -> None:
+    """A backward through a backward need not come to the unit's outputs: its parameters' gradients say
+    that it was here.
+    """
+    me = weakref.ref(runtime)
+
+    @untraced
+    def enter(_: Tensor) -> None:
+        found = me()
+        if found is not None:
+            found.tree.enter_backward(found)
+
+    for param in runtime.unit.params:
+        full = param.unsharded
+        if full is not None and full.requires_grad and not hasattr(full, "_fsdp_enters"):
+            full._fsdp_enters = True  # type: ignore[attr-defined]
+            full.register_post_accumulate_grad_hook(enter)
+
+
+@cache
+def _probe() -> Tensor:
+    """A leaf that nobody asks for: what adds to its gradient is a whole backward."""
+    return torch.zeros(0, requires_grad=True)
+
+
+class _Watch(torch.autograd.Function):
+    """Identity whose backward runs once all gradients inside the module are done."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.runtime = runtime
+        return tensors
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tree = ctx.runtime.tree
+        tree.enter_backward(ctx.runtime)
+        tree.note_double(ctx.runtime)
+        tree.delivers = tree.delivers or accumulates(_probe())
+        ctx.runtime.post_backward()
+        return None, None, *grads
