@@ -23,23 +23,9 @@ from compiled_fsdp.wire.ops import TRACED
 from compiled_fsdp.wire.runs import Run, all_runs
 
 from . import measured, profiles, routing
-from .explanation import (
-    BOTH,
-    EAGER,
-    EMPTY,
-    GRAPH,
-    NEVER,
-    NOT_YET,
-    UNLOWERED,
-    Explanation,
-    GraphInfo,
-    OptionInfo,
-    Param,
-    Shared,
-    Step,
-    UnitInfo,
-)
+from .explanation import Explanation, GraphInfo, OptionInfo, Param, Shared, Step, UnitInfo
 from .guards import in_words
+from .where import BOTH, EAGER, EMPTY, GRAPH, NEVER, NOT_YET, UNLOWERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .explanation import BOTH, EAGER, UNLOWERED
+from .where import BOTH, EAGER, UNLOWERED
 
 if TYPE_CHECKING:
     from .explanation import Explanation, GraphInfo
