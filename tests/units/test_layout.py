@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.units import flat
+from compiled_fsdp.units import unwritten
 from compiled_fsdp.units.layout import flat_layout
 
 pytestmark = pytest.mark.usefixtures("fake_world")
@@ -240,5 +240,5 @@ def test_frozen_gets_no_gradient() -> None:
 def test_what_a_device_prints_is_cut() -> None:
     """`_assert_async` on CUDA refuses a longer message, for an assertion that holds too."""
     text = "parameters of a.b " + 40 * "were written to "
-    assert flat._for_device(text, torch.device("cpu")) == text
-    assert len(flat._for_device(text, torch.device("cuda"))) < 255
+    assert unwritten._for_device(text, torch.device("cpu")) == text
+    assert len(unwritten._for_device(text, torch.device("cuda"))) < 255
