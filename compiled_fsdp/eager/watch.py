@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.errors import warn_once
-from compiled_fsdp.torch_private.autograd import accumulates
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number
 from compiled_fsdp.torch_private.dynamo import untraced
 
 from .tree import map_tensors
@@ -41,15 +40,31 @@ def watch_inputs(runtime: Runtime, inputs: Any) -> tuple[Any, tuple[Tensor, ...]
 
 
 def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
-    """Let the unit know of a backward before it comes to it."""
-    if tensor.requires_grad:
-        if tensor._is_view():
-            warn_once(
-                f"compiled_fsdp: forward of {runtime.unit.name} returns a view; an in-place op on "
-                "it may drop the hook that gathers before backward. Return a copy, or do not "
-                "write to it"
-            )
+    """Let the unit know of a backward before it comes to it.
+
+    A write to a view in place drops hooks on it: autograd then goes past it, but still by what its
+    base was computed with.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    base = tensor._base
+    if base is None or base.grad_fn is None:
         tensor.register_hook(runtime._pre_backward)
+        return tensor
+    last = [-1]  # the backward that has come by the tensor itself
+
+    @untraced
+    def by_view(grad: Tensor) -> Tensor:
+        last[0] = backward_number()
+        return runtime._pre_backward(grad)
+
+    @untraced
+    def by_base(grads: tuple[Tensor, ...]) -> None:
+        if last[0] != backward_number():
+            runtime._pre_backward(grads[0])
+
+    tensor.register_hook(by_view)
+    base.grad_fn.register_prehook(by_base)
     return tensor
 
 
