@@ -22,7 +22,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import Watched, is_checked
 from compiled_fsdp.ir.schema import KEEP_SLICE
-from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, is_transformed
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.deferred import Deferred
@@ -49,6 +49,9 @@ class Runtime(FullParams):
     under_way: the modules of the unit that are being called, outside any graph, one inside the other;
         one that calls itself (a tree) is gathered and freed by the outermost call.
     indices: places of this unit in `tree.order` that backward has not come to.
+    awaited: what will come back to this unit: numbers of backwards that have come to its outputs
+        and not to its inputs, and forwards computed again whose inputs they have not come to. A
+        backward inside of these does not free it.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or
         backward begins.
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
@@ -68,6 +71,7 @@ class Runtime(FullParams):
         self.has_run: set[nn.Module] = set()
         self.under_way: list[nn.Module] = []
         self.indices: list[int] = []
+        self.awaited: set[object] = set()
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
@@ -276,7 +280,11 @@ class Runtime(FullParams):
         if not found:
             return inputs
         function: Any = _Watch
-        given = function.apply(self, _probe(), *found)
+        again = None
+        if in_backward():
+            again = object()
+            self.awaited.add(again)
+        given = function.apply(self, again, _probe(), *found)
         if self.num_gathered <= NUM_LOOKED and not in_backward():
             self.watched = given
         watched = iter(given)
@@ -312,6 +320,7 @@ class Runtime(FullParams):
         broke its graph.
         """
         tree = self.tree
+        self.awaited.add(backward_number())
         if self not in tree.backward:
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
@@ -348,6 +357,15 @@ class Runtime(FullParams):
         for target in () if self.prefetch["backward"] else earlier[1:]:
             if target.unit.settings.unshard_in_backward:
                 target.start_copies()
+
+    def come_to_inputs(self, again: object | None) -> None:
+        """The running backward has all gradients inside the module. Unless one around it comes back
+        (a hook's `autograd.grad` through the module whose output has the hook, checkpoints inside
+        of checkpoints), its parameters are done with.
+        """
+        self.awaited.discard(backward_number() if again is None else again)
+        if not self.awaited:
+            self.post_backward()
 
     def post_backward(self, *, is_end: bool = False) -> None:
         """Free the parameters and reduce what gradients there are; does nothing when called
@@ -547,6 +565,7 @@ class Runtime(FullParams):
         self.has_run.clear()
         self.slices.clear()
         self.indices.clear()
+        self.awaited.clear()
         self.reshard()
 
     def _log(self, what: str) -> None:
@@ -578,8 +597,10 @@ class _Watch(torch.autograd.Function):
     """Identity whose backward runs once all gradients inside the module are done."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.runtime = runtime
+    def forward(
+        ctx: Any, runtime: Runtime, again: object | None, probe: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.runtime, ctx.again = runtime, again
         return tensors
 
     @staticmethod
@@ -589,5 +610,5 @@ class _Watch(torch.autograd.Function):
         tree.enter_backward(ctx.runtime)
         tree.note_double(ctx.runtime)
         tree.delivers = tree.delivers or accumulates(_probe())
-        ctx.runtime.post_backward()
-        return None, None, *grads
+        ctx.runtime.come_to_inputs(ctx.again)
+        return None, None, None, *grads
