@@ -17,7 +17,7 @@ from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import schema, transfers
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.options import is_verifying
-from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, current_run, next_run
 from compiled_fsdp.torch_private.dtensors import make_dtensor
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.torch_private.groups import register_work
@@ -85,6 +85,8 @@ class FlatBuffer:
     read_as: with COMPILED_FSDP_VERIFY, a checksum of what the first graph of a forward has read.
     read_at: the versions that its trained parameters had then; `is_read_back` once a backward has
         come for it, since when the next graph reads anew.
+    read_in: the calls that have read so, by the runs that autograd recorded in each, from the first
+        to behind the last; none while a call lasts. What others have read is not known.
     """
 
     unit: Unit
@@ -103,6 +105,7 @@ class FlatBuffer:
     read_as: Tensor | None = None
     read_at: list[tuple[ShardedParam, int]] | None = None
     is_read_back: bool = False
+    read_in: list[tuple[int, int | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         set_owner(self.data, self)
@@ -472,20 +475,39 @@ class FlatBuffer:
     def forget_read(self) -> None:
         """Another forward begins, or parameters change as they are to."""
         self.read_as = self.read_at = None
+        self.read_in.clear()
 
-    def note_read(self) -> None:
+    def begin_read(self) -> None:
         """Remember what a graph that records for a backward is going to read, if it is the first."""
-        if not torch.is_grad_enabled() or (self.read_at is not None and not self.is_read_back):
+        if not torch.is_grad_enabled():
             return
-        self.is_read_back = False
-        self.read_at = [(p, p.sharded._version) for p in _trained(self.params)]
-        if is_verifying():
-            self.read_as = self.checksum()
+        if backward_number() == -1 and (self.read_at is None or self.is_read_back):
+            self.is_read_back = False
+            self.read_at = [(p, p.sharded._version) for p in _trained(self.params)]
+            self.read_as = self.checksum() if is_verifying() else None
+            self.read_in.clear()
+        self.read_in.append((next_run(), None))
+
+    def end_read(self) -> None:
+        """The call that reads has ended."""
+        under_way = [i for i, (_, behind) in enumerate(self.read_in) if behind is None]
+        if under_way:
+            self.read_in[under_way[-1]] = self.read_in[under_way[-1]][0], next_run()
+
+    def _is_known(self, run: int) -> bool:
+        """Whether a run was recorded in a call that `read_at` is about. A function that is compiled
+        around a model, or instead of it, reads as well.
+        """
+        return run == -1 or any(
+            first <= run and (behind is None or run < behind) for first, behind in self.read_in
+        )
 
     def _say_if_written(self) -> None:
         """In a backward: announce that parameters have changed since; who wrote outside of graphs
         was seen by none. No version counts writes through `.data`.
         """
+        if not self._is_known(current_run()):
+            return
         before, self.read_as, self.is_read_back = self.read_as, None, True
         is_written = any(p.sharded._version != version for p, version in self.read_at or ())
         if is_written or (before is not None and before != self.checksum()):
