@@ -113,6 +113,8 @@ class Finalization:
         self.reached.update(tree.backward)
         self.used.update(tree.used)
         self.delivered |= tree.delivers
+        for runtime in tree.backward:
+            runtime.awaited.clear()
         tree.backward.clear()
         tree.used.clear()
         tree.transformed_before.update(tree.transformed)

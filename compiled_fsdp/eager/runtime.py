@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_fsdp.ir.schema import KEEP_SLICE
-from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, is_transformed
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.ops import TRACED
@@ -41,6 +41,9 @@ class Runtime(FullParams):
     under_way: the modules of the unit that are being called, outside any graph, one inside the other;
         one that calls itself (a tree) is gathered and freed by the outermost call.
     indices: places of this unit in `tree.order` that backward has not come to.
+    awaited: what will come back to this unit: numbers of backwards that have come to its outputs
+        and not to its inputs, and forwards computed again whose inputs they have not come to. A
+        backward inside of these does not free it.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or
         backward begins.
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
@@ -60,6 +63,7 @@ class Runtime(FullParams):
         self.has_run: set[nn.Module] = set()
         self.under_way: list[nn.Module] = []
         self.indices: list[int] = []
+        self.awaited: set[object] = set()
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
@@ -281,6 +285,7 @@ class Runtime(FullParams):
         broke its graph.
         """
         tree = self.tree
+        self.awaited.add(backward_number())
         if self not in tree.backward:
             self._log("pre_backward")
             with span("pre_backward", self.unit.name):
@@ -317,6 +322,15 @@ class Runtime(FullParams):
         for target in () if self.prefetch["backward"] else earlier[1:]:
             if target.unit.settings.unshard_in_backward:
                 target.start_copies()
+
+    def come_to_inputs(self, again: object | None) -> None:
+        """The running backward has all gradients inside the module. Unless one around it comes back
+        (a hook's `autograd.grad` through the module whose output has the hook, checkpoints inside
+        of checkpoints), its parameters are done with.
+        """
+        self.awaited.discard(backward_number() if again is None else again)
+        if not self.awaited:
+            self.post_backward()
 
     def post_backward(self, *, is_end: bool = False) -> None:
         """Free the parameters and reduce what gradients there are; does nothing when called
@@ -423,6 +437,7 @@ class Runtime(FullParams):
         self.has_run.clear()
         self.slices.clear()
         self.indices.clear()
+        self.awaited.clear()
         self.reshard()
 
     def _log(self, what: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from compiled_fsdp.torch_private.autograd import accumulates, backward_number
 from compiled_fsdp.torch_private.dynamo import untraced
 
-from .tree import map_tensors
+from .tree import in_backward, map_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,12 @@ def watch_inputs(runtime: Runtime, inputs: Any) -> tuple[Any, tuple[Tensor, ...]
     map_tensors(collect, inputs)
     if not found:
         return inputs, ()
+    again = None
+    if in_backward():
+        again = object()
+        runtime.awaited.add(again)
     function: Any = _Watch
-    given: tuple[Tensor, ...] = function.apply(runtime, _probe(), *found)
+    given: tuple[Tensor, ...] = function.apply(runtime, again, _probe(), *found)
     watched = iter(given)
     return map_tensors(lambda t: next(watched) if t.requires_grad else t, inputs), given
 
@@ -97,8 +101,10 @@ class _Watch(torch.autograd.Function):
     """Identity whose backward runs once all gradients inside the module are done."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, probe: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.runtime = runtime
+    def forward(
+        ctx: Any, runtime: Runtime, again: object | None, probe: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.runtime, ctx.again = runtime, again
         return tensors
 
     @staticmethod
@@ -108,5 +114,5 @@ class _Watch(torch.autograd.Function):
         tree.enter_backward(ctx.runtime)
         tree.note_double(ctx.runtime)
         tree.delivers = tree.delivers or accumulates(_probe())
-        ctx.runtime.post_backward()
-        return None, None, *grads
+        ctx.runtime.come_to_inputs(ctx.again)
+        return None, None, None, *grads

@@ -56,6 +56,7 @@ class Called:
                     raise
         finally:
             under_way.pop()
+            _after_call(self)
 
     def _fsdp_call(self, args: Any, kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -76,6 +77,10 @@ class Called:
 
     def _fsdp_after_error(self, error: Exception) -> None:
         """The call has raised; may raise something clearer."""
+        raise NotImplementedError
+
+    def _fsdp_after_call(self) -> None:
+        """Of each `_fsdp_before_call` outside any graph, also if the call has raised."""
         raise NotImplementedError
 
 
@@ -100,6 +105,11 @@ def _begin(module: Any) -> list[Any]:
 @untraced
 def _after_error(module: Any, error: Exception) -> None:
     module._fsdp_after_error(error)
+
+
+@untraced
+def _after_call(module: Any) -> None:
+    module._fsdp_after_call()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import CodeType
 
+    from compiled_fsdp.units.flat import FlatBuffer
     from compiled_fsdp.units.unit import Unit
 
     from .together import Together
@@ -85,6 +86,7 @@ class State:
         self.stock = StockState(self.runtime)
         self.is_checked = self.is_use_checked = self.is_call_compiled = False
         self.num_looked = 0
+        self.reading: list[list[FlatBuffer]] = []  # of the calls that are under way
         self.together: Together | None = None
         self.buffers_from_meta: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         follow(unit)
@@ -220,7 +222,7 @@ class State:
         for runtime in called:
             keep_classes(runtime.unit)
             _follow_user(runtime)
-        self._note_reads(called, is_compiled=is_compiled)
+        self._note_reads(called, is_compiled=is_compiled, is_traced=is_traced)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
         if is_compiled:
@@ -233,14 +235,22 @@ class State:
                 )
             prepare(called)
 
-    def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> None:
+    def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool, is_traced: bool) -> None:
         """Another forward begins, or a graph of one: what is read now is what backward is about."""
         flats = [flat for runtime in called for flat in runtime.unit.flats]
-        for flat in () if in_backward() else flats:
-            if self.unit.is_outermost:
+        if self.unit.is_outermost and not in_backward():
+            for flat in flats:
                 flat.forget_read()
-            if is_compiled:
-                flat.note_read()
+        read = flats if is_compiled else []
+        for flat in read:
+            flat.begin_read()
+        if not is_traced:
+            self.reading.append(read)
+
+    def end_call(self) -> None:
+        """A call that began outside of any graph has ended."""
+        for flat in self.reading.pop():
+            flat.end_read()
 
     def after_error(self, error: Exception) -> None:
         """A call of this unit has raised: graphs gather for themselves again; raise a clearer

@@ -138,6 +138,9 @@ class FullyShardedDataParallel(Called, AtRest):
         runtime: Runtime = self._fsdp_state.runtime
         return runtime
 
+    def _fsdp_after_call(self) -> None:
+        self._fsdp_state.end_call()
+
     def _fsdp_after_error(self, error: Exception) -> None:
         if self._is_root and not in_backward():
             note_raised(error)

@@ -81,6 +81,9 @@ class FSDPModule(Called, NotInsideTheWrapper, Setters, StockFSDPModule):
     def _fsdp_after_error(self, error: Exception) -> None:
         self._fsdp_own().after_error(error)
 
+    def _fsdp_after_call(self) -> None:
+        self._fsdp_own().end_call()
+
     # -- parameters
 
     def named_parameters(

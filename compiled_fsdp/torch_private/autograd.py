@@ -70,6 +70,12 @@ def run_of(node: Any) -> int:
     return number
 
 
+def next_run() -> int:
+    """What `run_of` will say of the node that this thread records next."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
 def running_node() -> Any:
     """The node whose backward autograd runs; None outside."""
     return torch._C._current_autograd_node()

@@ -421,9 +421,13 @@ class FlatBuffer:
         """Another forward begins, or parameters change as they are to."""
         self.read.forget()
 
-    def note_read(self) -> None:
-        """A graph is going to read it."""
-        self.read.note(self.data, _trained(self.params))
+    def begin_read(self) -> None:
+        """A call begins in which graphs read it."""
+        self.read.begin(self.data, _trained(self.params))
+
+    def end_read(self) -> None:
+        """The call has ended."""
+        self.read.end()
 
     def _say_if_written(self) -> None:
         self.read.say_if_written(self.unit.name, self.data)

@@ -4,13 +4,14 @@ its use, or between a graph's forward and its backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from compiled_fsdp.errors import warn_once
 from compiled_fsdp.options import is_verifying
+from compiled_fsdp.torch_private.autograd import backward_number, current_run, next_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,24 +71,44 @@ class ReadByGraphs:
     total: with COMPILED_FSDP_VERIFY, a checksum of it.
     versions: those that its trained parameters had.
     is_read_back: a backward has come for it, since when the next graph reads anew.
+    calls: those that have read so, by the runs that autograd recorded in each, from the first to
+        behind the last; none while a call lasts. What others have read is not known.
     """
 
     total: Tensor | None = None
     versions: list[tuple[ShardedParam, int]] | None = None
     is_read_back: bool = False
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
 
     def forget(self) -> None:
         """Another forward begins, or parameters change as they are to."""
         self.total = self.versions = None
+        self.calls.clear()
 
-    def note(self, data: Tensor, trained: Iterable[ShardedParam]) -> None:
+    def begin(self, data: Tensor, trained: Iterable[ShardedParam]) -> None:
         """Remember what a graph that records for a backward is going to read, if it is the first."""
-        if not torch.is_grad_enabled() or (self.versions is not None and not self.is_read_back):
+        if not torch.is_grad_enabled():
             return
-        self.is_read_back = False
-        self.versions = [(p, p.sharded._version) for p in trained]
-        if is_verifying():
-            self.total = checksum(data)
+        if backward_number() == -1 and (self.versions is None or self.is_read_back):
+            self.is_read_back = False
+            self.versions = [(p, p.sharded._version) for p in trained]
+            self.total = checksum(data) if is_verifying() else None
+            self.calls.clear()
+        self.calls.append((next_run(), None))
+
+    def end(self) -> None:
+        """The call that reads has ended."""
+        under_way = [i for i, (_, behind) in enumerate(self.calls) if behind is None]
+        if under_way:
+            self.calls[under_way[-1]] = self.calls[under_way[-1]][0], next_run()
+
+    def _is_known(self, run: int) -> bool:
+        """Whether a run was recorded in a call that `versions` is about. A function that is compiled
+        around a model, or instead of it, reads as well.
+        """
+        return run == -1 or any(
+            first <= run and (behind is None or run < behind) for first, behind in self.calls
+        )
 
     def say_if_written(self, name: str, data: Tensor) -> None:
         """In a backward: announce that parameters have changed since; who wrote outside of graphs
@@ -95,6 +116,8 @@ class ReadByGraphs:
 
         name: of the unit.
         """
+        if not self._is_known(current_run()):
+            return
         before, self.total, self.is_read_back = self.total, None, True
         is_written = any(p.sharded._version != version for p, version in self.versions or ())
         if is_written or (before is not None and before != checksum(data)):

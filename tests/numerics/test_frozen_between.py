@@ -210,7 +210,7 @@ def check_written_between() -> None:
         assert all("parameters of a were written to" in text for text in said)
 
 
-@pytest.mark.parametrize("what", ["write", "step", "neither", "submodule"])
+@pytest.mark.parametrize("what", ["write", "step", "neither", "submodule", "around"])
 def test_a_write_that_a_version_counts_is_announced_always(two: Pool, what: str) -> None:
     two.run(check_counted, what)
 
@@ -220,17 +220,20 @@ def check_counted(what: str) -> None:
     model = this.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = torch.compile(model.a if what == "submodule" else model, backend="compiled_fsdp_eager")
+    around = torch.compile(lambda x: call(x) * 2, backend="compiled_fsdp_eager")
     with (
         warnings.catch_warnings(record=True) as caught,
         mock.patch.dict(os.environ, {"COMPILED_FSDP_VERIFY": ""}),
     ):
         warnings.simplefilter("always")
         for _ in range(3):
-            loss = call(torch.ones(2, 4)).square().sum()
+            loss = (around if what == "around" else call)(torch.ones(2, 4)).square().sum()
             if what == "write":
                 with torch.no_grad():
                     model.a.weight.mul_(0.5)
             loss.backward(retain_graph=what == "step")
+            if what == "around":  # a forward that no backward comes to, and then a step
+                call(torch.ones(2, 4))
             optimizer.step()
             optimizer.zero_grad()
             if what == "step":

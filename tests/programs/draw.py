@@ -20,6 +20,7 @@ from programs.statements import (
     DRAWN_SETUP,
     FORWARD,
     LOOP,
+    NESTED_FORWARD,
     OPERATORS,
     OPTIMIZERS,
     PLAIN,
@@ -225,6 +226,7 @@ def make_step(seed: int, turn: int | None = None) -> Program:
 
 CELLS = "cells"
 SCRIPTS = (*SCRIPT_FORWARD, *SCRIPT_SETUP, *SCRIPT_LOOP, CELLS)
+FROM = 3000  # the first seed of scripts that may say `NESTED_FORWARD`
 
 
 def make_script(seed: int) -> Program:
@@ -234,10 +236,11 @@ def make_script(seed: int) -> Program:
     r = random.Random(seed)
     while True:
         program = _make(r.randrange(1 << 16))
-        said = {_turn(seed, list(SCRIPTS)), *r.sample(SCRIPTS, r.choice((0, 0, 1)))}
+        names = SCRIPTS if seed < FROM else (*SCRIPTS, *NESTED_FORWARD)
+        said = {_turn(seed, list(names)), *r.sample(names, r.choice((0, 0, 1)))}
         said |= {"adapter"} if "merge" in said else set()
         forward = list(program.forward)
-        for name in sorted(said & SCRIPT_FORWARD.keys()):
+        for name in sorted(said & (SCRIPT_FORWARD.keys() | NESTED_FORWARD.keys())):
             _insert(r, forward, name, r.choice(LAYERS[: len(program.layers)]))
         script = replace(
             program,

@@ -72,6 +72,7 @@ def _has(need: str, program: Program) -> bool:
         "ema": "ema" in names,
         "pure": all(_is_pure(n.partition("@")[0]) for n in program.block),
         "saved": "checkpoint_save" in names,
+        "one_output": not program.heads,
         "adapter": "adapter" in names,
         "no_all_to_all": not names & {"all_to_all", "all_to_all_twice"},
         "no_collective": not names & COLLECTIVES,
@@ -119,7 +120,7 @@ def _fits(program: Program) -> bool:
         and (calls_first or program.way == "functional" or program.low_precision),
         sum(n.startswith(("tie_head", "load_assign")) for n in program.setup) > 1,
         "no_input_grad" in names and wants_grad,
-        "checkpoint_reentrant" in names and wants_grad,
+        {"checkpoint_reentrant", "checkpoint_itself"} & names and wants_grad,
         {"overlap", "overlap_in_backward"} <= names,
         # `to_empty` on a plain model makes a parameter of each name and so unties them; sharded
         # ones stay tied

@@ -36,6 +36,22 @@ x = x + y[0, 0]
 """
 )
 
+# A backward inside of a backward, said from seed `draw.FROM` on: earlier seeds stay as they are.
+NESTED_FORWARD = parse(
+    """
+-- gradient_in_hook breaks
+y = {m}(x)
+if y.requires_grad:
+    given = y.detach().requires_grad_()
+    again = {m}(given)
+    y.register_hook(lambda grad: grad + torch.autograd.grad(again, given, grad, retain_graph=True)[0])
+x = torch.tanh(y)
+-- checkpoint_itself breaks needs=one_output
+call = lambda y, i: checkpoint(lambda z, j: self(z, j), y, i, use_reentrant=True)
+x = x + (call(x[: len(x) // 2], ids[: len(x) // 2]).mean() if len(x) > 1 else 0.0)
+"""
+)
+
 SCRIPT_SETUP = parse(
     """
 -- shard_again at=sharded

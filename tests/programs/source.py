@@ -61,6 +61,8 @@ loss_of = compiled(loss_of{full})
 WHOLE = ("model", "in_place", "model_before", "in_place_before", "both", "loss", "train")
 RUNS_EAGERLY = {
     "checkpoint_reentrant",
+    "checkpoint_itself",
+    "gradient_in_hook",
     "disabled_call",
     "unshard",
     "unshard_async",

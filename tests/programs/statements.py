@@ -25,9 +25,9 @@ from programs.around import SETUP as DRAWN_SETUP
 from programs.forward import ALONE, PLAIN, ROUTED
 from programs.grammar import Statement
 from programs.operators import OPERATORS
-from programs.scripts import SCRIPT_FORWARD, SCRIPT_LOOP, SCRIPT_SETUP
+from programs.scripts import NESTED_FORWARD, SCRIPT_FORWARD, SCRIPT_LOOP, SCRIPT_SETUP
 
-FORWARD = {**PLAIN, **OPERATORS, **SCRIPT_FORWARD}
+FORWARD = {**PLAIN, **OPERATORS, **SCRIPT_FORWARD, **NESTED_FORWARD}
 SETUP = {**DRAWN_SETUP, **SCRIPT_SETUP}
 LOOP = {**DRAWN_LOOP, **SCRIPT_LOOP}
 
@@ -37,6 +37,7 @@ __all__ = [
     "DRAWN_SETUP",
     "FORWARD",
     "LOOP",
+    "NESTED_FORWARD",
     "OPERATORS",
     "OPTIMIZERS",
     "OTHERS",

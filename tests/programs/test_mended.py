@@ -242,6 +242,21 @@ CASES = {
         "fully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
+    # a backward inside of a backward freed the unit that the outer one comes back to
+    "a gradient through a unit in a hook on its output": Case(
+        "z = self.a(x)\ngiven = z.detach().requires_grad_()\nagain = self.a(given)\n"
+        "z.register_hook(lambda g: g + torch.autograd.grad(again, given, g, retain_graph=True)[0])\n"
+        "x = self.b(torch.tanh(z))",
+        "for unit in (model.a, model.b, model):\n    fully_shard(unit)",
+        kinds="eager",
+    ),
+    "reentrant checkpoints of a module in itself": Case(
+        "y = torch.tanh(self.a(x))\nif len(x) > 1:\n    half = y[: len(x) // 2]\n"
+        "    return self.head(self.b(y)) + checkpoint(self, half, ids, use_reentrant=True).sum(0)\nx = self.b(y)",
+        "fully_shard(model)\nmodel = compiled(model)",
+        loop=LOOP.replace("model(x, ids)", "checkpoint(model, x, ids, use_reentrant=True)"),
+        kinds="eager,compiled",
+    ),
     # a class without our properties: a trace found the sharded parameters
     "another class for a sharded layer": Case(
         "x = self.b(self.a(x))",

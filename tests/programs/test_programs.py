@@ -67,6 +67,9 @@ SCRIPTS = (
     ),
     Program(loop=("eval_trains",), cells=True),
     Program(loop=("averaged",)),
+    Program(
+        forward=("gradient_in_hook@a", "call@b", "checkpoint_itself@b"), steps=1, kinds=("eager",)
+    ),
 )
 # Seeds of programs, or programs, in which a planted fault was found, and without it none.
 FOUND: dict[str, int | Program] = {
