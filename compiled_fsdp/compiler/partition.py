@@ -9,8 +9,8 @@ backward. In a GPT of 9 layers that is a third of the activations, for about a h
 time. What a memory budget has no room for beyond that is taken from what forward saves afterwards
 (`recompute.py`).
 
-Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, and
-Inductor's `CustomPartitionerFn`.
+Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its tag for
+nodes that must be in backward, and Inductor's `CustomPartitionerFn`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halv
     the graph of a unit that is called several times.
     """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
+    _leave_in_backward(joint)
     with (
         functorch_config.patch(ban_recompute_materialized_backward=bans),
         quick_hints(),
@@ -82,6 +83,18 @@ def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halv
     ):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
     return halves
+
+
+def _leave_in_backward(joint: GraphModule) -> None:
+    """Say that what backward sends of saved values alone is sent there, once. Keys and values of ring
+    attention travel again in backward; torch's partitioner may send them in forward already and keep
+    what came, and once more in backward for nobody, by what each rank computes with them, so that
+    ranks part.
+    """
+    for node in joint.graph.nodes:
+        is_sent = getattr(node.target, "namespace", "") == "_c10d_functional"
+        if is_sent and node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def _give_up(
