@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from kit.graphs import captured
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.effects import _register_effectful_op, with_effects
+from torch._library.effects import EffectType
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
@@ -24,6 +26,7 @@ from compiled_fsdp import fully_shard
 
 if TYPE_CHECKING:
     from kit.pool import Pool
+    from torch.fx import Graph
 
 DIM, HIDDEN, EXPERTS, ROWS, STEPS = 8, 16, 4, 6, 4
 RTOL, ATOL = 1e-5, 1e-6  # fp32: tokens of all ranks are added per expert in one matmul
@@ -289,7 +292,21 @@ def train(kind: str, reference: Model) -> list[Tensor]:
     return [*found, *(p.full_tensor() if isinstance(p, DTensor) else p for p in shared)]
 
 
-def compare(name: str) -> None:
+def in_order(name: str) -> None:
+    """With ops that say that they have effects, which keep their order."""
+    ops = (torch.ops.tests_routers.dispatch.default, torch.ops.tests_routers.combine.default)
+    said = [_register_effectful_op(op, EffectType.ORDERED) for op in ops]
+    try:
+        graphs = compare(name)
+    finally:
+        for each in said:
+            each.destroy()
+    for graph in graphs:
+        effects = [n.args[1] for n in graph.nodes if n.target is with_effects]
+        assert effects == [*ops], effects
+
+
+def compare(name: str) -> list[Graph]:
     torch.manual_seed(0)
     reference = Model(name)
     alone, stock, eager = (train(kind, reference) for kind in ("alone", "stock", "eager"))
@@ -302,8 +319,17 @@ def compare(name: str) -> None:
         torch.testing.assert_close(found, alone, rtol=RTOL, atol=ATOL)
     assert all(map(torch.equal, eager, stock))
     assert all(map(torch.equal, compiled, stock))
+    return graphs
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks(two: Pool, name: str) -> None:
-    two.run(compare, name)
+    two.run(run, name)
+
+
+def run(name: str) -> None:
+    compare(name)
+
+
+def test_an_opaque_dispatch_with_declared_effects(two: Pool) -> None:
+    two.run(in_order, "opaque")
