@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from kit.harness import SLOW
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -21,6 +22,7 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
     wait_tensor,
 )
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -29,6 +31,7 @@ from compiled_fsdp import fully_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kit.pool import Pool
 
@@ -221,6 +224,37 @@ def test_with_an_efsdp_axis(four: Pool) -> None:
 @pytest.mark.timeout(SLOW)
 def test_inductor(two: Pool) -> None:
     two.run(trained, False, ["inductor"])
+
+
+def save(folder: str) -> None:
+    torch.manual_seed(0)
+    model = distribute(Model(), mesh_of(dist.get_world_size()), fully_shard)
+    losses(model, model)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    torch.save({n: p.full_tensor() for n, p in model.named_parameters()}, f"{folder}/full.pt")
+
+
+def load(folder: str) -> None:
+    torch.manual_seed(1)
+    model = distribute(Model(), mesh_of(dist.get_world_size()), fully_shard)
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    full = torch.load(f"{folder}/full.pt")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), full[name]), name
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_checkpoint_of_experts_that_two_axes_cut(
+    two: Pool, four: Pool, tmp_path: Path, grows: bool
+) -> None:
+    """Of four ranks, each with half of two experts, loaded by two that have two whole ones; and the
+    other way round.
+    """
+    saving, loading = (two, four) if grows else (four, two)
+    saving.run(save, str(tmp_path))
+    loading.run(load, str(tmp_path))
 
 
 def says_what_to_set() -> None:
