@@ -25,7 +25,9 @@ from compiled_fsdp.ir.schema import KEEP_SLICE
 from compiled_fsdp.torch_private.autograd import accumulates, is_transformed
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
+from compiled_fsdp.wire import agreement
 from compiled_fsdp.wire.deferred import Deferred
+from compiled_fsdp.wire.leaving import reduction
 from compiled_fsdp.wire.ops import TRACED
 
 from . import transformed
@@ -57,6 +59,7 @@ class Runtime(FullParams):
         hooks on them are looked for.
     was_reached: a backward has come to it.
     gave_zeros: the running one has reduced zeros for what it does not use.
+    reduced: names of the parameters whose gradients were reduced last, by flat buffer.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's
         (tied weights).
     """
@@ -72,6 +75,7 @@ class Runtime(FullParams):
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
         self.is_in_forward = self.is_apart = self.was_reached = self.gave_zeros = False
+        self.reduced: dict[FlatBuffer, str] = {}
         self.watched: tuple[Tensor, ...] = ()
         self._root = weakref.ref(self)
 
@@ -445,6 +449,7 @@ class Runtime(FullParams):
         names = ", ".join(param.fqn for param, _ in ready)
         options = dict.fromkeys(o for spec in specs for o in comm.reduce_options(spec))
         self.unit.options.consume(WHO, *options)
+        self._agree_to_reduce(flat, names)
         run = Deferred(f"reduction of {self.unit.name} ({names})", specs[0].reduce_group)
         grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
         watched: Deferred | Watched = run
@@ -455,6 +460,18 @@ class Runtime(FullParams):
         if reduced is not None:
             reduced = transfers.place_bucket(run, reduced, specs, flat.layout.numel)
         return run, flat, reduced, [param for param, _ in ready]
+
+    def _agree_to_reduce(self, flat: FlatBuffer, names: str) -> None:
+        """Count a reduction; where it is of other parameters than the last one was, the other ranks are
+        asked whether theirs is, too: gradients of different ones would be added to each other.
+        """
+        if self.unit.settings.sync == "retain":
+            return
+        infos = (flat.mesh_info.shard_group, flat.mesh_info.replicate_group)
+        groups = [*dict.fromkeys(group.group_name for group in infos if group is not None)]
+        last, self.reduced[flat] = self.reduced.get(flat), names
+        how: agreement.Asks = "if new" if last is None else "never" if last == names else "anew"
+        agreement.before_run(reduction(self.unit.name, names), groups, asks=how)
 
     def reduce_retained(self) -> None:
         """At the end of a backward that reduces: what earlier ones left, where this one brought

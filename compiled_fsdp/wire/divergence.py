@@ -64,6 +64,11 @@ def describe(
             "ranks only, at `if rank == 0: print(x)` in forward. Return what one rank needs and print "
             "it behind the call, let all ranks do the same, or do not compile that module"
         )
+    if all(map(leaving.is_reduction, texts)):
+        do = (
+            "Look for parameters that only some ranks use (an expert without tokens, a modality), and "
+            "let the others reduce zeros for them: set_reduce_scatter_unused_params(True)"
+        )
     return "\n".join(
         [
             f"compiled_fsdp: the ranks of process group {process_group.group_name!r} are about to "
