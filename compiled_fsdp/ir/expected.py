@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SPLIT = torch.ops.aten.split_with_sizes.default
 
 UNBOUNDED = 1 << 48  # bytes: a bound that large is none
+ANY = (1 << 31) - 1  # rows: likewise, what an int32 holds
 
 _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by symbol, of a ShapeEnv
 # What follows from that for expressions: tokens of 64 ranks are a sum of as many symbols, of which
@@ -110,7 +111,7 @@ def _expected_of(env: Any, symbol: Any) -> int:
     if said is not None:
         return int(said)
     mean, bound = _expected.get(env, {}).get(symbol), _bound(env, symbol)
-    return min((n for n in (mean, bound) if n is not None), default=0)
+    return min((n for n in (mean, bound) if n is not None and n < ANY), default=0)
 
 
 def _backed(env: Any) -> dict[Any, Any]:

@@ -72,6 +72,8 @@ def test_memory_is_bounded_where_the_program_says_so() -> None:
     _share(100, [other := env.create_unbacked_symint()])
     torch._check(other <= 30)
     assert hint(other) == 30  # no more than the program allows
+    torch._check(free < 2**31)
+    assert hint(env.create_unbacked_symint()) == hint(free) == 0  # says nothing
 
 
 def test_what_the_program_expects_of_a_size_goes_first() -> None:
