@@ -462,15 +462,16 @@ class Runtime(FullParams):
         return run, flat, reduced, [param for param, _ in ready]
 
     def _agree_to_reduce(self, flat: FlatBuffer, names: str) -> None:
-        """Count a reduction; where it is of other parameters than the last one was, the other ranks are
-        asked whether theirs is, too: gradients of different ones would be added to each other.
+        """Count a reduction; where it is of other parameters than the last one was, or what was
+        communicated before it is new, the other ranks are asked whether theirs is, too: gradients
+        of different ones would be added to each other.
         """
         if self.unit.settings.sync == "retain":
             return
         infos = (flat.mesh_info.shard_group, flat.mesh_info.replicate_group)
         groups = [*dict.fromkeys(group.group_name for group in infos if group is not None)]
         last, self.reduced[flat] = self.reduced.get(flat), names
-        how: agreement.Asks = "if new" if last is None else "never" if last == names else "anew"
+        how: agreement.Asks = "if new" if last in (None, names) else "anew"
         agreement.before_run(reduction(self.unit.name, names), groups, asks=how)
 
     def reduce_retained(self) -> None:
