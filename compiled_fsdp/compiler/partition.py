@@ -29,10 +29,12 @@ from compiled_fsdp.ir.meta import (
     get_room,
     is_computed_again,
     is_offloaded,
+    keep_in_backward,
     keep_on_device,
     note_returned,
     returned,
     save_after_all,
+    was_traced_in_backward,
 )
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
@@ -96,8 +98,8 @@ def _leave_in_backward(joint: GraphModule) -> None:
     """
     for node in joint.graph.nodes:
         is_sent = getattr(node.target, "namespace", "") == "_c10d_functional"
-        if is_sent and node.meta.get("partitioner_tag") == "is_backward":
-            node.meta["partitioner_tag"] = "must_be_in_backward"
+        if is_sent and was_traced_in_backward(node):
+            keep_in_backward(node)
 
 
 def _tensors_first(halves: Halves, num_outputs: int) -> None:
