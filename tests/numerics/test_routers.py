@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kit.graphs import captured
+from kit.harness import IS_2_11
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.effects import _register_effectful_op, with_effects
@@ -324,6 +325,8 @@ def compare(name: str) -> list[Graph]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks(two: Pool, name: str) -> None:
+    if IS_2_11 and name == "one a token":
+        pytest.skip("its Dynamo differentiates dist.all_to_all_single wrongly, unsharded too")
     two.run(run, name)
 
 
