@@ -9,8 +9,8 @@ backward. In a GPT of 9 layers that is a third of the activations, for about a h
 time. What a memory budget has no room for beyond that is taken from what forward saves afterwards
 (`recompute.py`).
 
-Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, and
-Inductor's `CustomPartitionerFn`.
+Private torch used here (tried on 2.11 and 2.13): the min-cut partitioner, its setting, its tag for
+nodes that must be in backward, `FakeScriptObject`, and Inductor's `CustomPartitionerFn`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch import Tensor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._library.fake_class_registry import FakeScriptObject
 
 from compiled_fsdp.ir.graph import find, output
 from compiled_fsdp.ir.meta import (
     get_room,
     is_computed_again,
     is_offloaded,
+    keep_in_backward,
     keep_on_device,
     note_returned,
     returned,
     save_after_all,
+    was_traced_in_backward,
 )
 from compiled_fsdp.ir.schema import REDUCE_GRAD, UNSHARD
 from compiled_fsdp.planning.plan import current_plan
@@ -42,7 +46,7 @@ from .recompute import compute_again
 from .stitch import stitch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -75,13 +79,67 @@ def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halv
     the graph of a unit that is called several times.
     """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
+    _leave_in_backward(joint)
     with (
         functorch_config.patch(ban_recompute_materialized_backward=bans),
         quick_hints(),
         empty_as_one_row(),
     ):
         halves: Halves = min_cut_rematerialization_partition(joint, inputs, **options)
+    _tensors_first(halves, options["num_fwd_outputs"])
     return halves
+
+
+def _leave_in_backward(joint: GraphModule) -> None:
+    """Say that what backward sends of saved values alone is sent there, once. Keys and values of ring
+    attention travel again in backward; torch's partitioner may send them in forward already and keep
+    what came, and once more in backward for nobody, by what each rank computes with them, so that
+    ranks part.
+    """
+    for node in joint.graph.nodes:
+        is_sent = getattr(node.target, "namespace", "") == "_c10d_functional"
+        if is_sent and was_traced_in_backward(node):
+            keep_in_backward(node)
+
+
+def _tensors_first(halves: Halves, num_outputs: int) -> None:
+    """Let tensors come before meshes of DTensors among what forward saves and backward takes. Where
+    backward draws random numbers again (an attention in an activation checkpoint has some), torch up
+    to 2.13 puts their states behind the meshes, where AOTAutograd takes them for meshes.
+    """
+    forward, backward = halves
+    outputs = output(forward.graph)
+    given: tuple[Node, ...] = outputs.args[0]  # type: ignore[assignment]
+    saved = _sorted(given[num_outputs:])
+    if saved == [*given[num_outputs:]]:
+        return
+    outputs.args = ((*given[:num_outputs], *saved),)
+    taken = [
+        node
+        for node in backward.graph.find_nodes(op="placeholder")
+        if not any(word in str(node.target) for word in ("tangents", "bwd_seed", "bwd_base_offset"))
+    ]
+    first = next(node for node in taken if _is_opaque(node))
+    for node in taken[taken.index(first) :]:
+        if _is_tensor(node):
+            first.prepend(node)
+    for half in halves:
+        half.recompile()
+
+
+def _sorted(values: Sequence[Node]) -> list[Node]:
+    """Tensors behind the first opaque value go before it."""
+    first = next((i for i, node in enumerate(values) if _is_opaque(node)), len(values))
+    late = [node for node in values[first:] if _is_tensor(node)]
+    return [*values[:first], *late, *(node for node in values[first:] if node not in late)]
+
+
+def _is_opaque(value: Any) -> bool:
+    return isinstance(getattr(value, "meta", {}).get("val"), FakeScriptObject)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(getattr(value, "meta", {}).get("val"), Tensor)
 
 
 def _give_up(

@@ -11,6 +11,7 @@ import torch
 from compiled_fsdp.ir import collectives as comm
 from compiled_fsdp.ir import transfers
 from compiled_fsdp.ir.checksums import Watched, is_checked
+from compiled_fsdp.wire import agreement, leaving
 from compiled_fsdp.wire.deferred import Deferred
 
 from .full_params import WHO
@@ -88,6 +89,7 @@ def _program(flat: FlatBuffer, ready: Gradients) -> Program:
     names = ", ".join(param.fqn for param, _ in ready)
     options = dict.fromkeys(o for spec in specs for o in comm.reduce_options(spec))
     unit.options.consume(WHO, *options)
+    _agree(flat, names)
     run = Deferred(f"reduction of {unit.name} ({names})", specs[0].reduce_group)
     grads = [(grad, grad.dtype, spec) for (_, grad), spec in zip(ready, specs, strict=True)]
     watched: Deferred | Watched = run
@@ -98,3 +100,17 @@ def _program(flat: FlatBuffer, ready: Gradients) -> Program:
     if reduced is not None:
         reduced = transfers.place_bucket(run, reduced, specs, flat.layout.numel)
     return run, flat, reduced, [param for param, _ in ready]
+
+
+def _agree(flat: FlatBuffer, names: str) -> None:
+    """Count a reduction; where it is of other parameters than the last one was, or what was
+    communicated before it is new, the other ranks are asked whether theirs is, too: gradients of
+    different ones would be added to each other.
+    """
+    if flat.unit.settings.sync == "retain":
+        return
+    infos = (flat.mesh_info.shard_group, flat.mesh_info.replicate_group)
+    groups = [*dict.fromkeys(group.group_name for group in infos if group is not None)]
+    last, flat.reduced_last = flat.reduced_last, names
+    how: agreement.Asks = "if new" if last in ("", names) else "anew"
+    agreement.before_run(leaving.reduction(flat.unit.name, names), groups, asks=how)

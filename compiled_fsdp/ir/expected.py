@@ -3,11 +3,14 @@
 A router decides at run time how many tokens go to each expert; the graph has symbols there that
 torch knows no value of. Planning, prices and the predicted peak need one, the same on every rank:
 where nothing else is known, all pieces of a split are taken to be equal, and a rank to get as much
-as it sends (a router is trained to balance its experts). Memory is counted by the bound that a
-program gives a size (`torch._check(n <= capacity)`), and by the mean where it gives none.
+as it sends (a router is trained to balance its experts). What the program says goes first:
+`mark_unbacked(x, 0, hint_override=n)`; and no more is expected than the bound that it gives
+(`torch._check(n <= capacity)`, or `max=` of `mark_unbacked`), by which a size counts that nothing
+else is known of, what an opaque dispatch returns, say. Memory is counted by the bound, and by the
+mean where there is none.
 
 Private torch used here (tried on 2.13 and 2.15): `SymInt.node`, `ShapeEnv.backed_var_to_val`, which
-older ones call `var_to_val`, `ShapeEnv.bound_sympy`.
+older ones call `var_to_val`, `ShapeEnv.bound_sympy`, `ShapeEnv.var_to_hint_override`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 SPLIT = torch.ops.aten.split_with_sizes.default
 
 UNBOUNDED = 1 << 48  # bytes: a bound that large is none
+ANY = (1 << 31) - 1  # rows: likewise, what an int32 holds
 
 _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by symbol, of a ShapeEnv
 # What follows from that for expressions: tokens of 64 ranks are a sum of as many symbols, of which
@@ -36,7 +40,7 @@ _means: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 def hint(size: Any) -> int:
     """A size; of a symbol, what it is now, without a guard that would fix it to that; where only
-    the data decides, what `note_expected` expects of it, or 0.
+    the data decides, what is expected of it, or 0.
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -51,9 +55,13 @@ def at_most(size: Any) -> int:
     if not isinstance(size, torch.SymInt) or size.node.hint is not None:
         return hint(size)
     env: Any = size.node.shape_env
-    upper = env.bound_sympy(size.node.expr.xreplace(_backed(env))).upper
-    is_bound = upper.is_Integer and upper < UNBOUNDED
-    return int(upper) if is_bound else hint(size)
+    bound = _bound(env, size.node.expr.xreplace(_backed(env)))
+    return hint(size) if bound is None else bound
+
+
+def _bound(env: Any, expr: Any) -> int | None:
+    upper = env.bound_sympy(expr).upper
+    return int(upper) if upper.is_Integer and upper < UNBOUNDED else None
 
 
 def note_expected(graph: Graph) -> None:
@@ -85,15 +93,25 @@ def _mean(size: torch.SymInt) -> int:
 
 def _mean_of(size: torch.SymInt) -> int:
     env = size.node.shape_env
-    known, backed = _expected.get(env, {}), _backed(env)
+    backed = _backed(env)
     values = {
-        symbol: known.get(symbol, backed.get(symbol, 0)) for symbol in size.node.expr.free_symbols
+        symbol: backed[symbol] if symbol in backed else _expected_of(env, symbol)
+        for symbol in size.node.expr.free_symbols
     }
     try:
         mean = size.node.expr.xreplace(values)
     except ZeroDivisionError:  # a size divided by one that nothing is known of
         return 0
     return max(0, int(mean)) if isinstance(mean, int) or mean.is_Integer else 0
+
+
+def _expected_of(env: Any, symbol: Any) -> int:
+    """Of a symbol that only the data decides."""
+    said = getattr(env, "var_to_hint_override", {}).get(symbol)
+    if said is not None:
+        return int(said)
+    mean, bound = _expected.get(env, {}).get(symbol), _bound(env, symbol)
+    return min((n for n in (mean, bound) if n is not None and n < ANY), default=0)
 
 
 def _backed(env: Any) -> dict[Any, Any]:

@@ -255,6 +255,11 @@ def keep_in_backward(node: Node) -> None:
     node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
+def was_traced_in_backward(node: Node) -> bool:
+    """Whether it is of the backward that was traced, wherever torch's partitioner may put it."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
 def returned(output: Node) -> list[tuple[Node | None, object]]:
     """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
     graphs). Inductor takes out of a graph the tokens that order ops with effects, and leaves what is

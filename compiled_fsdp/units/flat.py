@@ -60,6 +60,7 @@ class FlatBuffer:
     retained: gradients of earlier backwards that are not reduced yet, by where they stopped
         ("rows": not reduced at all, "partial": over the shard axis only) and offset.
     read: what the first graph of a forward has read.
+    reduced_last: the names of parameters whose gradients an eager backward has reduced last.
     """
 
     unit: Unit
@@ -76,6 +77,7 @@ class FlatBuffer:
     left_out: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
     ahead: GatheredAhead = field(default_factory=GatheredAhead)
     read: ReadByGraphs = field(default_factory=ReadByGraphs)
+    reduced_last: str = ""
 
     def __post_init__(self) -> None:
         set_owner(self.data, self)

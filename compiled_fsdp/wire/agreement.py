@@ -6,7 +6,8 @@ no symbol names; it is part of the compiled code, so that a warm cache brings it
 run of a text in a process, and the first after another one than before, compares it with the other
 ranks of each group; later runs look it up and count, and touch no store. A gather outside a graph
 is a run too. It is compared when it is its unit's first, and like a graph if graphs read the unit
-too: Dynamo may have given it up on one rank alone. So is the list of parameters before the first
+too: Dynamo may have given it up on one rank alone. A reduction outside a graph is compared when it
+is of other parameters than the unit's last one. So is the list of parameters before the first
 step.
 
 Where to read on: how texts are compared (`comparison.py`), what the watcher thread does

@@ -58,7 +58,14 @@ def describe(
         "Look for different models, a branch that depends on data or on the rank, or a rank that does "
         "not compile"
     )
-    if any(map(leaving.is_outside, texts)) and any(t and not leaving.is_outside(t) for t in texts):
+    if any(map(leaving.is_reduction, texts)):
+        do = (
+            "Look for parameters that have gradients on some ranks only (of an expert without tokens, a "
+            "modality); set_reduce_scatter_unused_params(True) lets the others reduce zeros for them"
+        )
+    elif any(map(leaving.is_outside, texts)) and any(
+        t and not leaving.is_outside(t) for t in texts
+    ):
         do = (
             "Some run a unit in a graph and others outside, as where Dynamo breaks the graph on some "
             "ranks only, at `if rank == 0: print(x)` in forward. Return what one rank needs and print "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 OUTSIDE = "outside a graph"  # the end of the first line of an eager unit's text
+REDUCING = "in an eager backward"  # likewise, of one that is about to reduce gradients
 FORWARD = "a forward graph of "  # how a graph's begins (`ir/sequence.py`)
 STAYS = "a graph that cannot be left any more"
 
@@ -44,9 +45,19 @@ def outside(unit: str, names: str) -> str:
     return f"unit {unit} {OUTSIDE}\ngather of {names}"
 
 
+def reduction(unit: str, names: str) -> str:
+    """The text of a unit that is about to reduce these gradients outside a graph."""
+    return f"unit {unit} {REDUCING}\nreduction of {names}"
+
+
 def is_outside(text: str) -> bool:
     """Whether the text is of a unit outside a graph."""
     return text.partition("\n")[0].endswith(OUTSIDE)
+
+
+def is_reduction(text: str) -> bool:
+    """Whether the text is of gradients that are about to be reduced outside a graph."""
+    return text.partition("\n")[0].endswith(REDUCING)
 
 
 def leavers(texts: Sequence[str]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -63,10 +63,35 @@ def test_memory_is_bounded_where_the_program_says_so() -> None:
     torch._check(bounded >= 0)
     torch._check(bounded <= 12)
     assert at_most(16 * bounded) == 16 * 12
-    assert hint(16 * bounded) == 0  # nothing is known of the mean
+    assert hint(16 * bounded) == 16 * 12  # nothing is known of the mean
     assert at_most(16 * free) == hint(16 * free) == 0
-    assert at_most(bounded + free) == 0  # a bound for one of two is none
+    assert at_most(bounded + free) == 12  # a bound for one of two is none for both
     assert at_most(5) == 5
+    _share(8, [bounded])
+    assert (hint(bounded), at_most(bounded)) == (8, 12)
+    _share(100, [other := env.create_unbacked_symint()])
+    torch._check(other <= 30)
+    assert hint(other) == 30  # no more than the program allows
+    torch._check(free < 2**31)
+    assert hint(env.create_unbacked_symint()) == hint(free) == 0  # says nothing
+
+
+@pytest.mark.skipif(IS_2_11, reason="its mark_unbacked knows neither")
+def test_what_the_program_expects_of_a_size_goes_first() -> None:
+    """`mark_unbacked`: its hint, else its bound, are what an input's rows cost and need."""
+    found: list[tuple[int, int]] = []
+
+    def look(gm: GraphModule, inputs: object) -> Any:
+        (given,) = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")[-1:]]
+        found.append((hint(given.shape[0]), at_most(given.shape[0])))
+        return gm.forward
+
+    for options in ({"hint_override": 6, "max": 9}, {"max": 9}):
+        torch._dynamo.reset()
+        x = torch.ones(4, 2)
+        torch._dynamo.decorators.mark_unbacked(x, 0, **options)
+        torch.compile(lambda x: x * 2, backend=look, fullgraph=True)(x)
+    assert found == [(6, 9), (9, 9)]
 
 
 def test_a_size_that_is_known_stays() -> None:

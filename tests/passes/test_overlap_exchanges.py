@@ -14,6 +14,10 @@ from compiled_fsdp.ir.schema import EXCHANGE
 from compiled_fsdp.passes import overlap_exchanges as module
 
 MM = aten.mm.default
+torch.library.custom_op(
+    "tests_exchanges::send", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+torch.library.register_fake("tests_exchanges::send", torch.empty_like)
 N = 64
 OFF = replace(PLAN, overlap_exchanges=False)
 
@@ -98,8 +102,9 @@ class TestOverlapExchanges(GraphTest):
         self.assertEqual(letters(overlap_exchanges(made(backward), PLAN)), "S0 W0 n S1 m W1")
 
     def test_near_miss(self):
-        """Nothing is moved past random numbers, other collectives, or writes; nothing from further
-        down than the exchanges of the next block; nothing that reads only what is given.
+        """Nothing is moved past random numbers, other collectives, writes, or what another library
+        may send; nothing from further down than the exchanges of the next block; nothing that reads
+        only what is given.
         """
 
         def random(hand: Hand, x: Node) -> Node:
@@ -124,7 +129,12 @@ class TestOverlapExchanges(GraphTest):
             hand(aten.copy_.default, x, routed)
             return hand(MM, x, x)
 
-        for build in (random, given, written):
+        def opaque(hand: Hand, x: Node) -> Node:
+            routed = block(hand, x)
+            sent = hand(torch.ops.tests_exchanges.send.default, x)
+            return hand(aten.cat.default, [routed, hand(MM, sent, sent)])
+
+        for build in (random, given, written, opaque):
             self.assertUnchanged(overlap_exchanges, made(build))
         self.assertEqual(
             letters(overlap_exchanges(made(far), PLAN)),

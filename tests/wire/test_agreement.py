@@ -100,6 +100,55 @@ def test_another_branch_at_the_first_step(broken: Pool) -> None:
     )
 
 
+def other_gradients(first: str) -> tuple[str, float]:
+    """Eagerly, of one unit, gathered alike, other parameters of the same sizes have gradients."""
+    model = fully_shard(Branchy())
+    if first:
+        step(model, first)
+    return error_of(lambda: step(model, "r" if dist.get_rank() else "l"))
+
+
+@pytest.mark.parametrize("first", ["", "l", "lr"])
+def test_gradients_of_other_parameters(broken: Pool, first: str) -> None:
+    """Without an error they would be added to each other, as in stock: the experts of a mixture that
+    only some ranks call.
+    """
+    try:
+        answers = broken.run(other_gradients, first)
+    finally:
+        broken.close()  # its connections are broken
+    check_told(
+        answers,
+        "-reduction of left.weight, left.bias",
+        "+reduction of right.weight",
+        "set_reduce_scatter_unused_params(True)",
+    )
+
+
+def other_units() -> tuple[str, float]:
+    """Eagerly, ranks call two units of the same sizes, and only one of them leads to the loss."""
+    model: Any = sharded(compiled=False)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        (model.left(x) + model.right(x)).sum().backward()
+
+    def run() -> None:
+        both = [model.left(x), model.right(x)]
+        rank = dist.get_rank()
+        (both[rank] + both[1 - rank].detach()).sum().backward()
+
+    return error_of(run)
+
+
+def test_gradients_of_other_units(broken: Pool) -> None:
+    """Each has reduced its own alike before."""
+    try:
+        answers = broken.run(other_units)
+    finally:
+        broken.close()  # its connections are broken
+    check_told(answers, "unit left in an eager backward", "set_reduce_scatter_unused_params(True)")
+
+
 def fall_back_alone() -> tuple[str, float]:
     """Both ranks have run eagerly, and in graphs; then Dynamo gives a unit up on rank 1 alone."""
     model: Any = sharded(compiled=False)
