@@ -136,7 +136,7 @@ def ties_after_sharding_are_forgotten() -> Iterator[None]:
 def every_backward_counts_as_whole() -> Iterator[None]:
     """`autograd.grad(loss, x)` marks, keeps and steps what a full backward would."""
     with contextlib.ExitStack() as stack:
-        for name in ("units.flat", "eager.runtime"):
+        for name in ("units.flat", "eager.runtime", "eager.watch"):
             stack.enter_context(mock.patch.object(_ours(name), "accumulates", return_value=True))
         yield
 
@@ -196,7 +196,11 @@ def writes_without_a_version_are_missed() -> Iterator[None]:
     """Momentum encoders that write by `.data` or foreach, after the gather for the next unit was
     started.
     """
-    with mock.patch.object(_ours("units.flat").FlatBuffer, "check_unwritten", return_value=None):
+    with contextlib.ExitStack() as stack:
+        for name in ("eager.full_params", "units.gathered_ahead"):
+            stack.enter_context(
+                mock.patch.object(_ours(name), "check_unwritten", return_value=None)
+            )
         yield
 
 

@@ -74,7 +74,7 @@ SCRIPTS = (
 # Seeds of programs, or programs, in which a planted fault was found, and without it none.
 FOUND: dict[str, int | Program] = {
     "substitutions_are_ignored": 300,
-    "ties_after_sharding_are_forgotten": 28,
+    "ties_after_sharding_are_forgotten": Program(setup=("tie_after",)),
     "iterating_yields_sharded_parameters": 75,
     "every_backward_counts_as_whole": 342,
     "full_parameters_outlive_a_step": 795,
@@ -94,6 +94,8 @@ FOUND: dict[str, int | Program] = {
     "unused_heads_get_zeros": Program(heads=True, optimizer="adamw"),
     "a_traced_backward_leaves_nothing": Program(way="train_traced", fullgraph=True),
 }
+# Whose programs another check refuses by now, where they are equal without the fault.
+REFUSED = ("ties_after_sharding_are_forgotten",)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,11 @@ def test_a_planted_fault_is_found(pools: dict[int, Pool], name: str) -> None:
     this = script(replace(program, kinds=("eager", "compiled")))
     if found not in SEEDS[:NUM_ALWAYS]:  # else `test_random_programs` sees that it has none
         assert not Hunter(pools).check(this).faults
-    assert Hunter(pools, name).check(this).faults
+    with_fault = Hunter(pools, name).check(this)
+    if name in REFUSED:
+        assert {verdict.word for verdict in with_fault.verdicts} == {"refused"}
+    else:
+        assert with_fault.faults
 
 
 @pytest.mark.parametrize("which", range(len(SCRIPTS) + len(SEEDS_SCRIPTS)))
