@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from compiled_fsdp.ir.schema import KEEP_SLICE
-from compiled_fsdp.torch_private.autograd import accumulates, backward_number, is_transformed
+from compiled_fsdp.torch_private.autograd import (
+    accumulates,
+    backward_number,
+    is_transformed,
+    next_run,
+)
 from compiled_fsdp.torch_private.dynamo import untraced
 from compiled_fsdp.units.handles import OPEN
 from compiled_fsdp.wire.ops import TRACED
@@ -44,6 +49,7 @@ class Runtime(FullParams):
     awaited: what will come back to this unit: numbers of backwards that have come to its outputs
         and not to its inputs, and forwards computed again whose inputs they have not come to. A
         backward inside of these does not free it.
+    began: the first run that autograd may record in its last forward.
     prefetch: explicit lists, by direction: what to start gathering when this unit's forward or
         backward begins.
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
@@ -64,6 +70,7 @@ class Runtime(FullParams):
         self.under_way: list[nn.Module] = []
         self.indices: list[int] = []
         self.awaited: set[object] = set()
+        self.began = 0
         self.prefetch: dict[str, list[Runtime]] = {"forward": [], "backward": []}
         self.lenders: list[Runtime] = []
         self.borrowers: list[Runtime] = []
@@ -124,6 +131,7 @@ class Runtime(FullParams):
             module
         ):  # everything is there, and stays for the call around this one
             return inputs
+        self.began = next_run()
         with span("pre_forward", self.unit.name):
             self.tree.recover()
             is_first = not self.has_run or module in self.has_run

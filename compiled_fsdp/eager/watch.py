@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_fsdp.torch_private.autograd import accumulates, backward_number
+from compiled_fsdp.torch_private.autograd import accumulates, backward_number, run_of
 from compiled_fsdp.torch_private.dynamo import untraced
 
 from .tree import in_backward, map_tensors
@@ -47,12 +47,12 @@ def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
     """Let the unit know of a backward before it comes to it.
 
     A write to a view in place drops hooks on it: autograd then goes past it, but still by what its
-    base was computed with.
+    base was computed with, if that was in this forward. A view of an input needs no parameter.
     """
     if not tensor.requires_grad:
         return tensor
     base = tensor._base
-    if base is None or base.grad_fn is None:
+    if base is None or base.grad_fn is None or run_of(base.grad_fn) < runtime.began:
         tensor.register_hook(runtime._pre_backward)
         return tensor
     last = [-1]  # the backward that has come by the tensor itself

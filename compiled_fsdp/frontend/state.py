@@ -222,21 +222,19 @@ class State:
         for runtime in called:
             keep_classes(runtime.unit)
             _follow_user(runtime)
-        self._note_reads(called, is_compiled=is_compiled, is_traced=is_traced)
+        read = self._note_reads(called, is_compiled=is_compiled)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
         if is_compiled:
-            if self.unit.is_outermost and traces_autograd():
-                warn_once(
-                    "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph "
-                    "break separates the call of a model from loss.backward() in the same compiled "
-                    "function, torch traces a backward that trains nothing, sharded or not, and "
-                    "does not say so. Call loss.backward() outside, or set it to False"
-                )
+            _say_if_backward_is_traced(self.unit)
             prepare(called)
+        if not is_traced:
+            self.reading.append(read)
 
-    def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool, is_traced: bool) -> None:
-        """Another forward begins, or a graph of one: what is read now is what backward is about."""
+    def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> list[FlatBuffer]:
+        """Another forward begins, or a graph of one: what is read now is what backward is about. Returns
+        what graphs read.
+        """
         flats = [flat for runtime in called for flat in runtime.unit.flats]
         if self.unit.is_outermost and not in_backward():
             for flat in flats:
@@ -244,8 +242,7 @@ class State:
         read = flats if is_compiled else []
         for flat in read:
             flat.begin_read()
-        if not is_traced:
-            self.reading.append(read)
+        return read
 
     def end_call(self) -> None:
         """A call that began outside of any graph has ended."""
@@ -429,6 +426,16 @@ def _note_read(unit_key: str, option: str) -> None:
     options = of_unit(unit_key)
     if options is not None:
         options.consume("forward hook", option)
+
+
+def _say_if_backward_is_traced(unit: Unit) -> None:
+    if unit.is_outermost and traces_autograd():
+        warn_once(
+            "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on. Where a graph "
+            "break separates the call of a model from loss.backward() in the same compiled "
+            "function, torch traces a backward that trains nothing, sharded or not, and "
+            "does not say so. Call loss.backward() outside, or set it to False"
+        )
 
 
 class PreForward:

@@ -4,6 +4,7 @@ its use, or between a graph's forward and its backward.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from .param import ShardedParam
 
+MOST_CALLS = 1024  # of a unit that is called again and again, and no backward comes
 DEVICE_MESSAGE = 254  # characters that `_assert_async` takes on CUDA
 # Where a write was missed, and what to do; see `check_unwritten`.
 _INSTEAD = "No version counts such writes: write to each parameter itself under torch.no_grad()"
@@ -72,13 +74,14 @@ class ReadByGraphs:
     versions: those that its trained parameters had.
     is_read_back: a backward has come for it, since when the next graph reads anew.
     calls: those that have read so, by the runs that autograd recorded in each, from the first to
-        behind the last; none while a call lasts. What others have read is not known.
+        behind the last; none while a call lasts. Of these the last `MOST_CALLS`; what others have
+        read is not known.
     """
 
     total: Tensor | None = None
     versions: list[tuple[ShardedParam, int]] | None = None
     is_read_back: bool = False
-    calls: list[tuple[int, int | None]] = field(default_factory=list)
+    calls: deque[tuple[int, int | None]] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
 
     def forget(self) -> None:
         """Another forward begins, or parameters change as they are to."""
@@ -98,9 +101,11 @@ class ReadByGraphs:
 
     def end(self) -> None:
         """The call that reads has ended."""
-        under_way = [i for i, (_, behind) in enumerate(self.calls) if behind is None]
-        if under_way:
-            self.calls[under_way[-1]] = self.calls[under_way[-1]][0], next_run()
+        for i in reversed(range(len(self.calls))):
+            first, behind = self.calls[i]
+            if behind is None:
+                self.calls[i] = first, next_run()
+                return
 
     def _is_known(self, run: int) -> bool:
         """Whether a run was recorded in a call that `versions` is about. A function that is compiled

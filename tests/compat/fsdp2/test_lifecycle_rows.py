@@ -290,6 +290,34 @@ def views_written_to() -> None:
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)  # sums over two ranks
 
 
+class Passing(nn.Linear):
+    """Returns a part of what it was given, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x[:, :1]
+
+
+class PassedOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), Passing(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))[0]
+        return y
+
+
+def test_a_view_of_an_input_gathers_nothing(two: Pool) -> None:
+    """Backward comes to what the input was computed with when the unit is done."""
+    two.run(eager_same, view_of_an_input)
+
+
+def view_of_an_input(api: Api) -> Any:
+    model = api.units(PassedOn(), "first", "second")
+    train_step(model)
+    return communications(lambda: train_step(model, 1))
+
+
 @rows("6.25")
 def test_gradient_hooks(two: Pool) -> None:
     two.run(same, gradient_hooks)
