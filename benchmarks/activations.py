@@ -23,7 +23,8 @@ COLUMNS = ("variant", "above rest MB", "of block compile", "s/step", "quartiles"
 NOTES = (
     "**above rest**: exact bytes of live tensors at the peak of a step that do not live between "
     "steps, on the rank with more; **of block compile**: over stock's, block by block. **s/step**: "
-    "median of the slowest rank, in turns with the others; **of ours**: over that without a budget.",
+    "median of the slowest rank, in turns with the others; **of ours**: over "
+    "that without a budget.",
 )
 
 

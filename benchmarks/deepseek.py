@@ -1,5 +1,5 @@
-"""DeepSeek-V3 in its shapes, in a page: attention through low ranks, a mixture of experts in all but
-the first layers, as one grouped matmul; expert parallelism by all-to-alls (DeepSeek-AI, 2024).
+"""DeepSeek-V3 in its shapes, in a page: attention through low ranks, a mixture of experts in all
+but the first layers, as one grouped matmul; expert parallelism by all-to-alls (DeepSeek-AI, 2024).
 
 Shapes in comments: N tokens of a rank, E experts of a rank, C width of the model.
 """

@@ -1,7 +1,8 @@
 """A training script for `simulate`: Llama of 1.1 B parameters as `bench gpu` has it, on the meta
 device until it is sharded.
 
-    python -m compiled_fsdp simulate --world 64 --machine h100 --efficiency 0.7 benchmarks/llama_rank.py
+    python -m compiled_fsdp simulate --world 64 --machine h100 --efficiency 0.7 \
+        benchmarks/llama_rank.py
 """
 
 from __future__ import annotations

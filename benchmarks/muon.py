@@ -36,11 +36,12 @@ GOALS = (
     '"muon_gathered" at least 2 times as long as those of "muon".'
 )
 _NOTES = (
-    "**s/step**: median over the timed steps of the slowest rank, in turns; two ranks, one core and "
-    "one thread each. **of AdamW**: that over the fastest side that AdamW trains alone. **optimizers**: "
-    "median seconds inside of all optimizers' step(); what overlaps with gathers of the next forward "
-    "makes it longer and forward shorter. **sent**: per rank, headers included. **loss gap**: largest "
-    "difference from the first side that the same optimizer trains, over the first steps.",
+    "**s/step**: median over the timed steps of the slowest rank, in turns; two ranks, one core "
+    "and one thread each. **of AdamW**: that over the fastest side that AdamW trains alone. "
+    "**optimizers**: median seconds inside of all optimizers' step(); what overlaps with gathers "
+    "of the next forward makes it longer and forward shorter. **sent**: per rank, headers "
+    "included. **loss gap**: largest difference from the first side that the same optimizer "
+    "trains, over the first steps.",
 )
 
 
@@ -112,5 +113,6 @@ def _work(job: Job) -> str:
     total = 6.0 * tokens * sum(p.numel() for p in model.parameters())
     return (
         f"Newton-Schulz of {len(found)} matrices: {work / 1e9:.1f} GFLOP a step, divided among the "
-        f"ranks; forward and backward of {tokens} tokens: about {total / 1e9:.0f} GFLOP on each rank."
+        f"ranks; forward and backward of {tokens} tokens: about {total / 1e9:.0f} GFLOP "
+        "on each rank."
     )

@@ -222,13 +222,13 @@ def _parser() -> Parser:
         f" --steps, a limit (default: {DEFAULT_MINUTES:g}, {COMPARE_MINUTES:g} with --compare,"
         " none with --steps)")  # fmt: skip
     add("--stop-after", type=int, metavar="N", help="pause after step N; --resume continues")
-    add("--save-every", type=int, metavar="N", help="also write the checkpoint every N steps; torchrun"
-        " --max-restarts continues from the last (default: at the end only)")  # fmt: skip
+    add("--save-every", type=int, metavar="N", help="also write the checkpoint every N steps;"
+        " torchrun --max-restarts continues from the last (default: at the end only)")  # fmt: skip
     add("--batch", type=int, default=4, help="sequences per rank and step; a run resumed on another"
         " number of ranks divides the same sequences among them")  # fmt: skip
     add("--length", type=int, default=128, help="bytes per sequence")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for the matrices of the blocks,"
-        " with AdamW for all else")  # fmt: skip
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for the matrices of the"
+        " blocks, with AdamW for all else")  # fmt: skip
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")
     add("--seed", type=int, default=0, help="seed of the weights and of the data order")
@@ -253,10 +253,11 @@ def _parser() -> Parser:
         " so each takes fewer steps")  # fmt: skip
     add("--resume", action="store_true", help="continue from the checkpoint in --out; options not"
         " given are the checkpoint's")  # fmt: skip
-    add("--report", action="store_true", help="write report.html to --out: timeline, memory, buckets and passes of the compiled"
-        " step, with a profiled step laid over the predicted one; compiles without caches")  # fmt: skip
-    add("--whole-step", action="store_true", help="forward, loss, backward, clipping and optimizer as one"
-        " graph (compile_step)")  # fmt: skip
+    add("--report", action="store_true", help="write report.html to --out: timeline, memory,"
+        " buckets and passes of the compiled step, with a profiled step laid over the predicted"
+        " one; compiles without caches")  # fmt: skip
+    add("--whole-step", action="store_true", help="forward, loss, backward, clipping and optimizer"
+        " as one graph (compile_step)")  # fmt: skip
     add("--out", type=Path, default=Path("out/train"), help="folder for checkpoint and results")
     add("--text", type=Path, help="folder with .py files (default: Python's standard library)")
     return parser
@@ -280,7 +281,8 @@ def _to_options(namespace: argparse.Namespace) -> Options:
 def _check_values(options: Options) -> None:
     """Raise one error that lists every value out of range."""
     bounds = {
-        "steps": 1, "stop_after": 1, "save_every": 1, "batch": 1, "length": 1, "world": 1, "clip": 0, "seed": 0,
+        "steps": 1, "stop_after": 1, "save_every": 1, "batch": 1, "length": 1, "world": 1,
+        "clip": 0, "seed": 0,
     }  # fmt: skip
     wrong = [
         f"{_flag(name)} is {value}, must be at least {least}"

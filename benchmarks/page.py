@@ -1,7 +1,8 @@
-"""How large the report's page is, and the dump that it is made of, by the number of layers, without a
-profiled step and with one.
+"""How large the report's page is, and the dump that it is made of, by the number of layers, without
+a profiled step and with one.
 
-Bytes of graphs, not of parameters: the layers are tiny, and would be as many bytes if they were not.
+Bytes of graphs, not of parameters: the layers are tiny,
+and would be as many bytes if they were not.
 """
 
 from __future__ import annotations

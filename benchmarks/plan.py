@@ -133,8 +133,8 @@ def report(subject: Subject, found: dict[str, list[dict[str, Any]]]) -> Report:
         }
         notes.append(
             f"{name}: all our passes at {layers[-1]} layers {totals[-1]:.1f} s (target at "
-            f"{subject.depth}: under {GOAL_S}); per layer {per_layer[-1] / per_layer[0]:.2f} times what it is at "
-            f"{layers[0]}."
+            f"{subject.depth}: under {GOAL_S}); per layer {per_layer[-1] / per_layer[0]:.2f} times "
+            f"what it is at {layers[0]}."
         )
     notes.append(
         f"**{SPLIT}**: trials on copies of a half. **{BUDGET}**: a copy of the joint graph, "

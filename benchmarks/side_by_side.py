@@ -175,8 +175,8 @@ def memory_of(step: Step) -> dict[str, float]:
 
 
 def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Return by how much the losses of each side differ from the first one's that the same optimizer
-    trains, on any rank.
+    """Return by how much the losses of each side differ from the first one's that the same
+    optimizer trains, on any rank.
 
     Raises:
         RuntimeError: by more than TOLERANCE, or its own tolerance, within the first NUM_COMPARED
@@ -201,9 +201,9 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, float]:
     }
     if wrong:
         raise RuntimeError(
-            f"comparing losses with {_first(next(iter(wrong)), training)}'s over {NUM_COMPARED} steps: {wrong} differ by more "
-            f"than {TOLERANCE}. These sides do not do the same job, so their times must not be "
-            "compared"
+            f"comparing losses with {_first(next(iter(wrong)), training)}'s over {NUM_COMPARED} "
+            f"steps: {wrong} differ by more than {TOLERANCE}. These sides do not do the same job, "
+            "so their times must not be compared"
         )
     return gaps
 

@@ -1,4 +1,5 @@
-"""What `wire` and `latency` make of a comparison: the table of step times, and where each step goes.
+"""What `wire` and `latency` make of a comparison: the table of step times,
+and where each step goes.
 
 A step is split into computing alone, computing while communication is under way (hidden), and
 exposed communication:

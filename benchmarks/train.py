@@ -174,7 +174,10 @@ def report(
     options: Options, text: Text, screen: Screen, outcomes: list[Outcome], horizon: int | None
 ) -> None:
     """Show the table, write picture and results, and say whether the goal was reached."""
-    title = f"{options.model.upper()} {options.size} on Python's standard library, {options.world} ranks"
+    title = (
+        f"{options.model.upper()} {options.size} on Python's standard library, "
+        f"{options.world} ranks"
+    )
     write_results(options.out, outcomes, options, text)
     draw(options.out / PICTURE, outcomes, title)
     screen.show(table(outcomes))
@@ -185,9 +188,9 @@ def report(
 def describe(options: Options, text: Text) -> str:
     """Return the first line of a run."""
     return (
-        f"{options.model.upper()} {options.size} on {options.world} ranks with {torch.get_num_threads()} thread(s) "
-        f"each; text of {text.num_files} files, {len(text.train):,} bytes to train on, "
-        f"{len(text.validation):,} to validate on"
+        f"{options.model.upper()} {options.size} on {options.world} ranks with "
+        f"{torch.get_num_threads()} thread(s) each; text of {text.num_files} files, "
+        f"{len(text.train):,} bytes to train on, {len(text.validation):,} to validate on"
     )
 
 

@@ -279,8 +279,8 @@ def build_local(job: Job, *, compiled: str = "", whole_optimizer: bool = False) 
 
 
 def build_raw_collectives(job: Job) -> Step:
-    """Every unit gathered twice and reduced by all-to-all, a few in flight, without computation; the
-    tokens of a mixture travel to experts and back.
+    """Every unit gathered twice and reduced by all-to-all, a few in flight, without computation;
+    the tokens of a mixture travel to experts and back.
     """
     world = dist.get_world_size()
     units = [

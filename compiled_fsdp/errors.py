@@ -77,6 +77,6 @@ def check_dense(grad: torch.Tensor, fqn: str) -> None:
     """
     if grad.layout is not torch.strided:
         raise NotImplementedError(
-            f"compiled_fsdp: the gradient of {fqn} is sparse ({grad.layout}); gradients are reduced "
-            "as dense tensors, as by torch's FSDP2. Build its module with sparse=False"
+            f"compiled_fsdp: the gradient of {fqn} is sparse ({grad.layout}); gradients are "
+            "reduced as dense tensors, as by torch's FSDP2. Build its module with sparse=False"
         )

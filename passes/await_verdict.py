@@ -39,8 +39,8 @@ After:
     update_(%g0, %flat0, offsets0, step)
 
 `verdict_` raises on all ranks if something differs: no parameter and no optimizer's state has been
-written to then. What it costs: the host reads one value in the middle of the step, all gradients are
-alive at once, and no update fills the time of a reduction, as with clipping.
+written to then. What it costs: the host reads one value in the middle of the step, all gradients
+are alive at once, and no update fills the time of a reduction, as with clipping.
 
 Requires: the final places of updates; sums on both sides of what travels.
 Ensures: one `verdict_` behind all `compare_`, all marks, and what the updates read; all updates and

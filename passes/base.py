@@ -212,8 +212,8 @@ def run_pipeline(
     after_pass: Callable[[GraphModule, Pass], None] | None = None,
     context: Context | None = None,
 ) -> GraphModule:
-    """Run in order those of `passes` that are for such a graph; lint after each that has changed it,
-    then call `after_pass` (dumps, verification in tests).
+    """Run in order those of `passes` that are for such a graph; lint after each that has changed
+    it, then call `after_pass` (dumps, verification in tests).
 
     What the graph was before the first pass is kept with it meanwhile, for `verify`, and so is the
     context, which has the options that were consumed when the passes have run. A trial, or a graph
@@ -251,8 +251,8 @@ def run_pipeline(
 
 
 def _linted(graph: Graph, before: list[object]) -> list[object]:
-    """Lint a graph, unless all that `Graph.lint` reads of it is what it read `before`, which takes a
-    ninth of the time; returns what it reads, [] where a module's attributes are part of it.
+    """Lint a graph, unless all that `Graph.lint` reads of it is what it read `before`, which takes
+    a ninth of the time; returns what it reads, [] where a module's attributes are part of it.
     """
     if any(graph.find_nodes(op=op, sort=False) for op in ("get_attr", "call_module")):
         graph.lint()

@@ -14,7 +14,7 @@ After, if both are small (they share a message, and their rows lie apart in what
 
     %v = wait(all_gather(%flat))
     %w0 = view(clone(slice(view(%v, [N, n0 + n1]), 1, 0, n0)), shape0)
-    %w1 = view(clone(slice(view(%v, [N, n0 + n1]), 1, n0, n0 + n1)), shape1)  # where it was read before
+    %w1 = view(clone(slice(view(%v, [N, n0 + n1]), 1, n0, n0 + n1)), shape1)  # where it was read
 
 Large, if both are large (a message each, whose rows come out side by side):
 
@@ -25,10 +25,9 @@ Large, if both are large (a message each, whose rows come out side by side):
 Requires: a lowered graph.
 Ensures: one all-gather for each (unit, dtype, group, kept for backward or not) in the graph, at the
     place of the first, and in that of a whole step another for what is gathered again, and for each
-    micro-batch; a small
-    parameter is copied out where it was gathered before, so that only those in use exist twice.
-    Units share it while together they are no larger than `plan.bucket_limit`; one larger than
-    `plan.split_bytes` is gathered in parts of about that.
+    micro-batch; a small parameter is copied out where it was gathered before, so that only those in
+    use exist twice. Units share it while together they are no larger than `plan.bucket_limit`; one
+    larger than `plan.split_bytes` is gathered in parts of about that.
 Leaves alone: a unit of which the graph gathers one parameter: its result needs no copy at all. What
     is computed only after the first gather of its bucket, as slices are under activation
     checkpointing: it begins a bucket of its own. Each unit for itself, whatever its size: where the

@@ -27,12 +27,12 @@ After:
     %d = mm(%y, %b)
 
 Requires: the final order of collectives, and of what is computed.
-Ensures: a copy to the host starts where its source is computed; it is awaited behind the last use of
-    the source, and not before it should be done, by the plan's costs or those that are assumed for the
-    device; at the latest at the end. A copy back starts as late as it should be there where it is read
-    first, and is awaited there. Copies of one direction take turns. Each is started and awaited once.
-    Where a forward or a backward is shorter than its copies, it stands still early instead of at its
-    end, or starts copies late, so that few values are there beside their copies.
+Ensures: a copy to the host starts where its source is computed; it is awaited behind the last use
+    of the source, and not before it should be done, by the plan's costs or those that are assumed
+    for the device; at the latest at the end. A copy back starts as late as it should be there where
+    it is read first, and is awaited there. Copies of one direction take turns. Each is started and
+    awaited once. Where a forward or a backward is shorter than its copies, it stands still early
+    instead of at its end, or starts copies late, so that few values are there beside their copies.
 Leaves alone: copies that belong to a communication (`copy_aside`).
 """
 

@@ -1,5 +1,5 @@
-"""Mark the saved activations that are to be in host memory from forward to backward, since the memory
-budget has no room for them.
+"""Mark the saved activations that are to be in host memory from forward to backward, since the
+memory budget has no room for them.
 
 Before:
 
@@ -9,8 +9,8 @@ Before:
     %dh = mm(%tangents_1, %u)
     %da = silu_backward(%dh, %a)         # reads what forward saves
 
-After (no node changes, only a mark): the same. Where the graph is split, forward returns a copy of %a
-on the host, and backward copies it back (`compiler/offload.py`).
+After (no node changes, only a mark): the same. Where the graph is split, forward returns a copy
+of %a on the host, and backward copies it back (`compiler/offload.py`).
 
 Requires: nothing; names that the graph does not have are of another graph of the same plan.
 Ensures: the nodes that allocate what is to be on the host are marked.

@@ -13,9 +13,9 @@ After, with `Plan(record_routing=True)`:
     note_counts_(%r, %counts)
     %t = wait(all_to_all_single(%tokens, received, sent, "ep"))
 
-Counts are found by what they are: whole numbers, as many to each rank, exchanged (or gathered) by the
-program itself and awaited in this graph. Whether they were counts of tokens is decided where a profile
-is read: they add up, rank by rank, to the rows that an all-to-all behind them moved
+Counts are found by what they are: whole numbers, as many to each rank, exchanged (or gathered) by
+the program itself and awaited in this graph. Whether they were counts of tokens is decided where a
+profile is read: they add up, rank by rank, to the rows that an all-to-all behind them moved
 (`inspection/routing.py`). While no profiler is on the op reads nothing. It stands behind what reads
 the sizes of the tokens on the host, so that on a device it awaits nothing but its own copy of a few
 numbers. It says that it writes to `%r`, for compilers, as `compare_` does; it does not.

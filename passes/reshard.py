@@ -126,8 +126,8 @@ def _keep_slices(sliced: list[Node], gathered: list[Node], backward: set[Node]) 
 
     The first gathers carry no tag: the partitioner never recomputes an op it does not know, so the
     slices, the smallest values between them and backward, are what it saves. What forward computes
-    from the parameters and other values
-    is not computed again either: that would read the first gather in backward.
+    from the parameters and other values is not computed again either: that would read the first
+    gather in backward.
     """
     chain = _chain(sliced, gathered, backward)
     for reader in {user for node in chain for user in node.users}.difference(chain, backward):

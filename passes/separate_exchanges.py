@@ -12,8 +12,8 @@ After:
 
 A group carries what it is given one after the other (NCCL: a stream; gloo: the connections to each
 rank), so tokens that somebody waits for would stand behind a gather that could wait. The second
-group has the same ranks in the same order. `fsdp::agree`, with which the graph begins, makes it when
-the graph first runs in a process, after the ranks have compared what they are about to do
+group has the same ranks in the same order. `fsdp::agree`, with which the graph begins, makes it
+when the graph first runs in a process, after the ranks have compared what they are about to do
 (`wire/own_groups.py`); one for each group, however many graphs.
 
 Requires: a lowered graph.

@@ -11,9 +11,9 @@ After:
     %w = view(wait(all_gather(%flat)), shape)
 
 What runs there learns by which outputs backward comes in, and leaves parameters that no such output
-leads to without a gradient, as autograd does for the unsharded model (`wire/unused_outputs.py`). It is an
-op, so that it travels with the compiled code. The token is there for compilers: an op that writes
-to something is neither dropped nor moved past its like.
+leads to without a gradient, as autograd does for the unsharded model (`wire/unused_outputs.py`). It
+is an op, so that it travels with the compiled code. The token is there for compilers: an op that
+writes to something is neither dropped nor moved past its like.
 
 Requires: a forward whose joint graph went through `note_heads`.
 Ensures: a forward with such flat buffers begins with one `watch_heads` that names them all.

@@ -1,1 +1,3 @@
-"""Compiled ahead: a folder that one process writes, and from which every rank runs its first step."""
+"""Compiled ahead: a folder that one process writes,
+and from which every rank runs its first step.
+"""

@@ -68,8 +68,8 @@ class Capture:
     """What is seen while one call is compiled.
 
     name: of the files; "": graphs are only looked at, and nothing is compiled or kept.
-    graphs: the code of both halves, before our passes; `groups` are those that the user's part of it
-        communicates over.
+    graphs: the code of both halves, before our passes;
+        `groups` are those that the user's part of it communicates over.
     halves: forward, and backward if there is one, with the number of inputs of each.
     gradients: for each input, whether backward gives it a gradient.
     used: places of the inputs that forward reads.

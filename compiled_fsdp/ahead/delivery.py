@@ -1,5 +1,5 @@
-"""A folder that only some ranks read: they check it and say so to all, and the others get its bytes from
-them, through the process group of all ranks.
+"""A folder that only some ranks read: they check it and say so to all, and the others get its bytes
+from them, through the process group of all ranks.
 
 Ranks from one reader up to the next get what that one has read (those before the first, from the
 first): each passes it on to two others, so that a reader sends two copies, however many ranks
@@ -73,8 +73,8 @@ def _all_well(said: dict[int, dict[str, str]]) -> None:
     wrong = [f"  rank {r}: {words['error']}" for r, words in said.items() if "error" in words]
     if wrong:
         raise PrecompiledError(
-            "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
-            + "\n".join(wrong)
+            "load_precompiled: not every rank of readers could read its folder, so no rank "
+            "loads it:\n" + "\n".join(wrong)
         )
     found: dict[str, list[int]] = {}
     for r, words in said.items():

@@ -267,8 +267,8 @@ def sources(codes: Iterable[CodeType]) -> dict[str, str]:
 
 
 def sources_now(made_for: dict[str, str]) -> dict[str, str]:
-    """The hashes of these functions in the files that this process has imported them from; of several
-    files of one name the one that agrees, if there is one.
+    """The hashes of these functions in the files that this process has imported them from; of
+    several files of one name the one that agrees, if there is one.
     """
     files: dict[str, dict[Path, None]] = {}
     for module in list(sys.modules.values()):

@@ -63,8 +63,8 @@ def read(folder: Path) -> Content:
     for entry in entries:
         if not entry.is_file():
             raise PrecompiledError(
-                f"load_precompiled: {folder} is not what precompile wrote: {entry.name} is no file. "
-                "Nothing in it was executed. Copy the folder again, or precompile again"
+                f"load_precompiled: {folder} is not what precompile wrote: {entry.name} is no "
+                "file. Nothing in it was executed. Copy the folder again, or precompile again"
             )
     files = {entry.name: entry.read_bytes() for entry in entries}
     return Content((folder / MANIFEST).read_bytes(), files)
@@ -82,8 +82,8 @@ def checked(content: Content, folder: Path, sha256: str | None) -> dict[str, Any
     path = folder / MANIFEST
     if sha256 is not None and hash_of(content.manifest) != sha256.lower():
         raise PrecompiledError(
-            f"load_precompiled: the SHA-256 of {path} is {hash_of(content.manifest)}, and should be "
-            f"{sha256}. Nothing in the folder was executed. Take the folder that precompile "
+            f"load_precompiled: the SHA-256 of {path} is {hash_of(content.manifest)}, and should "
+            f"be {sha256}. Nothing in the folder was executed. Take the folder that precompile "
             "returned this for"
         )
     manifest: dict[str, Any] = json.loads(content.manifest)

@@ -1,5 +1,5 @@
-"""What is kept of a compiled call, in JSON: where its inputs come from, how its halves are called, and
-where its outputs go.
+"""What is kept of a compiled call, in JSON: where its inputs come from, how its halves are called,
+and where its outputs go.
 """
 
 from __future__ import annotations

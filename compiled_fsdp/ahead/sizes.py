@@ -1,9 +1,9 @@
 """Sizes of arguments that are not known when a model is compiled: dims of the example for which
 `torch._dynamo.mark_dynamic(tensor, dim, min=..., max=...)` was called.
 
-In the description of an argument such a size stands as a text, "s77 (2 to 64)": the same text is the
-same size. What the compilers have assumed of these sizes besides is kept as Python expressions of
-their names, and holds in each call, or the call is refused.
+In the description of an argument such a size stands as a text, "s77 (2 to 64)": the same text is
+the same size. What the compilers have assumed of these sizes besides is kept as Python expressions
+of their names, and holds in each call, or the call is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a precompiled model is for, as plain values by name, and what differs between two of these."""
+"""What a precompiled model is for, as plain values by name,
+and what differs between two of these.
+"""
 
 from __future__ import annotations
 

@@ -264,10 +264,8 @@ def _explain(options: argparse.Namespace) -> int:
                 "written. Its graphs:"
             )
             for graph in (g for g in rank.graphs if g.is_half):
-                say(
-                    f"  {graph.name}: "
-                    f"{', '.join(f'{name} {number}' for name, number in totals(graph.after(None).gm))}"
-                )
+                counts = (f"{name} {number}" for name, number in totals(graph.after(None).gm))
+                say(f"  {graph.name}: {', '.join(counts)}")
             continue
         try:
             found = Explanation.of_dict(values)

@@ -94,14 +94,18 @@ class Found:
             f"{self.num_steps} steps timed, the first {self.num_skipped} left out",
             f"step      {self.step_s * 1e3:9.2f} ms  median; {self.fastest_s * 1e3:.2f} to "
             f"{self.slowest_s * 1e3:.2f}",
-            f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of the step",
-            f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and the busiest wire",
-            f"copying   {self.copying_s * 1e3:9.2f} ms  of the step, to deliver what a network would",
+            f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of "
+            "the step",
+            f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and the "
+            "busiest wire",
+            f"copying   {self.copying_s * 1e3:9.2f} ms  of the step, to deliver what a "
+            "network would",
             *speed(self.tokens, self.step_s, self.flops, self.peak_flops),
             *([] if self.memory is None else in_memory(self.memory)),
             *self._doubts(),
             "",
-            f"{'per step':<16}{'wire':<9}{'number':>7}{'MB sent':>10}{'wire ms':>10}{'exposed ms':>12}",
+            f"{'per step':<16}{'wire':<9}{'number':>7}{'MB sent':>10}{'wire ms':>10}"
+            f"{'exposed ms':>12}",
         ]
         lines += [
             f"{kind.kind:<16}{kind.wire:<9}{kind.count:>7.1f}{kind.sent_bytes / 1e6:>10.2f}"
@@ -160,8 +164,8 @@ def in_memory(memory: Memory) -> list[str]:
     if memory.by_kind:
         kinds = ", ".join(f"{kind} {_mb(size)}" for kind, size in memory.by_kind.items())
         lines.append(
-            f"          the largest peak predicted for a graph, {_mb(sum(memory.by_kind.values()))}: "
-            f"{kinds}"
+            "          the largest peak predicted for a graph, "
+            f"{_mb(sum(memory.by_kind.values()))}: {kinds}"
         )
     return lines
 

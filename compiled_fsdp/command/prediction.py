@@ -93,14 +93,15 @@ class Predicted:
             "published peaks",
             head(self.rank, self.world, self.ranks_per_node, self.wires),
             f"step      {self.step_s * 1e3:9.2f} ms  {self._parts()}",
-            f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of the step",
+            f"exposed   {self.exposed_s * 1e3:9.2f} ms  {self.exposed_s / self.step_s:.0%} of "
+            "the step",
             f"floor     {self.floor_s * 1e3:9.2f} ms  the larger of computing alone and all wires",
             f"wires     {self.wire_s * 1e3:9.2f} ms  {self.sent_bytes / 1e6:.2f} MB sent",
             *self._copies(),
             *speed(self.tokens, self.step_s, self.flops, self.peak_flops),
             *in_memory(self.memory),
-            f"          {self.peak / 1e9:.3f} GB at the peak, of {machine.memory_bytes / 1e9:g} GB: "
-            f"{fits}",
+            f"          {self.peak / 1e9:.3f} GB at the peak, of "
+            f"{machine.memory_bytes / 1e9:g} GB: {fits}",
             *(f"note: {note}" for note in self.notes),
             f"numbers from: {machine.source}",
             f"not modelled: {NOT_MODELLED}",
@@ -111,7 +112,10 @@ class Predicted:
         if not self.backward_s:
             return "one graph, the optimizer's updates in it"
         forward, backward = self.forward_s * 1e3, self.backward_s * 1e3
-        return f"forward {forward:.2f}, backward {backward:.2f}, optimizer {self.optimizer_s * 1e3:.2f}"
+        return (
+            f"forward {forward:.2f}, backward {backward:.2f}, "
+            f"optimizer {self.optimizer_s * 1e3:.2f}"
+        )
 
     def _copies(self) -> list[str]:
         there, back = self.to_host_s * 1e3, self.from_host_s * 1e3
@@ -169,8 +173,8 @@ def _summed(
 ) -> Predicted:
     if len(counts) < LAST:
         raise SimulationError(
-            f"the script ended after {len(counts)} steps of its optimizer, and the second is the one "
-            "that is predicted: let it run longer"
+            f"the script ended after {len(counts)} steps of its optimizer, and the second is the "
+            "one that is predicted: let it run longer"
         )
     ran = [
         (GraphRecord.parse(record), count - counts[0].get(record, 0))
@@ -180,8 +184,8 @@ def _summed(
     whole = [record for record, _ in ran if record.kind == "step"]
     if not whole and not any(record.kind == "backward" for record, _ in ran):
         raise SimulationError(
-            "--machine predicts compiled graphs of ours, and the script trains in none: compile the "
-            "sharded model (torch.compile), with --replace if torch's FSDP shards it"
+            "--machine predicts compiled graphs of ours, and the script trains in none: compile "
+            "the sharded model (torch.compile), with --replace if torch's FSDP shards it"
         )
 
     def total(what: str, kind: str = "") -> float:
@@ -227,7 +231,7 @@ def _outside(carried: list[Carried]) -> list[str]:
         return []
     seconds, kinds = sum(each.seconds for each in carried), {each.kind for each in carried}
     return [
-        f"{len(carried)} collectives of the step ({', '.join(sorted(kinds))}; {seconds * 1e3:.2f} ms "
-        "on the wire) are outside compiled graphs, and the step does not count them, nor what is "
-        "computed there"
+        f"{len(carried)} collectives of the step ({', '.join(sorted(kinds))}; "
+        f"{seconds * 1e3:.2f} ms on the wire) are outside compiled graphs, and the step does not "
+        "count them, nor what is computed there"
     ]

@@ -183,8 +183,8 @@ def _from_here(fn: Callable[..., Any], rank: int) -> Callable[..., Any]:
 def _not_saved(*_: object, **__: object) -> Any:
     """A checkpoint has parts of every rank's, and there is one."""
     warn_once(
-        "compiled_fsdp: the script saves a checkpoint, of which one simulated rank has a part only: "
-        "nothing was written, and no time was spent on it",
+        "compiled_fsdp: the script saves a checkpoint, of which one simulated rank has a part "
+        "only: nothing was written, and no time was spent on it",
         about="checkpoints in a simulation",
     )
     done: Any = torch.futures.Future()

@@ -77,7 +77,8 @@ def add_simulate(commands: Any, script: argparse.ArgumentParser) -> None:
         "--efficiency",
         type=float,
         default=1.0,
-        help="with --machine: what kernels and wires reach of its peaks; default: 1.0, as published",
+        help="with --machine: what kernels and wires reach of its peaks; default: 1.0, as "
+        "published",
     )
     parser.add_argument(
         "--sweep",

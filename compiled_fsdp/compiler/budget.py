@@ -194,9 +194,9 @@ def options_of(gm: GraphModule, plan: Plan) -> list[str]:
     device = _device(gm.graph)
     if not copies.is_planned_apart(device):
         warn_once(
-            f"compiled_fsdp: Plan(offload={plan.offload!r}) on {device.type}: host and device are the "
-            "same memory, so that no activation is copied (as CPUOffloadPolicy copies no parameter "
-            "there). Use recompute='budget', or leave offload out"
+            f"compiled_fsdp: Plan(offload={plan.offload!r}) on {device.type}: host and device are "
+            "the same memory, so that no activation is copied (as CPUOffloadPolicy copies no "
+            "parameter there). Use recompute='budget', or leave offload out"
         )
         return []
     return ["Plan.offload", *(["Plan.host_budget"] if plan.host_budget is not None else [])]
@@ -272,8 +272,8 @@ def _priced(
     params: Sequence[Candidate], halves: Halves, first: Trial, costs: Costs, plan: Plan
 ) -> tuple[tuple[Candidate, ...], PeakModel, tuple[str, ...]]:
     """The parameters and the activations that could be computed again, or be on the host, in the
-    order of what they save for each byte; of those that save the same, parameters in their own order,
-    then what forward makes last. Last, by name, all that could be computed again.
+    order of what they save for each byte; of those that save the same, parameters in their own
+    order, then what forward makes last. Last, by name, all that could be computed again.
 
     first: the trial of these halves, in which no parameter is kept.
     """
@@ -365,17 +365,17 @@ class Room:
         """
         if memory.peak > max(self.budget, self.expected):
             warn_once(
-                f"compiled_fsdp: memory_budget is {_megabytes(self.budget)}, and the {memory.title} "
-                f"that was compiled needs {_megabytes(memory.peak)} above what is at rest; in a "
-                f"trial the step needed {_megabytes(self.expected)}. {REASONS}. Set a budget that "
-                "is smaller by the difference"
+                f"compiled_fsdp: memory_budget is {_megabytes(self.budget)}, and the "
+                f"{memory.title} that was compiled needs {_megabytes(memory.peak)} above what is "
+                f"at rest; in a trial the step needed {_megabytes(self.expected)}. {REASONS}. Set "
+                "a budget that is smaller by the difference"
             )
         return memory
 
 
 REASONS = (
-    "What trials do not know: the compiler's own passes, passes of yours, and what ranks with other "
-    "shapes decide"
+    "What trials do not know: the compiler's own passes, passes of yours, and what ranks with "
+    "other shapes decide"
 )
 
 

@@ -71,8 +71,8 @@ Axes = tuple[tuple[str, int], ...]
 class FlatGrad(NamedTuple):
     """A reduced flat gradient in a graph, its flat buffer, and the parameters that it is of.
 
-    fqn, axes: of a parameter that no unit has, which is `flat` itself: its name, and the groups that
-        cut it. There are no specs then.
+    fqn, axes: of a parameter that no unit has, which is `flat` itself: its name, and the groups
+        that cut it. There are no specs then.
     """
 
     node: Node

@@ -44,7 +44,9 @@ def updated_whole(
     step: str,
     told: Sequence[Node] = (),
 ) -> None:
-    """Update these parameters of a flat gradient, each at its owner. told: what a scaler has found."""
+    """Update these parameters of a flat gradient, each at its owner.
+    told: what a scaler has found.
+    """
     by_dtype: dict[torch.dtype, list[Owned]] = {}
     for spec, matrix in sorted(owned, key=lambda each: (each[1].owner, each[0].offset)):
         by_dtype.setdefault(matrix.dtype, []).append((spec, matrix))

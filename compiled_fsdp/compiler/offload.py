@@ -1,8 +1,8 @@
 """Halves between which saved activations are in host memory.
 
-What `planning/offload.py` allows is taken from the saved values: forward returns a copy of it on the
-host, and backward begins with one and copies it back. Both copies are still awaited at once here;
-`passes/hide_copies.py` starts them early and awaits them late.
+What `planning/offload.py` allows is taken from the saved values: forward returns a copy of it on
+the host, and backward begins with one and copies it back. Both copies are still awaited at once
+here; `passes/hide_copies.py` starts them early and awaits them late.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def offload(halves: Halves, names: Collection[str]) -> list[str]:
-    """Let these saved storages, by the names of the forward nodes that allocate them, be on the host
-    from forward to backward; in place.
+    """Let these saved storages, by the names of the forward nodes that allocate them, be on the
+    host from forward to backward; in place.
 
     Returns those that have to stay on the device, since other values are saved than where it was
     decided.

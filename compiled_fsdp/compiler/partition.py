@@ -70,13 +70,15 @@ def partition(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Ha
 
 
 def is_unit(joint: GraphModule) -> bool:
-    """Whether this is the graph of a unit that is called several times, not the one that calls it."""
+    """Whether this is the graph of a unit that is called several times,
+    not the one that calls it.
+    """
     return calls_units() and not find(joint.graph, UNSHARD, REDUCE_GRAD)
 
 
 def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halves:
-    """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also for
-    the graph of a unit that is called several times.
+    """Torch's partitioner, which may compute again whatever costs no more than memory traffic; also
+    for the graph of a unit that is called several times.
     """
     bans = functorch_config.ban_recompute_materialized_backward and not plan.recompute
     _leave_in_backward(joint)
@@ -91,10 +93,10 @@ def min_cut(joint: GraphModule, inputs: Any, plan: Plan, **options: Any) -> Halv
 
 
 def _leave_in_backward(joint: GraphModule) -> None:
-    """Say that what backward sends of saved values alone is sent there, once. Keys and values of ring
-    attention travel again in backward; torch's partitioner may send them in forward already and keep
-    what came, and once more in backward for nobody, by what each rank computes with them, so that
-    ranks part.
+    """Say that what backward sends of saved values alone is sent there, once. Keys and values of
+    ring attention travel again in backward; torch's partitioner may send them in forward already
+    and keep what came, and once more in backward for nobody, by what each rank computes with them,
+    so that ranks part.
     """
     for node in joint.graph.nodes:
         is_sent = getattr(node.target, "namespace", "") == "_c10d_functional"
@@ -104,8 +106,8 @@ def _leave_in_backward(joint: GraphModule) -> None:
 
 def _tensors_first(halves: Halves, num_outputs: int) -> None:
     """Let tensors come before meshes of DTensors among what forward saves and backward takes. Where
-    backward draws random numbers again (an attention in an activation checkpoint has some), torch up
-    to 2.13 puts their states behind the meshes, where AOTAutograd takes them for meshes.
+    backward draws random numbers again (an attention in an activation checkpoint has some), torch
+    up to 2.13 puts their states behind the meshes, where AOTAutograd takes them for meshes.
     """
     forward, backward = halves
     outputs = output(forward.graph)

@@ -118,8 +118,8 @@ def _viewed(value: Node, views: list[Node], before: Node) -> Node:
 
 
 def _afresh(value: Any) -> Any:
-    """A fake value in a storage of its own: torch notes the same one for all calls of a subgraph, and
-    who counts storages would count one.
+    """A fake value in a storage of its own: torch notes the same one for all calls of a subgraph,
+    and who counts storages would count one.
     """
     mode, seen = mode_of(value), look(value)
     return value if mode is None or seen is None else alike(mode, seen)

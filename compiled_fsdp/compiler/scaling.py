@@ -7,8 +7,9 @@ the check in `scaler.step(optimizer)` compute.
     %g = mul(%flat_grad, %inverse)                                   # of each flat gradient
     update_(%g, %flat, offsets, step, %f)
 
-Every update takes `%f`, and is left out where it is 1, on all ranks alike. Of several optimizers, `%f`
-has an element for each: `scaler.step(optimizer)` leaves out those whose own gradients have an inf.
+Every update takes `%f`, and is left out where it is 1, on all ranks alike. Of several optimizers,
+`%f` has an element for each: `scaler.step(optimizer)` leaves out those
+whose own gradients have an inf.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def _decide(key: int, split_bytes: int) -> None:
 
 def _key(graph: Graph, plan: Plan) -> int:
     """A hash of all that the decision depends on: what is communicated, what is computed in between
-    and how long it takes, the plan and the passes. Under a memory budget, what is compiled was tried
-    before.
+    and how long it takes, the plan and the passes.
+    Under a memory budget, what is compiled was tried before.
     """
     assert plan.costs is not None
     nodes = tuple(

@@ -89,8 +89,8 @@ class WholeStep:
     max_ahead_bytes: of full parameters that are gathered for the next step.
     matrices: that are updated whole, each at its owner.
     held_by: with a scaler and several optimizers, which of them holds each parameter.
-    ignored: parameters that no unit has, by their place among the inputs of what Dynamo has captured:
-        name, and groups that cut them; see `of_inputs`.
+    ignored: parameters that no unit has, by their place among the inputs of what Dynamo has
+        captured: name, and groups that cut them; see `of_inputs`.
     doing: what the user did, for errors.
     """
 
@@ -402,9 +402,9 @@ def _tangents(backward: Graph, step: WholeStep) -> list[Node]:
         made = [f"{list(value(p).shape)}{made_at(p, output(backward))}" for p in found]
         raise NotImplementedError(
             f"{step.doing}: values of the shapes {shapes} require a gradient behind loss_fn; it "
-            f"should be one{each}, the loss, of one element. They are: {'; '.join(made)}. Let loss_fn return "
-            "the loss alone, and write to no input, buffer or attribute of a module what requires a "
-            "gradient (torch.nn.utils.weight_norm and spectral_norm do; those of "
+            f"should be one{each}, the loss, of one element. They are: {'; '.join(made)}. Let "
+            "loss_fn return the loss alone, and write to no input, buffer or attribute of a module "
+            "what requires a gradient (torch.nn.utils.weight_norm and spectral_norm do; those of "
             "torch.nn.utils.parametrizations do not)"
         )
     return found
@@ -438,8 +438,8 @@ def _gather_again(node: Node) -> None:
 def _flat_grad(
     root: Node, kind: object, step: WholeStep, inputs: Mapping[int | None, Node]
 ) -> FlatGrad:
-    """A gradient that backward returns, as the flat gradient that it has to be, or that of a parameter
-    that no unit has.
+    """A gradient that backward returns, as the flat gradient that it has to be, or that of a
+    parameter that no unit has.
 
     inputs: of the graph, by their place in what Dynamo has captured.
     """
@@ -460,9 +460,9 @@ def _flat_grad(
         if step.units and spec.unit not in step.units:
             raise NotImplementedError(
                 f"{step.doing}: backward yields a gradient of {spec.fqn} in unit "
-                f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and whose "
-                "optimizer is another. Freeze that model for this step (requires_grad_(False)), "
-                f"or detach what it computes. {INSTEAD}"
+                f"{spec.unit.split('#')[0]}, which is no part of the model that was given, and "
+                "whose optimizer is another. Freeze that model for this step "
+                f"(requires_grad_(False)), or detach what it computes. {INSTEAD}"
             )
         if spec.sync != "reduce" or spec.is_accumulating:
             raise NotImplementedError(

@@ -1,9 +1,9 @@
 """A backward that a compiled function takes itself: `loss.backward()` under
 `torch._dynamo.config.trace_autograd_ops`.
 
-Dynamo traces it as `torch.autograd.grad(loss, leaves)`, and sets `.grad` of all leaves when the graph
-has run. The leaves of a sharded model are flat buffers, whose gradients are to become those of the
-parameters. So nothing is set, and the fake `unshard` says that there is no gradient
+Dynamo traces it as `torch.autograd.grad(loss, leaves)`, and sets `.grad` of all leaves when the
+graph has run. The leaves of a sharded model are flat buffers, whose gradients are to become those
+of the parameters. So nothing is set, and the fake `unshard` says that there is no gradient
 (`wire/ops.py`): Dynamo sees to it that nothing else uses what the backward has consumed. Once the
 graph is whole, the call is taken out of it, and the loss becomes its last output. That is what
 Dynamo captures for `compile_step`, and it is compiled like that: a whole step (`stitch.py`), whose

@@ -63,8 +63,8 @@ class Trial:
 
 
 def copied_graph(graph: Graph) -> Graph:
-    """A copy of a graph, its output's metadata left out, as `Graph.graph_copy` makes it: metadata is
-    put into the new nodes' dicts, where to set another dict has torch look up each node twice.
+    """A copy of a graph, its output's metadata left out, as `Graph.graph_copy` makes it: metadata
+    is put into the new nodes' dicts, where to set another dict has torch look up each node twice.
     """
     copy, copies = Graph(), dict[Node, Node]()
     for node in graph.nodes:

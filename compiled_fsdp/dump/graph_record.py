@@ -96,9 +96,9 @@ class GraphRecord:
         and the predicted "seconds" of each number, both ways; of the forward graph alone.
     choices: what the memory budget decided on, dearest first: "what" it is (a "slice", "keep": a
         whole parameter, "save" or "offload": an activation, by what it would be given up for), "of"
-        which unit or module, its "name", whether it "is_kept" for backward, its "num_bytes", and the
-        "seconds" that keeping it saves (None where they are not known); of the backward graph or a
-        whole step.
+        which unit or module, its "name", whether it "is_kept" for backward, its "num_bytes", and
+        the "seconds" that keeping it saves (None where they are not known);
+        of the backward graph or a whole step.
     """
 
     kind: str
@@ -134,7 +134,8 @@ class GraphRecord:
         is_fused: bool,
     ) -> GraphRecord:
         """From a finished graph, the plan that its passes got and as the user set it, what they
-        have consumed, its memory, and what was decided for that; `inline` as in `passes.base.Context`.
+        have consumed, its memory, and what was decided for that;
+        `inline` as in `passes.base.Context`.
         """
         regions = {kind: find_regions(graph, kind) for kind in ("gather", "reduce")}
         kinds: dict[str, int] = {}
@@ -212,7 +213,9 @@ class GraphRecord:
 
 
 def _called_units(graph: Graph) -> list[dict[str, Any]]:
-    """As regions: units that are subgraphs since Dynamo traced them, each with its number of calls."""
+    """As regions: units that are subgraphs since Dynamo traced them,
+    each with its number of calls.
+    """
     calls: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if unit_called_by(node) is not None:

@@ -8,7 +8,8 @@ each said once.
         timeline.json.gz, memory.json.gz            of the finished graph: `Timeline`, `Memory`
         record.json                                 what `explain` and profiles know of it
         timeline.txt, memory.txt                    both for people
-        regions.txt                                 what is compiled once, and the graph that calls it
+        regions.txt                                 what is compiled once, and the graph that
+                                                    calls it
 
 `writer.py` writes them, `inspection/dump_folder.py` reads them and checks their fields by these
 types; nothing else opens a file of a dump. `graph_json.py` has the form of the `.json.gz`,
@@ -112,7 +113,9 @@ class GraphSettings(Settings):
 
 
 class Head(TypedDict):
-    """The head of a record. kind: "forward", "backward" or "step"; executor: which of `EXECUTORS` runs."""
+    """The head of a record. kind: "forward", "backward" or "step";
+    executor: which of `EXECUTORS` runs.
+    """
 
     format: int
     kind: str
@@ -130,9 +133,9 @@ class Parameter(TypedDict):
 
 class Collective(TypedDict):
     """One that a graph starts. bytes: of the full tensors; sent: what this rank sends of them;
-    both of what is expected, where only the data decides; row: of a row of what it sends; 0 where only
-    the data decides. kind: "gather", "reduce", "all_reduce", or "exchange" for an all-to-all of the
-    user's.
+    both of what is expected, where only the data decides; row: of a row of what it sends; 0 where
+    only the data decides. kind: "gather", "reduce", "all_reduce",
+    or "exchange" for an all-to-all of the user's.
     """
 
     node: str
@@ -240,8 +243,8 @@ class Routed(TypedDict):
     group, and took there: tokens, where it is for experts.
 
     bytes: of the rows that left this rank.
-    to, of: of a dispatch whose counts were told (`Plan(record_routing=True)`), tokens by rank and, in
-        it, by expert: for the experts there, and from there for the experts here; else empty.
+    to, of: of a dispatch whose counts were told (`Plan(record_routing=True)`), tokens by rank and,
+        in it, by expert: for the experts there, and from there for the experts here; else empty.
     """
 
     collective: int

@@ -50,7 +50,8 @@ def blame(
                 again, told = replay.of_rest(is_still)
                 text = (
                     f"rank {rank}: it has changed in memory between {since} and {latest}, and no "
-                    f"write was counted (one through .data, on this rank alone, would look the same); {told}"
+                    "write was counted (one through .data, on this rank alone, would look "
+                    f"the same); {told}"
                 )
                 faults.append(Fault(rank, (rank,), unit, parameter, what, "", text, again))
     travelled = zip(*(evidence["travelled"] for evidence in said), strict=True)

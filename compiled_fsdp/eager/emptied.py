@@ -68,8 +68,8 @@ def say_hooked_inputs(unit: Unit, inputs: Sequence[Tensor]) -> None:
         names = list(dict.fromkeys(getattr(h, "__qualname__", type(h).__name__) for h in theirs))
         warn_once(
             f"compiled_fsdp: forward of unit {unit.name!r} registers a hook on its input "
-            f"(register_hook of {shortened(names, 1)}). Outside of a graph that is another tensor than "
-            "the caller's, as in torch's FSDP2: the hook sees, and changes, the gradient of this call "
-            "alone, not of other uses of the caller's tensor. Register it on the caller's before the "
-            "call, or on a tensor that forward computes"
+            f"(register_hook of {shortened(names, 1)}). Outside of a graph that is another tensor "
+            "than the caller's, as in torch's FSDP2: the hook sees, and changes, the gradient of "
+            "this call alone, not of other uses of the caller's tensor. Register it on the "
+            "caller's before the call, or on a tensor that forward computes"
         )

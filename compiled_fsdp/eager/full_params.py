@@ -398,9 +398,9 @@ class FullParams:
         return next(reversed(self.unit.why_eager), "")
 
     def _agree(self) -> None:
-        """Count a gather; before the first, and before each of a unit that graphs read too, the other
-        ranks are asked whether they are about to gather the same, eagerly too. An outermost unit
-        of no parameters asks as well, since others may be in a graph of all inside it.
+        """Count a gather; before the first, and before each of a unit that graphs read too, the
+        other ranks are asked whether they are about to gather the same, eagerly too. An outermost
+        unit of no parameters asks as well, since others may be in a graph of all inside it.
         """
         asks = not self.is_agreed or self.is_in_graphs
         names = ", ".join(param.fqn for param in self.unit.params) or "nothing"

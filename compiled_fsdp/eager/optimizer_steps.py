@@ -52,8 +52,8 @@ def before(call: OnStep) -> None:
 
 
 def before_writes(call: OnStep) -> None:
-    """Call this before an optimizer writes, once registered: before every step, and in a whole step,
-    whose forward reads what is there, before its first update.
+    """Call this before an optimizer writes, once registered: before every step, and in a whole
+    step, whose forward reads what is there, before its first update.
     """
     if call not in _before_writes:
         _before_writes.append(call)

@@ -1,5 +1,5 @@
-"""The reductions of one unit: of the gradients that a backward has left on its full parameters, and of
-what earlier backwards have kept.
+"""The reductions of one unit: of the gradients that a backward has left on its full parameters, and
+of what earlier backwards have kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ GOES_ON = {"retain": (), "scatter": ("rows",), "reduce": ("rows", "partial")}
 
 
 def of_backward(unit: Unit, *, with_zeros: bool) -> Reduction | None:
-    """Take the gradients off the full parameters; their reduction, which has begun, if there are any.
+    """Take the gradients off the full parameters;
+    their reduction, which has begun, if there are any.
 
     with_zeros: of trained parameters that have none, zeros take part.
     """

@@ -51,8 +51,8 @@ GONE = "its units are no longer those that have communicated"
 
 
 def again(entry: Entry, rank: int, size: int) -> Again:
-    """What this rank finds when the collective of an entry is tried again, by all ranks of its group
-    together.
+    """What this rank finds when the collective of an entry is tried again,
+    by all ranks of its group together.
 
     rank, size: in that group.
 

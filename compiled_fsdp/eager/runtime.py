@@ -43,8 +43,8 @@ class Runtime(FullParams):
     """Gathers, frees and reduces one unit, called by the hooks on its modules.
 
     has_run: members of a list unit that ran in this forward; the last of them frees.
-    under_way: the modules of the unit that are being called, outside any graph, one inside the other;
-        one that calls itself (a tree) is gathered and freed by the outermost call.
+    under_way: the modules of the unit that are being called, outside any graph, one inside the
+        other; one that calls itself (a tree) is gathered and freed by the outermost call.
     indices: places of this unit in `tree.order` that backward has not come to.
     awaited: what will come back to this unit: numbers of backwards that have come to its outputs
         and not to its inputs, and forwards computed again whose inputs they have not come to. A
@@ -54,8 +54,8 @@ class Runtime(FullParams):
         backward begins.
     is_apart: its last forward ran without grad mode inside one with it; then its gather is not
         started ahead.
-    watched: what its running forward was given in the place of inputs that require a gradient, while
-        hooks on them are looked for.
+    watched: what its running forward was given in the place of inputs that require a gradient,
+        while hooks on them are looked for.
     was_reached: a backward has come to it.
     gave_zeros: the running one has reduced zeros for what it does not use.
     lenders, borrowers: units whose parameters this one reads too, and those that read this one's

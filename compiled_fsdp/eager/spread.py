@@ -1,9 +1,9 @@
-"""What some ranks have found reaches all that train the same model: those of another mesh (experts),
-of other replicas, of other parts of a tensor-parallel parameter.
+"""What some ranks have found reaches all that train the same model: those of another mesh
+(experts), of other replicas, of other parts of a tensor-parallel parameter.
 
-Each rank knows only the groups that it is in. So what it knows goes over all of these, twice: within
-the axes of one mesh once is enough, and so it is where some group has all ranks. The first time it is
-tried whether everything has come everywhere.
+Each rank knows only the groups that it is in. So what it knows goes over all of these, twice:
+within the axes of one mesh once is enough, and so it is where some group has all ranks. The first
+time it is tried whether everything has come everywhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _tried: set[tuple[int, ...]] = set()
 
 
 def groups_of(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
-    """All groups over which these units, or parts of their parameters, are spread; alike in order on
-    every rank.
+    """All groups over which these units, or parts of their parameters, are spread;
+    alike in order on every rank.
     """
     found = [group for unit in units for flat in unit.flats for group in flat.mesh_info.axes]
     for param in (p for unit in units for p in unit.params if p.full is not None):
@@ -72,9 +72,10 @@ def check_reach(
     further = largest(reached.clone(), groups)
     if bool(largest((further != reached).any().long(), groups).item()):
         raise NotImplementedError(
-            f"Plan(check={units[0].settings.check!r}): unit {units[0].name!r} and others are sharded "
-            f"over {len(groups)} groups of ranks that do not reach all in two steps, so some ranks "
-            "would not hear of what others find. Shard over the axes of one mesh, or set check=None"
+            f"Plan(check={units[0].settings.check!r}): unit {units[0].name!r} and others are "
+            f"sharded over {len(groups)} groups of ranks that do not reach all in two steps, "
+            "so some ranks would not hear of what others find. Shard over the axes of one "
+            "mesh, or set check=None"
         )
     _tried.add(key)
 

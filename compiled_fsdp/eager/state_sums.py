@@ -47,7 +47,9 @@ _sums: weakref.WeakKeyDictionary[Optimizer, list[State]] = weakref.WeakKeyDictio
 
 
 def changed(flats: Iterable[FlatBuffer]) -> list[tuple[Optimizer, State, Tensor]]:
-    """The states of these buffers' parameters, each with a bool: whether it has changed unnoticed."""
+    """The states of these buffers' parameters,
+    each with a bool: whether it has changed unnoticed.
+    """
     params = {id(p.sharded) for flat in flats for p in flat.params}
     found = []
     for optimizer, states in _sums.items():
@@ -88,8 +90,8 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _written(optimizer: Optimizer) -> Iterator[FlatBuffer]:
-    """The flat buffers of checked units that an optimizer writes to: those of its parameters, and of
-    FSDP1 all, since it may hold the user's own parameters (`use_orig_params`).
+    """The flat buffers of checked units that an optimizer writes to: those of its parameters, and
+    of FSDP1 all, since it may hold the user's own parameters (`use_orig_params`).
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for unit in UNITS:
@@ -103,7 +105,8 @@ def _before(optimizer: Optimizer) -> None:
     """It is about to write; a step that fails leaves nothing to compare.
 
     Raises:
-        NotImplementedError: a backward is under way, and it writes to what ranks compare at its end.
+        NotImplementedError: a backward is under way,
+            and it writes to what ranks compare at its end.
     """
     written = list(_written(optimizer))
     if written and backward_number() != -1:

@@ -27,8 +27,8 @@ def enter(runtime: Runtime) -> None:
     """
     if runtime.unit.is_outermost and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"compiled_fsdp: the outermost sharded module, {runtime.unit.name}, is called inside of "
-            "a transformation of torch.func (vmap, grad, jvp, ...) in eager mode, where nothing "
+            f"compiled_fsdp: the outermost sharded module, {runtime.unit.name}, is called inside "
+            "of a transformation of torch.func (vmap, grad, jvp, ...) in eager mode, where nothing "
             "would bring its backward to an end. Put the transformation into the forward of a "
             "module around it that is sharded too, or compile the function around it: "
             "torch.compile(lambda x: torch.vmap(model)(x))"

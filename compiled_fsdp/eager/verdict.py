@@ -1,13 +1,14 @@
-"""The end of a backward of checked units: ranks compare their checksums, and refuse the step if some
-differ.
+"""The end of a backward of checked units: ranks compare their checksums,
+and refuse the step if some differ.
 
 [Note: verdict]
 Of each mesh: one all-reduce over the group that shards adds up, for each sum that was taken, what
-should come to zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of what
-has to be the same on all of them, and one after it, so that all ranks come to the same verdict. With
-several meshes, or tensor parallelism, one integer goes over all groups for that (`spread.py`). One value is
-read on the host. Only if something differs do ranks tell each other their sums, through the store,
-find out whose they are, and try once more what was communicated (`replay.py`).
+should come to zero (`wire/checks.py`). With replicas (HSDP) two more over those: one before it, of
+what has to be the same on all of them, and one after it, so that all ranks come to the same
+verdict. With several meshes, or tensor parallelism, one integer goes over all groups for that
+(`spread.py`). One value is read on the host. Only if something differs do ranks tell each other
+their sums, through the store, find out whose they are,
+and try once more what was communicated (`replay.py`).
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class Verdict:
         return [] if group is None else [group]
 
     def differs(self) -> Tensor:
-        """Whether anything differs, an integer that is the same on all ranks that shard; of replicas,
-        what differs between them counts on all that hold it.
+        """Whether anything differs, an integer that is the same on all ranks that shard; of
+        replicas, what differs between them counts on all that hold it.
         """
         found = [self._of_travelled()]
         found += [f.resting.changed.long() for f in self.rests if f.resting.changed is not None]

@@ -1,4 +1,6 @@
-"""Where autograd says that a backward comes to a unit, and that all gradients inside of it are done."""
+"""Where autograd says that a backward comes to a unit,
+and that all gradients inside of it are done.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def watch_inputs(runtime: Runtime, inputs: Any) -> tuple[Any, tuple[Tensor, ...]]:
-    """Inputs of a forward in which those that require a gradient are others, whose backward runs once
-    all gradients inside the module are done; and these others.
+    """Inputs of a forward in which those that require a gradient are others, whose backward runs
+    once all gradients inside the module are done; and these others.
     """
     found: list[Tensor] = []
 
@@ -73,8 +75,8 @@ def watch_output(runtime: Runtime, tensor: Tensor) -> Tensor:
 
 
 def watch_leaves(runtime: Runtime) -> None:
-    """A backward through a backward need not come to the unit's outputs: its parameters' gradients say
-    that it was here.
+    """A backward through a backward need not come to the unit's outputs:
+    its parameters' gradients say that it was here.
     """
     me = weakref.ref(runtime)
 

@@ -47,8 +47,8 @@ def check_no_stock_unit(
     managed: Sequence[nn.Module],
     ignored: Collection[int] = (),
 ) -> None:
-    """No module that a unit is about to take may be of torch's FSDP, nor a parameter of it be a shard
-    of an outer one.
+    """No module that a unit is about to take may be of torch's FSDP,
+    nor a parameter of it be a shard of an outer one.
 
     Args:
         what: which function of ours asks.

@@ -1,4 +1,6 @@
-"""Calls of sharded modules, of either front end: what happens outside any graph, before and after."""
+"""Calls of sharded modules, of either front end:
+what happens outside any graph, before and after.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 WRITTEN_OVER = (
-    "a forward puts a plain attribute in the place of a sharded parameter that no name is registered "
-    "for (FullyShardedDataParallel without use_orig_params, object.__setattr__)"
+    "a forward puts a plain attribute in the place of a sharded parameter that no name is "
+    "registered for (FullyShardedDataParallel without use_orig_params, object.__setattr__)"
 )
 
 _classes: dict[tuple[type, type | None], type] = {}
@@ -205,8 +205,8 @@ never_traced_alone(_held)
 
 
 def _checked_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a call runs of a module that owns sharded parameters and is not a unit's own: in eager mode
-    they must be gathered.
+    """What a call runs of a module that owns sharded parameters and is not a unit's own: in eager
+    mode they must be gathered.
 
     As `_compiled_call_impl` of the class, not as a `__call__`: where `__call__` is `nn.Module`'s
     own, and there are no hooks, Dynamo goes straight to `forward`.
@@ -241,8 +241,8 @@ def _check_gathered(module: nn.Module, args: tuple[Any, ...]) -> None:
     param = sharded[0]
     raise RuntimeError(
         f"{type(module).__name__} was called while its parameter {param.fqn} is sharded: its unit "
-        f"{state.unit.name!r} was not called, but another method of it, or its forward(...) by name, "
-        "which passes over the hooks that gather. Call the module itself; or call "
+        f"{state.unit.name!r} was not called, but another method of it, or its forward(...) by "
+        "name, which passes over the hooks that gather. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )

@@ -74,8 +74,8 @@ def compile_step(
     Args:
         model: the sharded module, or what `torch.compile` made of it.
         optimizer: of one of the classes in `parts.ONE_BY_ONE`, or a `Muon`, over all parameters of
-            the model that are trained, and no others. Or a list of several, each parameter in one of
-            them. Matrices of a `Muon` travel to their owners and back as nodes of the graph. Of
+            the model that are trained, and no others. Or a list of several, each parameter in one
+            of them. Matrices of a `Muon` travel to their owners and back as nodes of the graph. Of
             parameters that no unit has (experts divided among ranks, `ignored_params`), each rank
             updates what it has with its own gradient.
         loss_fn: called with the model and the batch; returns the loss alone, a tensor of one
@@ -90,18 +90,18 @@ def compile_step(
             `set_requires_gradient_sync(False)` in all but the last backward has it: one reduction
             instead of n, for the bytes of all unreduced gradients. Otherwise they are reduced for
             each micro-batch and their shards added, as the loop does that sets nothing.
-        max_ahead_bytes: at most so many bytes of full parameters are gathered for the next step when
-            this one has updated them; 0 for none. They are gathered again if a parameter is written
-            to in between, which has to happen on every rank, and not through `.data` or by a
-            foreach op: that raises from the next step.
-        keep_grads: leave copies of the gradients, as the updates used them, in `.grad` until the next
-            step.
-        scaler: a `torch.amp.GradScaler` or `ShardedGradScaler`. Gradients are checked, on all ranks,
-            and unscaled in the graph; a step with an inf or NaN is left out on every rank, of several
-            optimizers by those whose own gradients have it. The scale
-            and its state dict are the scaler's own.
-        schedule: a learning rate scheduler of the optimizer, stepped after every step, also one that
-            the scaler leaves out. Of several optimizers, a list of any number.
+        max_ahead_bytes: at most so many bytes of full parameters are gathered for the next step
+            when this one has updated them; 0 for none. They are gathered again if a parameter is
+            written to in between, which has to happen on every rank, and not through `.data` or by
+            a foreach op: that raises from the next step.
+        keep_grads: leave copies of the gradients, as the updates used them,
+            in `.grad` until the next step.
+        scaler: a `torch.amp.GradScaler` or `ShardedGradScaler`. Gradients are checked, on all
+            ranks, and unscaled in the graph; a step with an inf or NaN is left out on every rank,
+            of several optimizers by those whose own gradients have it.
+            The scale and its state dict are the scaler's own.
+        schedule: a learning rate scheduler of the optimizer, stepped after every step, also one
+            that the scaler leaves out. Of several optimizers, a list of any number.
         backend: "compiled_fsdp" (Inductor with our passes), or "compiled_fsdp_eager" (our passes
             without Inductor).
         dynamic: as for `torch.compile`.
@@ -157,7 +157,8 @@ def _check_arguments(clip: object, accumulate: object, backend: object) -> None:
         raise ValueError(f"compile_step: clip={clip!r}; should be None, or a norm larger than 0")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
-            f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, at least 1"
+            f"compile_step: accumulate={accumulate!r}; should be a number of micro-batches, "
+            "at least 1"
         )
     if backend not in BACKENDS:
         raise ValueError(f"compile_step: backend={backend!r}; should be one of {list(BACKENDS)}")
@@ -170,8 +171,8 @@ def _check_units(units: list[Unit], clip: float | None, *, is_scaled: bool) -> N
 
 
 def _meshes_of(units: list[Unit]) -> tuple[tuple[Any, ...], ...]:
-    """Of each mesh of parameters that are DTensors by themselves (tensor-parallel, or experts): the axes
-    that cut any of them, and which parameter is cut by which; see `compiler/clip.py`.
+    """Of each mesh of parameters that are DTensors by themselves (tensor-parallel, or experts): the
+    axes that cut any of them, and which parameter is cut by which; see `compiler/clip.py`.
     """
     meshes: dict[Any, list[tuple[ShardedParam, DTensor]]] = {}
     for p in (p for unit in units for p in unit.params if p.full is not None):

@@ -12,8 +12,8 @@ before the graph goes to its backend a read is moved out, and its value handed o
       g: %x                                         g: %x
 
 A branch that is not taken gives its parameters zeros, as unused parameters get where others of the
-graph's are used. What a checkpoint inside of such a function reads is moved out of both; one elsewhere keeps
-its reads, which backward repeats.
+graph's are used. What a checkpoint inside of such a function reads is moved out of both; one
+elsewhere keeps its reads, which backward repeats.
 """
 
 from __future__ import annotations

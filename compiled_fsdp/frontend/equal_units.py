@@ -7,22 +7,22 @@ cuts, our passes and Inductor walk, one by one. With `regions="units"` the forwa
 occurs three times or more becomes a graph of its own, which torch's `invoke_subgraph` traces,
 differentiates, cuts and compiles once:
 
-    %w0 = unshard(%flat0, "w")            %w0 = unshard(%flat0, "w")
-    %y0 = linear(relu(%x), %w0)   becomes %y0 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %x, %w0)
-    %w1 = unshard(%flat1, "w")            %w1 = unshard(%flat1, "w")
-    %y1 = linear(relu(%y0), %w1)          %y1 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %y0, %w1)
+    %w0 = unshard(%flat0, "w") becomes %w0 = unshard(%flat0, "w")
+    %y0 = linear(relu(%x), %w0)        %y0 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %x, %w0)
+    %w1 = unshard(%flat1, "w")         %w1 = unshard(%flat1, "w")
+    %y1 = linear(relu(%y0), %w1)       %y1 = invoke_subgraph(%fsdp_unit_0, "fsdp_unit_0", %y0, %w1)
 
-Reads of parameters, and constants, stay outside, so that gathers, reductions and frees are nodes as ever. What
-AOTAutograd makes of a call is tidied by `compiler/read_past_calls.py`; `outline` puts what surrounds
-it, copies out of buckets and gradients into buckets, into the same kernels.
+Reads of parameters, and constants, stay outside, so that gathers, reductions and frees are nodes as
+ever. What AOTAutograd makes of a call is tidied by `compiler/read_past_calls.py`; `outline` puts
+what surrounds it, copies out of buckets and gradients into buckets, into the same kernels.
 
 Two calls are equal if their nodes, one by one, have the same function, options, shapes, strides,
 dtypes and `requires_grad`, and read the same places of each other. Left where it stands, and said
 once: a unit whose nodes are not together, that writes to what it is given, whose results lie in
 what it is given, with a parameter that leads to none of its results that are used (it would get
-zeros: `unit_gradients.py`), that draws random numbers, communicates, has operators with functions of
-their own (checkpoints, `cond`), that switches autograd or autocast on or off, or stands where they
-are switched; everything in graphs of dynamic shapes.
+zeros: `unit_gradients.py`), that draws random numbers, communicates, has operators with functions
+of their own (checkpoints, `cond`), that switches autograd or autocast on or off, or stands where
+they are switched; everything in graphs of dynamic shapes.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def outline_units(gm: GraphModule, *, writes_parameters: bool) -> None:
 def _share(
     gm: GraphModule, group: list[Call], name: str, lead_out: set[Node], alone: dict[str, str]
 ) -> set[str]:
-    """Let equal calls become calls of one subgraph; the paths of those that did. Others are noted with
-    the reason.
+    """Let equal calls become calls of one subgraph; the paths of those that did.
+    Others are noted with the reason.
     """
     first = group[0].now()
     body, inputs = first.body(gm), list(map(traced_value, first.inputs))
@@ -111,7 +111,9 @@ def _share(
 
 
 def _of_classes(calls: list[Call], names: tuple[str, ...]) -> list[Call]:
-    """Those of classes of these names, as the user wrote them; a name that none has is announced."""
+    """Those of classes of these names, as the user wrote them;
+    a name that none has is announced.
+    """
     there = list(dict.fromkeys(call.class_name for call in calls))
     if missing := [name for name in names if name not in there]:
         _say(f"no unit of a graph is of class {shortened(missing)}; there are {shortened(there)}")

@@ -141,7 +141,10 @@ def note_refused(unit: Unit) -> None:
     kind = original_class(unit.modules[0]).__name__
     why = f"Dynamo traces no {kind}, unless torch._dynamo.config.allow_rnn is set"
     unit.why_eager[why] = None
-    text = f"compiled_fsdp: unit {unit.name!r} runs eagerly, not in a graph: {why}. Results are the same"
+    text = (
+        f"compiled_fsdp: unit {unit.name!r} runs eagerly, not in a graph: {why}. "
+        "Results are the same"
+    )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')
     warn_once(text)
@@ -189,11 +192,11 @@ def run_as_others(unit: Unit, units: Sequence[Unit], ranks: Sequence[int] | None
         below.runs_eagerly = True
         below.why_eager[f"{whose} no graph of {unit.name}, and others of the group had one"] = None
     text = (
-        f"compiled_fsdp: unit {_listed([below.name for below in units])} runs eagerly from now on, on "
-        f"all ranks: {whose} no graph of {unit.name!r}, others of the group had one, and ranks of a "
-        "group must communicate alike. Dynamo broke the graph there, of which a warning tells, or "
-        "the model was not compiled there. Results are the same. To keep the graph, have all ranks "
-        "do the same in forward, and what one alone does, as printing, around it"
+        f"compiled_fsdp: unit {_listed([below.name for below in units])} runs eagerly from now on, "
+        f"on all ranks: {whose} no graph of {unit.name!r}, others of the group had one, and ranks "
+        "of a group must communicate alike. Dynamo broke the graph there, of which a warning "
+        "tells, or the model was not compiled there. Results are the same. To keep the graph, have "
+        "all ranks do the same in forward, and what one alone does, as printing, around it"
     )
     if _policy == "error":
         raise FallbackError(f'{text}; set_fallback("error") makes this an error')

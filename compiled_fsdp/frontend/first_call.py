@@ -101,9 +101,9 @@ def check_devices(units: Iterable[Unit]) -> None:
         wrong = [fqn for fqn, _ in found]
         if wrong:
             raise RuntimeError(
-                f"{unit.name}: parameters {shortened(wrong)} are not on {device.type}, where their mesh is, "
-                "so they cannot be gathered. Move the whole sharded model with "
-                f".to({device.type!r})"
+                f"{unit.name}: parameters {shortened(wrong)} are not on {device.type}, where "
+                "their mesh is, so they cannot be gathered. Move the whole sharded model "
+                f"with .to({device.type!r})"
             )
 
 
@@ -139,10 +139,10 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
     told = f"{unit.name}: its forward used a parameter that is sharded at that moment, {how}"
     if strays:
         raise RuntimeError(
-            f"{told}: {shortened(strays)} are DTensors under names that no unit has, since they were "
-            "registered after fully_shard (by a parametrization such as weight_norm, by pruning, or as "
-            "a Parameter made of a sharded one), and nothing gathers them. Register them before "
-            "fully_shard"
+            f"{told}: {shortened(strays)} are DTensors under names that no unit has, since they "
+            "were registered after fully_shard (by a parametrization such as weight_norm, by "
+            "pruning, or as a Parameter made of a sharded one), and nothing gathers them. Register "
+            "them before fully_shard"
         ) from error
     if not others:
         raise RuntimeError(
@@ -152,9 +152,9 @@ def explain_mixed(error: RuntimeError, unit: Unit, units: Iterable[Unit]) -> Non
         ) from error
     raise RuntimeError(
         f"{told}: one of another unit "
-        f"({', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}), whose own forward is not "
-        "running. Give both modules to one call, fully_shard([a, b]), or call unshard() on the "
-        "other before and reshard() after it"
+        f"({', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}), "
+        "whose own forward is not running. Give both modules to one call, fully_shard([a, b]), or "
+        "call unshard() on the other before and reshard() after it"
     ) from error
 
 
@@ -186,15 +186,17 @@ def explain_registered(error: TypeError, unit: Unit) -> None:
     """
     if OF_MODULE in str(error) and unit.name not in str(error):
         raise TypeError(
-            f"{unit.name}: its compiled forward registers what is no parameter ({error}). In a graph a sharded "
-            "parameter that is read, self.a.weight say, is the gathered tensor, which no module takes for a "
-            "parameter. Tie parameters between calls, or in a function decorated with torch.compiler.disable"
+            f"{unit.name}: its compiled forward registers what is no parameter ({error}). In a "
+            "graph a sharded parameter that is read, self.a.weight say, is the gathered tensor, "
+            "which no module takes for a parameter. Tie parameters between calls, or in a function "
+            "decorated with torch.compiler.disable"
         ) from error
 
 
 # What kernels of torch say of two dtypes.
 OF_DTYPES = re.compile(
-    r"same dtype|type \(.*\) should be the same|expected scalar type|expect parameter to have scalar type"
+    r"same dtype|type \(.*\) should be the same|expected scalar type|"
+    r"expect parameter to have scalar type"
 )
 
 
@@ -218,9 +220,9 @@ def explain_dtypes(error: RuntimeError, unit: Unit) -> None:
         found.insert(0, "inputs are not cast (cast_forward_inputs=False)")
     if found:
         raise RuntimeError(
-            f"{unit.name}: its forward mixed dtypes ({str(error).splitlines()[0]}). Its parameters {CAST}, "
-            f"{policy.param_dtype}, and {shortened(found)}, as with torch's FSDP. Cast in forward what is "
-            "computed with them, x.to(self.weight.dtype) say, or the buffers"
+            f"{unit.name}: its forward mixed dtypes ({str(error).splitlines()[0]}). Its parameters "
+            f"{CAST}, {policy.param_dtype}, and {shortened(found)}, as with torch's FSDP. Cast in "
+            "forward what is computed with them, x.to(self.weight.dtype) say, or the buffers"
         ) from error
 
 
@@ -244,9 +246,9 @@ def check_buffers(
     ]
     if forgotten:
         raise RuntimeError(
-            f"{unit.name}: buffers {shortened(forgotten)} hold whatever was in memory: they were on the meta "
-            "device, and nothing wrote them since to_empty(). Initialise them (non-persistent "
-            "ones are not in a state dict), for example with reset_parameters()"
+            f"{unit.name}: buffers {shortened(forgotten)} hold whatever was in memory: they were "
+            "on the meta device, and nothing wrote them since to_empty(). Initialise them "
+            "(non-persistent ones are not in a state dict), for example with reset_parameters()"
         )
     group = unit.mesh_info.shard_group
     locals_ = {name: local_tensor(b) for name, b in buffers.items()}
@@ -264,9 +266,9 @@ def check_buffers(
     names = [name for name, is_other in zip(numeric, differs, strict=True) if is_other]
     if names:
         warn_once(
-            f"compiled_fsdp: buffers {shortened(names)} differ between the ranks before the first step. FSDP "
-            "never synchronises buffers: if they should be equal, broadcast them from one rank "
-            "after to_empty()"
+            f"compiled_fsdp: buffers {shortened(names)} differ between the ranks before the first "
+            "step. FSDP never synchronises buffers: if they should be equal, broadcast them from "
+            "one rank after to_empty()"
         )
 
 
@@ -327,10 +329,11 @@ def _say_not_finalized(optimizer: torch.optim.Optimizer) -> None:
         held = sorted(runtime.unit.name for runtime in tree.finalization.held)
         if _holds(tree, {id(p) for group in optimizer.param_groups for p in group["params"]}):
             warn_once(
-                f"compiled_fsdp: {type(optimizer).__name__}.step() before the backward of {held[0]} is "
-                "finalized, which set_manual_backward_finalization(True) leaves to you: gradients "
-                "may be missing, and the next forward may use parameters from before the step. Call "
-                "finalize_backward() on it first, and wait() on what that returns with async_op=True"
+                f"compiled_fsdp: {type(optimizer).__name__}.step() before the backward of "
+                f"{held[0]} is finalized, which set_manual_backward_finalization(True) leaves to "
+                "you: gradients may be missing, and the next forward may use parameters from "
+                "before the step. Call finalize_backward() on it first, and wait() on what that "
+                "returns with async_op=True"
             )
 
 

@@ -1,5 +1,5 @@
-"""Parameters that no unit has in a whole step (`compile_step`): which the optimizers hold, and what is
-refused of them. What they are to a graph stands in `wire/ignored.py`.
+"""Parameters that no unit has in a whole step (`compile_step`): which the optimizers hold, and what
+is refused of them. What they are to a graph stands in `wire/ignored.py`.
 """
 
 from __future__ import annotations
@@ -65,27 +65,28 @@ class IgnoredParams:
         self._attach()
 
     def refuse_plain(self) -> None:
-        """Check that the gradients of all that are trained have a norm, and a check for infinity, over
-        ranks.
+        """Check that the gradients of all that are trained have a norm,
+        and a check for infinity, over ranks.
 
         Raises:
-            NotImplementedError: one is no DTensor, so that nobody knows what other ranks have of it.
+            NotImplementedError: one is no DTensor,
+                so that nobody knows what other ranks have of it.
         """
         self._refuses_plain = True
         plain = [each.fqn for each in self.found if each.param.requires_grad and not each.axes]
         if plain:
             raise NotImplementedError(
-                f"compile_step: clip or a scaler, and {shortened(plain)} are trained, which no unit "
-                "has and which are plain tensors: what other ranks have of them is not known, so that "
-                "there is no global norm nor a common check (clip_grad_norm_ and GradScaler raise for "
-                "DTensors and tensors together). Make them DTensors on the mesh of their ranks "
-                "(DTensor.from_local(own, mesh, [Shard(0)])), shard them, freeze them, or write the "
-                "loop and clip each kind by itself"
+                f"compile_step: clip or a scaler, and {shortened(plain)} are trained, which no "
+                "unit has and which are plain tensors: what other ranks have of them is not known, "
+                "so that there is no global norm nor a common check (clip_grad_norm_ and "
+                "GradScaler raise for DTensors and tensors together). Make them DTensors on the "
+                "mesh of their ranks (DTensor.from_local(own, mesh, [Shard(0)])), shard them, "
+                "freeze them, or write the loop and clip each kind by itself"
             )
 
     def check(self, units: list[Unit], params: list[tuple[ShardedParam, nn.Parameter]]) -> None:
-        """Check that the optimizers hold what the model trains, as `Optimizers.check_params`, and let
-        graphs find the parameters, also where others have taken their places since.
+        """Check that the optimizers hold what the model trains, as `Optimizers.check_params`, and
+        let graphs find the parameters, also where others have taken their places since.
 
         Raises:
             ValueError: they do not.
@@ -103,8 +104,8 @@ class IgnoredParams:
                 if names := [each.fqn for each in self.found if id(each.param) in of_muon]:
                     raise NotImplementedError(
                         f"compile_step: a Muon holds {shortened(names)}, which no unit has: only "
-                        "matrices of units go to owners in the graph. Give them to another optimizer "
-                        f"in the list. {LOOP}"
+                        "matrices of units go to owners in the graph. Give them to another "
+                        f"optimizer in the list. {LOOP}"
                     )
 
 
@@ -114,7 +115,8 @@ def _check_placements(name: str, param: DTensor) -> None:
     if any(at.is_replicate() or at.is_partial() for at in whole):
         raise NotImplementedError(
             f"compile_step: {name} is a DTensor that no unit has, with placements "
-            f"{list(param.placements)} on {mesh}: its gradient would have to be added up over the ranks "
-            "that have the same of it, which the step does not do. Let fully_shard shard or replicate it "
-            f"(a mesh of two axes is HSDP), or put it on the axes alone that cut it. {LOOP}"
+            f"{list(param.placements)} on {mesh}: its gradient would have to be added up over "
+            "the ranks that have the same of it, which the step does not do. Let fully_shard "
+            "shard or replicate it (a mesh of two axes is HSDP), or put it on the axes alone "
+            f"that cut it. {LOOP}"
         )

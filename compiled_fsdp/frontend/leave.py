@@ -33,14 +33,17 @@ def leave_graph(module: Any, error: LeftGraph) -> None:
 
 
 def _why_stays(process_group: dist.ProcessGroup) -> str:
-    """ "" if the graph that now runs is all that the innermost call of a sharded module has done, and
-    all ranks of the model compare: then the call can be made again, if that is wanted. Else why
-    not.
+    """ "" if the graph that now runs is all that the innermost call of a sharded module has done,
+    and all ranks of the model compare: then the call can be made again,
+    if that is wanted. Else why not.
     """
     module, inside = innermost()
     state = get_state(module)
     if state is None:
-        return "its graph is of a larger function around the model, of which the rest would be done twice"
+        return (
+            "its graph is of a larger function around the model, of which the rest would be "
+            "done twice"
+        )
     name = repr(state.unit.name)
     if may_not_fall_back():
         return 'set_fallback("error") was called'
@@ -49,16 +52,16 @@ def _why_stays(process_group: dist.ProcessGroup) -> str:
     together = state.root.together
     if together is None or together.ranks != dist.get_process_group_ranks(process_group):
         return (
-            f"the group does not hold all ranks of the model's mesh, and others, replicas say, would "
-            f"stay in their graphs of {name}"
+            "the group does not hold all ranks of the model's mesh, and others, replicas say, "
+            f"would stay in their graphs of {name}"
         )
     entries = entry_names(module)
     begins = next((n for n, code in enumerate(inside) if code.co_name in entries), 0)
     is_whole = begins > 0 and inside[begins - 1].co_filename != torch.nn.modules.module.__file__
     if not is_whole or any(map(is_resumed, inside)):
         return (
-            f"its graph is of a part of the forward of {name}, at a graph break that all ranks have: "
-            "what came before it would be done twice"
+            f"its graph is of a part of the forward of {name}, at a graph break that all ranks "
+            "have: what came before it would be done twice"
         )
     return ""
 

@@ -108,7 +108,9 @@ def _count(code: CodeType, unit: int, is_first: bool) -> int:
 
 
 def watch_calls(code: CodeType) -> None:
-    """Count what is compiled inside calls of this code, `__call__` of a class of sharded modules."""
+    """Count what is compiled inside calls of this code,
+    `__call__` of a class of sharded modules.
+    """
     CALLS.add(code)
 
 

@@ -54,8 +54,8 @@ class Optimizers:
         wrong = [type(each).__name__ for each in made if not isinstance(each, optim.Optimizer)]
         if wrong:
             raise TypeError(
-                f"compile_step: optimizer={shortened(wrong)}; should be an optimizer of torch.optim, "
-                "or a list of several"
+                f"compile_step: optimizer={shortened(wrong)}; should be an optimizer of "
+                "torch.optim, or a list of several"
             )
         if not made or len({id(each) for each in made}) < len(made):
             raise ValueError(
@@ -99,10 +99,10 @@ class Optimizers:
             kind = type(each).__name__
             if isinstance(each, ReduceLROnPlateau) or not isinstance(each, LRScheduler):
                 raise TypeError(
-                    f"compile_step: schedule={kind}; should be a learning rate scheduler whose step "
-                    "takes no argument (ChainedScheduler or SequentialLR for several), or a list of "
-                    "them, each of one of the optimizers. Call what else there is behind the "
-                    "compiled step"
+                    f"compile_step: schedule={kind}; should be a learning rate scheduler whose "
+                    "step takes no argument (ChainedScheduler or SequentialLR for several), or a "
+                    "list of them, each of one of the optimizers. Call what else there is behind "
+                    "the compiled step"
                 )
             if all(each.optimizer is not one for one in self.made):
                 raise ValueError(

@@ -25,8 +25,8 @@ class Others:
                 self._used[id(p)] = weakref.ref(p.grad), _version(p.grad)
 
     def are_done(self, param: Tensor) -> bool:
-        """Whether none of them is going to change a parameter before the next backward: its gradient
-        is used, or there is none.
+        """Whether none of them is going to change a parameter before the next backward: its
+        gradient is used, or there is none.
         """
         grad = param.grad
         if grad is None:

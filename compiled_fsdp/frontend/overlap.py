@@ -311,7 +311,10 @@ class Overlap:
         if trained != {id(p.sharded) for p in params}:
             return "this graph has no gradients for some of its parameters"
         if flat in self.shared:
-            return "forward has read it more than once since the last backward, and another backward may gather it"
+            return (
+                "forward has read it more than once since the last backward, and another backward "
+                "may gather it"
+            )
         if flat not in self.reads:
             return "forward has not gathered it by an all-gather of its own"
         if any(p.sharded.grad is not None for p in params):

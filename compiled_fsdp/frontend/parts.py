@@ -33,10 +33,10 @@ def check_one_by_one(optimizer: optim.Optimizer, doing: str) -> None:
     """
     if isinstance(optimizer, optim.Muon):
         raise TypeError(
-            f"{doing}: {type(optimizer).__module__}.{type(optimizer).__name__} orthogonalizes whole "
-            "matrices, whose parts lie on several ranks, so that its step cannot be taken unit by "
-            "unit. Give the matrices to a compiled_fsdp.Muon, which computes the same and has them "
-            "whole at one rank each: compile_step(model, [muon, adamw]), or "
+            f"{doing}: {type(optimizer).__module__}.{type(optimizer).__name__} orthogonalizes "
+            "whole matrices, whose parts lie on several ranks, so that its step cannot be taken "
+            "unit by unit. Give the matrices to a compiled_fsdp.Muon, which computes the same and "
+            "has them whole at one rank each: compile_step(model, [muon, adamw]), or "
             "overlap_optimizer(model, muon) with the loop"
         )
     if type(optimizer) not in ONE_BY_ONE:

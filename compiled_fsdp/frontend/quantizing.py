@@ -1,5 +1,5 @@
-"""What the plan says of codes on the wire, and of checksums, reaches the units: those that there are,
-and new ones.
+"""What the plan says of codes on the wire, and of checksums,
+reaches the units: those that there are, and new ones.
 
 A plan is for graphs, but codes change numbers, and what is checked communicates, so what runs
 eagerly does so too; and graphs that were compiled before are compiled again.
@@ -78,6 +78,7 @@ def check_names(units: Iterable[Unit]) -> None:
     missing = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if missing:
         warn_once(
-            f"compiled_fsdp: Plan(exact={patterns!r}): no parameter of the model matches {missing}. "
-            f"Names are those of named_parameters(), such as {names[0]!r}; * stands for anything"
+            f"compiled_fsdp: Plan(exact={patterns!r}): no parameter of the model matches "
+            f"{missing}. Names are those of named_parameters(), such as {names[0]!r}; "
+            "* stands for anything"
         )

@@ -1,8 +1,8 @@
 """What a `GradScaler` does in a compiled step: the graph checks gradients and unscales them
 (`compiler/scaling.py`); scale, growth and state dict stay the scaler's own.
 
-As in the loop, an optimizer that unscales by itself (`fused=True`) is given scaled gradients, unless
-they are clipped in between.
+As in the loop, an optimizer that unscales by itself (`fused=True`) is given scaled gradients,
+unless they are clipped in between.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Scaling:
             kind = type(scaler)
             raise TypeError(
                 f"compile_step: scaler={kind.__module__}.{kind.__qualname__}; should be a "
-                "torch.amp.GradScaler or a ShardedGradScaler, no subclass, since the graph does what "
-                "their unscale_ and step do. Write the loop with scaler.scale(loss).backward(), "
-                "scaler.step(optimizer) and scaler.update()"
+                "torch.amp.GradScaler or a ShardedGradScaler, no subclass, since the graph does "
+                "what their unscale_ and step do. Write the loop with "
+                "scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()"
             )
         if not scaler.is_enabled():  # type: ignore[attr-defined]
             return None
@@ -90,16 +90,17 @@ class Scaling:
         half = [p.fqn for flat in flats for p in flat.params if flat.data.dtype == torch.float16]
         if half and made.unscales and type(scaler) is not ShardedGradScaler:
             raise ValueError(
-                f"compile_step: Attempting to unscale FP16 gradients, of {half[0]}: as in the loop, "
-                "a GradScaler wants parameters in float32. Cast by MixedPrecisionPolicy("
+                f"compile_step: Attempting to unscale FP16 gradients, of {half[0]}: as in the "
+                "loop, a GradScaler wants parameters in float32. Cast by MixedPrecisionPolicy("
                 "param_dtype=torch.float16), or use a ShardedGradScaler"
             )
         if away := [flat for flat in flats if flat.data.device != flat.device]:
             raise NotImplementedError(
-                f"compile_step: scaler={type(scaler).__name__}, and {away[0].params[0].fqn} rests on "
-                f"{away[0].data.device}, but is computed with on {away[0].device}: gradients of two "
-                "devices are not checked in one graph yet. Leave the offload out, or write the loop "
-                "with scaler.scale(loss).backward(), scaler.step(optimizer) and scaler.update()"
+                f"compile_step: scaler={type(scaler).__name__}, and {away[0].params[0].fqn} "
+                f"rests on {away[0].data.device}, but is computed with on {away[0].device}: "
+                "gradients of two devices are not checked in one graph yet. Leave the offload "
+                "out, or write the loop with scaler.scale(loss).backward(), "
+                "scaler.step(optimizer) and scaler.update()"
             )
         return made
 
@@ -119,9 +120,9 @@ class Scaling:
         """
         if not all(is_ready(self.scaler, each) for each in self.optimizers):
             raise RuntimeError(
-                "compile_step: unscale_() or step() of the scaler was called with an optimizer since "
-                "its last update(). Call scaler.update() before the compiled step, which makes all "
-                "three calls by itself"
+                "compile_step: unscale_() or step() of the scaler was called with an optimizer "
+                "since its last update(). Call scaler.update() before the compiled step, which "
+                "makes all three calls by itself"
             )
         self._found_inf, self._told = (), []
         self._scale = self.scaler.scale(torch.ones((), device=self._device))

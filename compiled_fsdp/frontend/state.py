@@ -102,8 +102,8 @@ class State:
         self.runtime.tree.delivers = True
 
     def _follow_others(self) -> None:
-        """Other ranks have left a graph that gathers this unit, which this rank runs eagerly, in the
-        call of its own module or of one that borrows its parameters.
+        """Other ranks have left a graph that gathers this unit, which this rank runs eagerly, in
+        the call of its own module or of one that borrows its parameters.
         """
         called = get_state(innermost()[0]) or self
         run_as_others(called.unit, [state.unit for state in called.below()])
@@ -232,8 +232,8 @@ class State:
             self.reading.append(read)
 
     def _note_reads(self, called: Iterable[Runtime], *, is_compiled: bool) -> list[FlatBuffer]:
-        """Another forward begins, or a graph of one: what is read now is what backward is about. Returns
-        what graphs read.
+        """Another forward begins, or a graph of one: what is read now is what backward is about.
+        Returns what graphs read.
         """
         flats = [flat for runtime in called for flat in runtime.unit.flats]
         if self.unit.is_outermost and not in_backward():
@@ -312,11 +312,12 @@ class State:
         if traces_autograd() and TRACES_TO_DTENSORS:
             warn_once(
                 "compiled_fsdp: torch._dynamo.config.trace_autograd_ops is on, and a sharded "
-                "module is called in a compiled function. There, one loss.backward() without arguments "
-                "becomes a part of the graph, if the loss is detached before the function returns it "
-                "or goes on to optimizer.step(). Any other backward breaks the graph, or raises with "
-                "fullgraph=True, and torch.autograd.grad raises that parameters are not used. For a "
-                "whole step in one graph, use compiled_fsdp.compile_step"
+                "module is called in a compiled function. There, one loss.backward() without "
+                "arguments becomes a part of the graph, if the loss is detached before the "
+                "function returns it or goes on to optimizer.step(). Any other backward breaks the "
+                "graph, or raises with fullgraph=True, and torch.autograd.grad raises that "
+                "parameters are not used. For a whole step in one graph, use "
+                "compiled_fsdp.compile_step"
             )
         elif traces_autograd():
             warn_once(

@@ -238,8 +238,8 @@ class Step:
             raise NotImplementedError(
                 f"compile_step: accumulate={self.num_batches}, and forward writes in place to what "
                 "backward needs of a micro-batch before: in the graph all forwards are captured "
-                "before the backwards, in the loop each backward comes before the next forward. Write "
-                f"behind the step, or leave accumulate out. {LOOP}"
+                "before the backwards, in the loop each backward comes before the next forward. "
+                f"Write behind the step, or leave accumulate out. {LOOP}"
             ) from error
         if why := why_no_graph(error):
             raise NotImplementedError(
@@ -256,7 +256,8 @@ class Step:
         """What a graph cannot see, and the loop would have done."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
-                "compile_step: called in inference mode, where nothing can be trained. Call it outside"
+                "compile_step: called in inference mode, where nothing can be trained. "
+                "Call it outside"
             )
         params = self._held()
         self.optimizers.check_ready()
@@ -390,7 +391,9 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _own(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function with a code object of its own, since Dynamo keeps what it compiles there."""
+    """The same function with a code object of its own,
+    since Dynamo keeps what it compiles there.
+    """
     made: Any = function
     code = made.__code__.replace(co_name=name)
     return FunctionType(code, made.__globals__, name, made.__defaults__, made.__closure__)

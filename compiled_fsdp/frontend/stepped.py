@@ -56,12 +56,12 @@ def look_at_params(optimizer: Optimizer) -> None:
         return
     _plain[optimizer] = len(params), []
     warn_once(
-        f"compiled_fsdp: {type(optimizer).__name__} steps {_named(found)} beside sharded parameters, "
-        "as plain tensors that no unit has: their gradients are not reduced, so that each rank "
-        "steps by its own and the ranks part, as in torch's FSDP2. Call fully_shard on what was "
-        "put into the model since (model.head = fully_shard(new_head)), or on the outermost "
-        "module; what you reduce yourself, or what is to differ between ranks, can be told by "
-        "ignored_params",
+        f"compiled_fsdp: {type(optimizer).__name__} steps {_named(found)} beside sharded "
+        "parameters, as plain tensors that no unit has: their gradients are not reduced, so that "
+        "each rank steps by its own and the ranks part, as in torch's FSDP2. Call fully_shard on "
+        "what was put into the model since (model.head = fully_shard(new_head)), or on the "
+        "outermost module; what you reduce yourself, or what is to differ between ranks, can be "
+        "told by ignored_params",
         about="unreduced parameters",
     )
 
@@ -87,7 +87,9 @@ def _check_not_full(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def _of_nobody(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Plain trained parameters beside those of units; none for FSDP1, whose parameters are plain."""
+    """Plain trained parameters beside those of units;
+    none for FSDP1, whose parameters are plain.
+    """
     units = [runtime.unit for tree in list(TREES) for runtime in tree.members]
     held = {id(p): unit for unit in units for param in unit.params for p in param.held_as}
     among: list[Unit] = [held[id(p)] for p in params if id(p) in held]

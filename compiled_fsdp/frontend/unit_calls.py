@@ -1,5 +1,5 @@
-"""The calls of units in a graph of Dynamo's: which nodes compute each, what it is given and yields, and
-when two are equal (`equal_units.py`).
+"""The calls of units in a graph of Dynamo's: which nodes compute each, what it is given and yields,
+and when two are equal (`equal_units.py`).
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Call:
 
     @property
     def _why_here(self) -> str:
-        """Why it cannot be one because of where it stands: among nodes of other modules, or where autograd,
-        autocast or inference mode is switched on or off; "" if it can.
+        """Why it cannot be one because of where it stands: among nodes of other modules, or where
+        autograd, autocast or inference mode is switched on or off; "" if it can.
         """
         if self.between is not None:
             return f"%{self.between.name}, of another module, stands in between"
@@ -131,9 +131,9 @@ class Call:
         return ""
 
     def made_up(self, leads: Sequence[set[int]], lead_out: set[Node]) -> int | None:
-        """The number of an input that would get zeros for a gradient, and gets None where each op is
-        differentiated by itself; None if there is none. It leads to none of the results, or only to
-        those that the graph's results have no gradient for.
+        """The number of an input that would get zeros for a gradient, and gets None where each op
+        is differentiated by itself; None if there is none. It leads to none of the results, or only
+        to those that the graph's results have no gradient for.
 
         leads: which inputs have a gradient from each result.
         lead_out: what the graph's results have a gradient for.
@@ -246,8 +246,8 @@ def calls_in(graph: Graph) -> list[Call]:
 
 
 def _stays_outside(node: Node) -> bool:
-    """Whether this reads a parameter, or is `torch.tensor([1.0, 2.0])`: AOTAutograd makes an attribute of
-    a graph of it, and a subgraph that is called has none.
+    """Whether this reads a parameter, or is `torch.tensor([1.0, 2.0])`: AOTAutograd makes an
+    attribute of a graph of it, and a subgraph that is called has none.
     """
     if node.target is UNSHARD:
         return True

@@ -34,8 +34,8 @@ def needs_grad(node: Node) -> bool:
 
 
 def that_lead_out(graph: Graph) -> set[Node]:
-    """What the results of a graph have a gradient for. What is written into a view of something alone
-    is left out: who reads that is not followed.
+    """What the results of a graph have a gradient for. What is written into a view of something
+    alone is left out: who reads that is not followed.
     """
     found: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -60,8 +60,8 @@ def _differentiated(node: Node) -> list[Node]:
 
 
 def gradients_of(body: GraphModule, inputs: Sequence[Any]) -> list[set[int]]:
-    """For each result of a graph, which of its inputs has a gradient from it, found out on fake tensors
-    like `inputs`.
+    """For each result of a graph, which of its inputs has a gradient from it,
+    found out on fake tensors like `inputs`.
     """
     with inputs[0].fake_mode, torch.enable_grad():
         given = [

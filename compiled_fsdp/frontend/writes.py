@@ -126,8 +126,8 @@ def settle_writes(gm: GraphModule) -> None:
 
 
 def _say_what_leaves(graph: Graph) -> None:
-    """A full parameter of which Python gets hold at a graph break is not what Python would have read
-    there: the one of a unit whose forward does not run rests sharded.
+    """A full parameter of which Python gets hold at a graph break is not what Python would have
+    read there: the one of a unit whose forward does not run rests sharded.
     """
     reads: dict[int, str] = {}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
@@ -141,10 +141,10 @@ def _say_what_leaves(graph: Graph) -> None:
     ]
     if held:
         warn_once(
-            f"compiled_fsdp: parameter {shortened(held, 1)} is read in a graph that ends at a graph break, and "
-            "handed to the code behind it. There it is a gathered copy, not the parameter: what is "
-            "written to it is lost. Write outside of forward, or let the function that writes read the "
-            "parameter from its module",
+            f"compiled_fsdp: parameter {shortened(held, 1)} is read in a graph that ends at a "
+            "graph break, and handed to the code behind it. There it is a gathered copy, not the "
+            "parameter: what is written to it is lost. Write outside of forward, or let the "
+            "function that writes read the parameter from its module",
             about="parameters that leave graphs",
         )
 
@@ -363,8 +363,8 @@ def _write_to_flats(graph: Graph, graphs: list[Graph], written: set[int]) -> Non
 
 
 def _check_not_of_wrappers(inputs: list[Node], written: set[int]) -> None:
-    """FSDP1's sharded parameters are parts of a flat parameter, padded where ranks end: no graph shows
-    a write to them to what is gathered.
+    """FSDP1's sharded parameters are parts of a flat parameter, padded where ranks end: no graph
+    shows a write to them to what is gathered.
     """
     shards = {
         flat.data.untyped_storage()._cdata: param.names

@@ -31,7 +31,9 @@ class Keeper(FlatParamHandle):
     """
 
     def init_flat_param_attributes(self) -> None:
-        """Before the first forward; what is offloaded is pinned then, and rests there from now on."""
+        """Before the first forward; what is offloaded is pinned then,
+        and rests there from now on.
+        """
         super().init_flat_param_attributes()
         if self._offload_params:
             del self.flat_param._cpu_grad

@@ -156,8 +156,8 @@ class FlatUnit(Unit):
             return ""
         if changes_grads and low_precision(self.keeper) is not None:
             return (
-                "keep_low_precision_grads=True has gradients cast behind the reduction, before the loop "
-                "clips or unscales them. Leave it out"
+                "keep_low_precision_grads=True has gradients cast behind the reduction, before the "
+                "loop clips or unscales them. Leave it out"
             )
         if reads_at_once(self.keeper):
             return (

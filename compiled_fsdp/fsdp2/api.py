@@ -374,8 +374,8 @@ def _managed_params(
 
 
 def _held_here(module: nn.Module, managed: set[int]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a module by name, without names under which an inner unit has registered one,
-    whatever stands there now.
+    """The parameters of a module by name, without names under which an inner unit has registered
+    one, whatever stands there now.
     """
     table = module._parameters
     inner: Collection[str] = ()

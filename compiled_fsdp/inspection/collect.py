@@ -155,14 +155,16 @@ def _wire(specs: list[ParamSpec]) -> list[str]:
         found.append(
             f"{what} as {_dtype(dtypes[0])}: {len(dtypes)} of {len(way)} parameters, with a scale "
             f"for each {quantized.BLOCK} elements; a rank sends {sent} bytes a step instead of "
-            f"{exact}{whole}; an element is off by at most 1/{round(1 / quantized.ERROR[dtypes[0]])} of "
-            f"the largest in {whose} block"
+            f"{exact}{whole}; an element is off by at most "
+            f"1/{round(1 / quantized.ERROR[dtypes[0]])} of the largest in {whose} block"
         )
     return found
 
 
 def _exact(unit: Unit) -> list[str]:
-    """That nothing of a unit travels as codes, though the plan asks for them; and why that may be."""
+    """That nothing of a unit travels as codes, though the plan asks for them;
+    and why that may be.
+    """
     settings = unit.settings
     asked = settings.gather_quantized or settings.reduce_quantized
     if not (asked and unit.flats):
@@ -208,8 +210,8 @@ def _checked(unit: Unit) -> list[str]:
     what = "gathers, exchanged gradients, shards and optimizer state at rest"
     replicas = ", replicas" if specs[0].replicate_size > 1 else ""
     return [
-        f"checked: {len(checked)} parameters ({what}{replicas}); a step reads {num_bytes} bytes for "
-        f"checksums, optimizer state aside{seconds}"
+        f"checked: {len(checked)} parameters ({what}{replicas}); a step reads {num_bytes} bytes "
+        f"for checksums, optimizer state aside{seconds}"
     ]
 
 

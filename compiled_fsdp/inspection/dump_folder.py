@@ -317,8 +317,8 @@ def read_finished(folder: Path) -> list[DumpedRank]:
     ranks = [rank for rank in read_folder(folder) if rank.finished]
     if not ranks:
         raise DumpError(
-            f"{folder} has no finished graph (rank0/001_forward/timeline.json.gz): it was interrupted "
-            "while it compiled; dump again"
+            f"{folder} has no finished graph (rank0/001_forward/timeline.json.gz): it was "
+            "interrupted while it compiled; dump again"
         )
     return ranks
 

@@ -72,7 +72,8 @@ class GraphInfo:
         number the predicted "seconds" of the block, both ways.
     choices: what a memory budget decided on: "what" ("slice", "keep", "save", or "offload", by what
         it would be given up for), "of" which unit or module, its "name", whether it "is_kept" for
-        backward, "num_bytes", and the "seconds" that keeping it saves, None where they are not known.
+        backward, "num_bytes", and the "seconds" that keeping it saves,
+        None where they are not known.
     """
 
     kind: str

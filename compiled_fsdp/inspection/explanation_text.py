@@ -36,16 +36,25 @@ def summary_of(e: Explanation) -> str:
     units = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     text = f"compiled_fsdp: {e.model} of {_count(len(e.units), 'unit')}: {units}"
     if e.graphs:
-        text += f"; {_count(len(e.graphs), 'graph')} of {gathers} all-gathers and {reductions} reductions, {_mb(moved)}"
+        text += (
+            f"; {_count(len(e.graphs), 'graph')} of {gathers} all-gathers and {reductions} "
+            f"reductions, {_mb(moved)}"
+        )
         text += f"; peak {_mb(e.step.predicted_peak or 0)} above rest (predicted)"
     return f"{text}; more by compiled_fsdp.explain(model)"
 
 
 def _head(e: Explanation) -> str:
     params = [p for unit in e.units for p in unit.params]
-    size = f"{len(params)} parameters, {_mb(sum(p.num_bytes for p in params))} on {_count(e.world_size, 'rank')} together"
+    size = (
+        f"{len(params)} parameters, {_mb(sum(p.num_bytes for p in params))} on "
+        f"{_count(e.world_size, 'rank')} together"
+    )
     if all(u.where in (NOT_YET, EMPTY) for u in e.units):
-        return f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this again after a step"
+        return (
+            f"{e.model}: {_count(len(e.units), 'unit')}, {size}. Nothing has run yet: call this "
+            "again after a step"
+        )
     return f"{e.model}: {_count(len(e.units), 'unit')}, {size}"
 
 
@@ -93,12 +102,18 @@ def _kept(unit: UnitInfo) -> str:
     cast = "" if unit.compute_dtype in ("", dtype) else f", computes in {unit.compute_dtype}"
     groups = ", ".join(repr(g) for g in unit.groups)
     reshard = RESHARD.get(unit.reshard, unit.reshard or "nothing to gather")
-    return f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {reshard}; {unit.mesh}, group {groups}"
+    return (
+        f"{_mb(unit.num_bytes)} in {dtype or 'no parameters'}{cast}; {reshard}; {unit.mesh}, "
+        f"group {groups}"
+    )
 
 
 def _param(param: Param, unit: str) -> str:
     name = param.name.removeprefix(f"{unit}.")
-    return f"{name} {param.shape} {param.dtype}, {_mb(param.num_bytes)}{', frozen' if param.is_frozen else ''}"
+    return (
+        f"{name} {param.shape} {param.dtype}, {_mb(param.num_bytes)}"
+        f"{', frozen' if param.is_frozen else ''}"
+    )
 
 
 def _collectives(unit: UnitInfo) -> list[str]:

@@ -10,8 +10,8 @@ SETTINGS = (
 )
 # What a guard looks at in the handle of a parameter, and what it means that it has changed.
 OURS = {
-    "is_plain": "parameter {name!r} was frozen, or is trained again (requires_grad), or its full form "
-    "stays from one use to the next now, or does not any more",
+    "is_plain": "parameter {name!r} was frozen, or is trained again (requires_grad), or its full "
+    "form stays from one use to the next now, or does not any more",
     "is_frozen": "parameter {name!r} was frozen, or is trained again (requires_grad)",
     "is_resident": "the full parameter {name!r} stays from one use to the next now, or does not "
     "any more",

@@ -2,8 +2,8 @@
 moved, and the counts that ranks told each other before (`Plan(record_routing=True)`).
 
 A profile has counts as numbers without a meaning (`wire/ranges.py:note_counts`). They are taken for
-those of an all-to-all behind them if they add up, rank by rank, to the rows that it sent and received;
-where torch has cut these lists short, to all that it sent. Each counts once.
+those of an all-to-all behind them if they add up, rank by rank, to the rows that it sent and
+received; where torch has cut these lists short, to all that it sent. Each counts once.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _told(name: str) -> list[tuple[list[int], list[int]]]:
 
 
 def _as_moved(sent: list[int], received: list[int], event: Event) -> tuple[Table, Table] | None:
-    """Returns what goes to each expert, and what comes for each expert here, by rank, if the exchange
-    moved just that.
+    """Returns what goes to each expert, and what comes for each expert here, by rank, if the
+    exchange moved just that.
     """
     if not event.pieces:
         return _at_large(sent, received, event)
@@ -76,8 +76,8 @@ def _at_large(sent: list[int], received: list[int], event: Event) -> tuple[Table
 
 
 def _possible(to: Table, received: list[int], size: int) -> list[Table]:
-    """Returns what may come from each rank for each expert here: all that was received, or of what all
-    ranks send to all experts the part of one that sent what this one did.
+    """Returns what may come from each rank for each expert here: all that was received, or of what
+    all ranks send to all experts the part of one that sent what this one did.
     """
     each = len(to[0])
     rows = _rows(received, size)

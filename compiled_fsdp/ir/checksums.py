@@ -10,8 +10,9 @@ sums go into the ledger of the unit, by `compare_`, and ranks compare them at th
 | all-to-all, and a local sum | the rows for every rank: [N, P] | the rows of every rank: [N, P] |
 | all-reduce over replicas | - | the result, the same on each: [1, P] |
 
-A reduce-scatter adds floating-point numbers on its way, so there is nothing that an integer could be
-compared with: gradients of checked units are exchanged, and added where they arrive (`units/specs.py`).
+A reduce-scatter adds floating-point numbers on its way, so there is nothing that an integer could
+be compared with: gradients of checked units are exchanged,
+and added where they arrive (`units/specs.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def is_checked(specs: Sequence[ParamSpec]) -> bool:
 
 
 def is_of_slices(specs: Sequence[ParamSpec]) -> bool:
-    """Whether a gather of these is one for backward, over a smaller group, of slices that forward has
-    kept (an int `reshard_after_forward`): no flat buffer holds what it sends.
+    """Whether a gather of these is one for backward, over a smaller group, of slices that forward
+    has kept (an int `reshard_after_forward`): no flat buffer holds what it sends.
     """
     return specs[0].post_size > 1 and specs[0].group == specs[0].post_group
 
@@ -163,8 +164,8 @@ def _runs(specs: Sequence[ParamSpec]) -> list[tuple[int, list[ParamSpec]]]:
 
 
 class Watched:
-    """Runs ops as `run` does, with checksums around the collectives that carry these parameters: the
-    eager runtime's way.
+    """Runs ops as `run` does, with checksums around the collectives that carry these parameters:
+    the eager runtime's way.
 
     flats: of a gather, the flat buffers and their elements; sources: of each parameter, its flat
     buffer's place there.

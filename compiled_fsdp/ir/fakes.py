@@ -79,7 +79,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _described(result: Any, tensors: Sequence[Tensor]) -> tuple[fakes.Look, int | None] | None:
-    """How a result looks, and which argument it is a view of; None if it could not be made again."""
+    """How a result looks, and which argument it is a view of;
+    None if it could not be made again.
+    """
     look = fakes.look(result)
     if look is None or any(result is tensor for tensor in tensors):
         return None

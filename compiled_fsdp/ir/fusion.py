@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 CONSTANT = (aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default)
-# What Inductor turns into writes over an argument, after the passes, where it stands in the outer graph.
+# What Inductor turns into writes over an argument, after the passes,
+# where it stands in the outer graph.
 BECOME_WRITES = frozenset(
     (
         aten.copy.default,

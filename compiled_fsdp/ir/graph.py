@@ -132,8 +132,8 @@ def aliases(node: Node) -> list[Node]:
 def last_read(buffer: Node, position: dict[Node, int]) -> int:
     """The position from which nothing reads a buffer or a view of it any more, -1 if nothing does;
     a collective reads until it is awaited. Marks and steps of a flat buffer, and all that finds a
-    whole step's optimizer by it, need its owner alone; what is gathered for the next step is another
-    value of it.
+    whole step's optimizer by it, need its owner alone;
+    what is gathered for the next step is another value of it.
     """
     readers = [u for alias in aliases(buffer) for u in alias.users if not _is_mark(u)]
     readers += [wait for u in readers if traits_of(u.target).starts for wait in u.users]
@@ -247,7 +247,9 @@ def is_moved(node: Node) -> bool:
 
 
 def way_of(node: Node) -> str:
-    """Where a copy that has been started goes, to the host or to a type of device; "" for all else."""
+    """Where a copy that has been started goes,
+    to the host or to a type of device; "" for all else.
+    """
     if traits_of(node.target).starts != "copy":
         return ""
     return HOST if node.target is OFFLOAD else str(node.args[1])

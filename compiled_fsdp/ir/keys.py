@@ -1,5 +1,6 @@
 """Values by the text that stands for them where they cannot go themselves: in the arguments of an
-op, in a traced call (Dynamo passes a string on, and the traced code looks the value up), in a store.
+op, in a traced call (Dynamo passes a string on,
+and the traced code looks the value up), in a store.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ def was_traced_in_backward(node: Node) -> bool:
 
 def returned(output: Node) -> list[tuple[Node | None, object]]:
     """Returns the outputs of a graph, each with what torch says that it is (None in hand-written
-    graphs). Inductor takes out of a graph the tokens that order ops with effects, and leaves what is
-    said of them.
+    graphs). Inductor takes out of a graph the tokens that order ops with effects,
+    and leaves what is said of them.
     """
     nodes: Any = output.args[0]
     kinds: Any = output.meta.get("desc") or [None] * len(nodes)
@@ -292,8 +292,8 @@ _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n *(.*)')
 
 
 def made_at(tangent: Node, output: Node) -> str:
-    """The module and the line that made the value whose gradient this input is, in words to go behind
-    its shape; "" if torch has not noted it.
+    """The module and the line that made the value whose gradient this input is, in words to go
+    behind its shape; "" if torch has not noted it.
     """
     kind = getattr(tangent.meta.get("desc"), "output", None)
     made = next((node for node, each in returned(output) if node and each == kind), None)
@@ -308,8 +308,8 @@ def made_at(tangent: Node, output: Node) -> str:
 
 def input_of(kind: object) -> int | None:
     """The place, among the inputs of the captured function, of the tensor that an input of a graph
-    is, or that an output is the gradient of; of a DTensor, its local tensor. None for anything else,
-    and where torch does not say.
+    is, or that an output is the gradient of; of a DTensor, its local tensor. None for anything
+    else, and where torch does not say.
     """
     if isinstance(kind, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
         if kind.attr != "_local_tensor":
@@ -330,8 +330,8 @@ def is_mesh(kind: object) -> bool:
 
 
 def note_returned(output: Node, kinds: Sequence[object]) -> None:
-    """Keep for `places_of` what the first outputs are: torch forgets it where it splits a graph with
-    random numbers.
+    """Keep for `places_of` what the first outputs are:
+    torch forgets it where it splits a graph with random numbers.
     """
     output.meta[_RETURNED] = list(kinds)
 
@@ -436,8 +436,8 @@ def traced_as_value(node: Node, value: object) -> None:
 
 
 def module_calls(node: Node) -> Iterator[tuple[str, str, type]]:
-    """Yields the calls of modules in which Dynamo found a node, the outermost first: what tells calls
-    apart, the module's path, its class. Tried on 2.11, 2.13 and 2.15.
+    """Yields the calls of modules in which Dynamo found a node, the outermost first: what tells
+    calls apart, the module's path, its class. Tried on 2.11, 2.13 and 2.15.
     """
     stack = node.meta.get("nn_module_stack") or {}
     for key, (path, kind) in stack.items():

@@ -143,6 +143,9 @@ def provenance(graph: Graph, made_by: str, held: list[str]) -> str:
     """The first line of a dump: what made it, what holds of it, and what it communicates."""
     gathers, reduces = find_regions(graph, "gather"), find_regions(graph, "reduce")
     moved = [gathered_bytes(r.tag.specs) for r in gathers if r.starts]
-    count = f"{sum(bool(r.starts) for r in gathers)} gathers, {sum(bool(r.starts) for r in reduces)} reductions"
+    count = (
+        f"{sum(bool(r.starts) for r in gathers)} gathers, "
+        f"{sum(bool(r.starts) for r in reduces)} reductions"
+    )
     size = f"{sum(moved)} bytes gathered, largest bucket {max(moved, default=0)}"
     return f"# made by {made_by}; holds: {', '.join(held) or 'nothing yet'}; {count}; {size}"

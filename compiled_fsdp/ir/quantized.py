@@ -6,9 +6,9 @@ a gradient that is for one rank), so the values do not depend on what shares a m
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021, arXiv 2110.02861); packed and
 sent as in Wang et al., "ZeRO++" (2023, arXiv 2306.10209).
 
-A payload is [codes | scales]: a byte an element, whole blocks, then the scales in fp32. Exact values
-may share the message, as their bytes. All payloads begin and end at multiples of `ALIGNMENT` bytes,
-so that scales can be read where they lie.
+A payload is [codes | scales]: a byte an element, whole blocks, then the scales in fp32. Exact
+values may share the message, as their bytes. All payloads begin and end at multiples of `ALIGNMENT`
+bytes, so that scales can be read where they lie.
 
 - int8: scale = largest magnitude / 127, code = round(x / scale).
 - float8_e4m3fn: scale = largest magnitude / 448, code = x / scale in that dtype.

@@ -274,8 +274,8 @@ def _stays(op: torch._ops.OpOverload) -> bool:
     """Whether calls of an op have to stay where they are, whatever they yield."""
     is_ours = op in TRAITS and op is not COPY_COLUMNS
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    # Scatters into a view (`select_scatter`: the gradient of a part) may stand in a span: its subgraph
-    # is lowered as it is, and there they are pointwise.
+    # Scatters into a view (`select_scatter`: the gradient of a part) may stand in a span: its
+    # subgraph is lowered as it is, and there they are pointwise.
     return op in BECOME_WRITES or is_ours or is_random or bool(op._schema.is_mutable)
 
 

@@ -1,60 +1,98 @@
 """The IR: the `fsdp::` ops that a sharded model traces to, and what they do when nothing lowers
 them.
 
-| op | means |
-| --- | --- |
-| `unshard(flat, spec) -> param` | the full parameter `spec.shape` of `spec.dtype`, from this unit's flat local buffer |
-| `reduce_grad(grad, flat, spec) -> flat_grad` | the gradient of `flat` that one parameter's gradient contributes |
-| `keep_slice(param, spec) -> slice` | this rank's 1/post_size of a parameter, kept from forward to backward (int reshard) |
-| `unshard_slice(slice, spec) -> param` | the parameter again, gathered over the small group |
-| `mark_grads_(flat_grad, flat, offsets)` | tells the unit which of its parameters have a gradient in this backward |
-| `retain_(grads, flat, offsets, where)` | the unit keeps (adds up) gradients that are not fully reduced in this backward |
-| `add_retained_(grads, flat, offsets, where)` | adds what was kept, and forgets it |
-| `all_reduce_hook(grads, key)` | the user's hook on the flat reduced gradient |
-| `custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)` | started, not awaited: the user's own communication |
-| `reduce_later_(started, flat, offsets, codes, spec)` | the unit finishes a reduction under way, once its gradient is read |
-| `step_(flat_grad, flat, offsets)` | the optimizer steps these parameters now, if it overlaps; else they get their gradient |
-| `update_(flat_grad, flat, offsets, step, found_inf)` | a step's optimizer updates these (none: `flat`) unless `found_inf` |
-| `momentum_(flat_grad, flat, offsets, step, ...) -> pieces` | matrices: adds to their momentum; pieces of what is orthogonalized |
-| `to_owners(pieces, numels, owners, ...) -> received` | started, not awaited: each matrix's pieces go to its owner: [N, n] there |
-| `orthogonalize(received, flat, offsets, owners, ...) -> updates` | at owners: whole matrices, orthogonalized, as pieces [N, n] |
-| `from_owners(updates, numels, owners, ...) -> pieces` | started, not awaited: each rank's pieces come back from the owners |
-| `update_matrices_(pieces, flat, offsets, step)` | the optimizer of a whole step updates this rank's pieces of these matrices |
-| `shard_norms(flat_grad, flat, offsets) -> norms` | 2-norms of this rank's parts of these gradients, without what fills them up |
-| `gather_ahead(shard, flat, start, ...) -> gathered` | an all-gather of `flat[start:]`, unless under way since the last step |
-| `gather_next(flat, start, ...)` | the same all-gather for the next step, once the buffer is updated; the unit keeps it under way |
-| `flatten_grad(grad, start, numel, order) -> flat_grad` | a gradient at its place in a flat parameter's, in zeros |
-| `copy_columns(columns) -> param` | a contiguous copy: `clone` in a gather, where Inductor would compile a kernel |
-| `all_gather(shard, sizes, group_size, group, what, phase) -> gathered` | started, not awaited: pieces gathered side by side |
-| `all_to_all(rows, group_size, group, what, phase) -> received` | started, not awaited: row r of each piece goes to rank r |
-| `all_reduce(rows, op, group, what, phase) -> reduced` | torch's, started, not awaited, with a name in profiles |
-| `agree(token, text, groups, record)` | compares a graph's collectives between the ranks, the first time, and says what runs |
-| `watch_heads(token, flats, num_outputs, text)` | parameters that only some outputs lead to, for the backward that uses others |
-| `copy_to(x, device, pins) -> copied` | between host memory, where an offloaded unit rests, and the device that computes |
-| `start_copy(x, device, pins) -> copied` | the same, started, not awaited |
-| `offload(x, pins) -> copied` | an activation to the host, started; awaited by the device, which alone reads it again |
-| `reload(x, device) -> copied` | it comes back to the device: started, not awaited |
-| `encode(pieces, codes) -> payload` | bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`) |
-| `decode(payload, numel, dtype, codes) -> values` | what such bytes stand for, [rows, numel] |
-| `decode_sum(payload, numel, dtype, codes) -> sum` | the sum of that over rows: [numel] |
-| `checksum(pieces, rows, messages, sizes) -> sums` | integer sums of the bits that each rank has of each parameter |
-| `compare_(sent, received, rests, flats, ...)` | notes checksums; ranks compare them at the end of backward |
-| `verdict_(grads, sums, flat, step)` | in a whole step: ranks compare their checksums, before anything is updated |
-| `note_counts_(received, sent)` | tokens for each expert that ranks tell each other, for a profile, while one is on |
-| `free(buffer)` | the lifetime of a gathered or bucket buffer ends here |
+`unshard(flat, spec) -> param`
+    the full parameter `spec.shape` of `spec.dtype`, from this unit's flat local buffer
+`reduce_grad(grad, flat, spec) -> flat_grad`
+    the gradient of `flat` that one parameter's gradient contributes
+`keep_slice(param, spec) -> slice`
+    this rank's 1/post_size of a parameter, kept from forward to backward (int reshard)
+`unshard_slice(slice, spec) -> param`
+    the parameter again, gathered over the small group
+`mark_grads_(flat_grad, flat, offsets)`
+    tells the unit which of its parameters have a gradient in this backward
+`retain_(grads, flat, offsets, where)`
+    the unit keeps (adds up) gradients that are not fully reduced in this backward
+`add_retained_(grads, flat, offsets, where)`
+    adds what was kept, and forgets it
+`all_reduce_hook(grads, key)`
+    the user's hook on the flat reduced gradient
+`custom_all_gather(shard, ...)`, `custom_reduce_scatter(rows, ...)`
+    started, not awaited: the user's own communication
+`reduce_later_(started, flat, offsets, codes, spec)`
+    the unit finishes a reduction under way, once its gradient is read
+`step_(flat_grad, flat, offsets)`
+    the optimizer steps these parameters now, if it overlaps; else they get their gradient
+`update_(flat_grad, flat, offsets, step, found_inf)`
+    a step's optimizer updates these (none: `flat`) unless `found_inf`
+`momentum_(flat_grad, flat, offsets, step, ...) -> pieces`
+    matrices: adds to their momentum; pieces of what is orthogonalized
+`to_owners(pieces, numels, owners, ...) -> received`
+    started, not awaited: each matrix's pieces go to its owner: [N, n] there
+`orthogonalize(received, flat, offsets, owners, ...) -> updates`
+    at owners: whole matrices, orthogonalized, as pieces [N, n]
+`from_owners(updates, numels, owners, ...) -> pieces`
+    started, not awaited: each rank's pieces come back from the owners
+`update_matrices_(pieces, flat, offsets, step)`
+    the optimizer of a whole step updates this rank's pieces of these matrices
+`shard_norms(flat_grad, flat, offsets) -> norms`
+    2-norms of this rank's parts of these gradients, without what fills them up
+`gather_ahead(shard, flat, start, ...) -> gathered`
+    an all-gather of `flat[start:]`, unless under way since the last step
+`gather_next(flat, start, ...)`
+    the same all-gather for the next step, once the buffer is updated; the unit keeps it under way
+`flatten_grad(grad, start, numel, order) -> flat_grad`
+    a gradient at its place in a flat parameter's, in zeros
+`copy_columns(columns) -> param`
+    a contiguous copy: `clone` in a gather, where Inductor would compile a kernel
+`all_gather(shard, sizes, group_size, group, what, phase) -> gathered`
+    started, not awaited: pieces gathered side by side
+`all_to_all(rows, group_size, group, what, phase) -> received`
+    started, not awaited: row r of each piece goes to rank r
+`all_reduce(rows, op, group, what, phase) -> reduced`
+    torch's, started, not awaited, with a name in profiles
+`agree(token, text, groups, record)`
+    compares a graph's collectives between the ranks, the first time, and says what runs
+`watch_heads(token, flats, num_outputs, text)`
+    parameters that only some outputs lead to, for the backward that uses others
+`copy_to(x, device, pins) -> copied`
+    between host memory, where an offloaded unit rests, and the device that computes
+`start_copy(x, device, pins) -> copied`
+    the same, started, not awaited
+`offload(x, pins) -> copied`
+    an activation to the host, started; awaited by the device, which alone reads it again
+`reload(x, device) -> copied`
+    it comes back to the device: started, not awaited
+`encode(pieces, codes) -> payload`
+    bytes of pieces [rows, n_i]: codes and scales, or as they are (`quantized.py`)
+`decode(payload, numel, dtype, codes) -> values`
+    what such bytes stand for, [rows, numel]
+`decode_sum(payload, numel, dtype, codes) -> sum`
+    the sum of that over rows: [numel]
+`checksum(pieces, rows, messages, sizes) -> sums`
+    integer sums of the bits that each rank has of each parameter
+`compare_(sent, received, rests, flats, ...)`
+    notes checksums; ranks compare them at the end of backward
+`verdict_(grads, sums, flat, step)`
+    in a whole step: ranks compare their checksums, before anything is updated
+`note_counts_(received, sent)`
+    tokens for each expert that ranks tell each other, for a profile, while one is on
+`free(buffer)`
+    the lifetime of a gathered or bucket buffer ends here
 
 `spec` is a `compiled_fsdp.ir.spec.ParamSpec`, as text. All but `agree`, `watch_heads`, `compare_`,
 `verdict_`, `note_counts_` and `free` are functional, have fake kernels, and never alias their
-inputs. `unshard` is
-differentiable once; its formula is `reduce_grad`, which takes the flat buffer for its size, its
-dtype, and so that `mark_grads_` can reach the unit at run time without any registry.
+inputs. `unshard` is differentiable once; its formula is `reduce_grad`, which takes the flat buffer
+for its size, its dtype, and so that `mark_grads_` can reach the unit at run time
+without any registry.
 
 Run as they are (`backend="aot_eager"`, say) the ops are correct and slow: one collective per
 parameter, none overlapped.
 
 Whatever else the program has to know of an op stands in its row of `TRAITS`, once: passes, prices,
-memory model, printer and `verify` ask `traits_of`. A new op is a row in the table above, a schema
-and a row of traits here, its kernel in `wire/ops.py` or beside it, and the pass that makes it.
+memory model, printer and `verify` ask `traits_of`. A new op is an entry in the list above, a
+schema and a row of traits here, its kernel in `wire/ops.py` or beside it,
+and the pass that makes it.
 
 Private torch used here (tried on 2.13): the `_c10d_functional` ops (`group` is the group's name).
 They move when `group_name` changes its type, as in 2.13, where a name, a group or an FX node is
@@ -90,22 +128,22 @@ SCHEMAS = (
     "Tensor",
     f"reduce_later_(Tensor(a!) started, Tensor flat, SymInt[] offsets, str[] codes, {SPEC}) -> ()",
     "step_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets) -> ()",
-    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, Tensor? found_inf=None) "
-    "-> ()",
+    "update_(Tensor(a!) flat_grad, Tensor(b!) flat, SymInt[] offsets, str step, "
+    "Tensor? found_inf=None) -> ()",
     "momentum_(Tensor(a!) flat_grad, Tensor flat, SymInt[] offsets, str step, SymInt numel, "
     "ScalarType dtype, Tensor? found_inf=None) -> Tensor",
     "to_owners(Tensor pieces, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
     "what='') -> Tensor",
-    "orthogonalize(Tensor received, Tensor flat, SymInt[] offsets, SymInt[] owners, str step, float "
-    "flops) -> Tensor",
-    "from_owners(Tensor updates, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, str "
-    "what='') -> Tensor",
+    "orthogonalize(Tensor received, Tensor flat, SymInt[] offsets, SymInt[] owners, str step, "
+    "float flops) -> Tensor",
+    "from_owners(Tensor updates, SymInt[] numels, SymInt[] owners, SymInt group_size, str group, "
+    "str what='') -> Tensor",
     "update_matrices_(Tensor(a!) pieces, Tensor(b!) flat, SymInt[] offsets, str step) -> ()",
     "shard_norms(Tensor flat_grad, Tensor flat, SymInt[] offsets) -> Tensor",
-    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt "
-    "group_size, str group, SymInt[] numels, str[] codes) -> Tensor",
-    "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, SymInt group_size, "
-    "str group, SymInt[] numels, str[] codes) -> ()",
+    "gather_ahead(Tensor shard, Tensor flat, SymInt start, SymInt[] sizes, ScalarType dtype, "
+    "SymInt group_size, str group, SymInt[] numels, str[] codes) -> Tensor",
+    "gather_next(Tensor(a!) flat, SymInt start, SymInt[] sizes, ScalarType dtype, "
+    "SymInt group_size, str group, SymInt[] numels, str[] codes) -> ()",
     "flatten_grad(Tensor grad, SymInt start, SymInt numel, SymInt[] order) -> Tensor",
     "copy_columns(Tensor columns) -> Tensor",
     "all_gather(Tensor shard, SymInt[] sizes, SymInt group_size, str group, str what='', str "
@@ -122,8 +160,8 @@ SCHEMAS = (
     "decode(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "decode_sum(Tensor payload, SymInt numel, ScalarType dtype, str codes) -> Tensor",
     "checksum(Tensor[] pieces, SymInt rows, SymInt[] messages, SymInt[] sizes) -> Tensor",
-    "compare_(Tensor(a!) sent, Tensor received, Tensor[] rests, Tensor[] flats, SymInt[] counts, str "
-    "collective, str phase, str[] names) -> ()",
+    "compare_(Tensor(a!) sent, Tensor received, Tensor[] rests, Tensor[] flats, SymInt[] counts, "
+    "str collective, str phase, str[] names) -> ()",
     "verdict_(Tensor(a!)[] grads, Tensor[] sums, Tensor flat, str step) -> ()",
     "note_counts_(Tensor(a!) received, Tensor sent) -> ()",
     "free(Tensor buffer) -> ()",
@@ -136,8 +174,8 @@ class Traits:
 
     spec_at: how many arguments stand before its `ParamSpec`; 0: it has none.
     lowers_to: the kind of communication ("gather", "reduce") that has to stand in its place.
-    starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce"; or
-        a "copy" between host and device, which is none, but is awaited as one.
+    starts: the collective that it starts: "gather", "reduce_scatter", "all_to_all", "all_reduce";
+        or a "copy" between host and device, which is none, but is awaited as one.
     price: "none"; "kernel", for overhead and memory traffic; "copy", for the same where kernels
         before and after it may still be one; of a collective, the field of `costs.Link` with its
         bandwidth.

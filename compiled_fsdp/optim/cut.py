@@ -76,7 +76,8 @@ def cut_of(tensor: Tensor, name: str, doing: str, dtype: torch.dtype | None = No
             f"{doing}: {name} is placed as {placements} on {mesh}; a matrix should be cut by Shard "
             "over one axis of the mesh, as fully_shard without tensor parallelism does, so that it "
             "can be whole at one of that axis' ranks. Give such parameters to an optimizer that "
-            "computes with DTensors: torch.optim.Muon does, by collectives of its own for each matmul"
+            "computes with DTensors: torch.optim.Muon does, by collectives of its own "
+            "for each matmul"
         )
     group = mesh.get_group(axes[0])
     return Cut(shape, dtype, device, placement.dim, group.group_name, group.rank(), group.size())

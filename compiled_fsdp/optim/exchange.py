@@ -1,4 +1,6 @@
-"""Tensors sent from every rank to every rank in one message each, whatever their shapes and dtypes."""
+"""Tensors sent from every rank to every rank in one message each,
+whatever their shapes and dtypes.
+"""
 
 from __future__ import annotations
 

@@ -34,13 +34,13 @@ class Muon(optim.Muon):
 
     Arguments, parameter groups and state dict are those of torch.optim.Muon. What it does for a
     matrix [m, n] that is cut over N ranks: each rank updates its part of the momentum, which stays
-    sharded; the matrix owner gets all parts, in bfloat16, in which torch.optim.Muon iterates anyway;
-    it orthogonalizes the matrix, and sends each rank its part of the update back, in bfloat16 again.
-    Owners are balanced by work over the ranks of the shard group (with HSDP, in each replica), and
-    matrices travel in buckets: while one is orthogonalized, the next are on their way. A rank sends
-    2 (N-1)/N m n bytes for each matrix that it owns, and 2 (N-1)/N^2 m n on average for the parts.
-    Where all work is less than an exchange's latency, every rank gets and updates all
-    (`owners.is_cheaper_everywhere`).
+    sharded; the matrix owner gets all parts, in bfloat16, in which torch.optim.Muon iterates
+    anyway; it orthogonalizes the matrix, and sends each rank its part of the update back, in
+    bfloat16 again. Owners are balanced by work over the ranks of the shard group (with HSDP, in
+    each replica), and matrices travel in buckets: while one is orthogonalized, the next are on
+    their way. A rank sends 2 (N-1)/N m n bytes for each matrix that it owns, and 2 (N-1)/N^2 m n on
+    average for the parts. Where all work is less than an exchange's latency, every rank gets and
+    updates all (`owners.is_cheaper_everywhere`).
 
     Parameters with other than two dims (norms, biases, convolutions) go to another optimizer, as
     embeddings and heads usually do:
@@ -52,8 +52,8 @@ class Muon(optim.Muon):
 
     Args:
         params: iterable of parameters, of named parameters, or groups of either. DTensors that one
-            mesh axis cuts, as `fully_shard` makes them (also torch's), or plain tensors, which every
-            rank updates by itself.
+            mesh axis cuts, as `fully_shard` makes them (also torch's), or plain tensors, which
+            every rank updates by itself.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as for
             torch.optim.Muon of the installed torch.
         ns_dtype: in which a matrix is orthogonalized and travels: torch.bfloat16, as in
@@ -117,9 +117,10 @@ class Muon(optim.Muon):
         if wrong:
             self.param_groups.pop()
             raise ValueError(
-                f"Muon: {len(wrong)} of the parameters are no matrices: {shortened(wrong)}. Muon only "
-                "supports 2D parameters: give the others to AdamW, say. FullyShardedDataParallel "
-                "keeps parts of matrices, of one dim: use fully_shard instead"
+                f"Muon: {len(wrong)} of the parameters are no matrices: "
+                f"{shortened(wrong)}. Muon only supports 2D parameters: give the others to "
+                "AdamW, say. FullyShardedDataParallel keeps parts of matrices, of one dim: "
+                "use fully_shard instead"
             )
 
     @torch.no_grad()

@@ -174,9 +174,10 @@ class Pipeline:
     def _text(self, group: str) -> str:
         """What the ranks of a group are to agree on."""
         lines = [
-            f"{self._items[number].name} of {_kinds([(c.shape, c.dtype) for c in self._items[number].cuts])} "
-            f"cut on {[c.dim for c in self._items[number].cuts]}, {self._items[number].num_results} "
-            f"back, at {owner}, in bucket {place}"
+            f"{self._items[number].name} of "
+            f"{_kinds([(c.shape, c.dtype) for c in self._items[number].cuts])} cut on "
+            f"{[c.dim for c in self._items[number].cuts]}, {self._items[number].num_results} back, "
+            f"at {owner}, in bucket {place}"
             for place, bucket in enumerate(b for b in self.buckets if b.group == group)
             for number, owner in zip(bucket.numbers, bucket.owners, strict=True)
         ]

@@ -57,7 +57,8 @@ def update_whole(
         bucket_bytes: items up to so many bytes travel together.
 
     Yields:
-        The number of an item, and its results: DTensors placed as its tensors are, or plain tensors.
+        The number of an item, and its results:
+        DTensors placed as its tensors are, or plain tensors.
 
     Raises:
         NotImplementedError: a tensor is cut over several mesh axes, or otherwise than by `Shard`.
@@ -70,7 +71,8 @@ def update_whole(
     for what, given in (("work", work), ("names", names)):
         if given is not None and len(given) != len(tensors):
             raise ValueError(
-                f"update_whole: {len(tensors)} items, and {what} has {len(given)}. Give one for each"
+                f"update_whole: {len(tensors)} items, and {what} has {len(given)}. Give "
+                "one for each"
             )
     described = []
     for number, each in enumerate(tensors):
@@ -82,8 +84,9 @@ def update_whole(
         cuts = tuple(cut_of(tensor, names[number], "update_whole") for tensor in each)
         if len(groups := {cut.group for cut in cuts}) > 1:
             raise ValueError(
-                f"update_whole: the tensors of {names[number]} are cut over different ranks (groups "
-                f"{sorted(groups)}; '' for a tensor that is not cut). Place all as the first one is"
+                f"update_whole: the tensors of {names[number]} are cut over different ranks "
+                f"(groups {sorted(groups)}; '' for a tensor that is not cut). Place all as the "
+                "first one is"
             )
         effort = sum(map(_square, cuts)) if work is None else work[number]
         described.append(Item(names[number], cuts, effort, num_results))

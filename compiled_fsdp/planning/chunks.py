@@ -105,10 +105,10 @@ def settle(graph: Graph, plan: Plan) -> bool:
     trace.is_decided = True
     if plan.costs is None:
         warn_once(
-            'compiled_fsdp: in_chunks(fn, "auto", ...) leaves the number of chunks to costs, and no '
-            "costs are known: tokens travel in one piece. Let them be measured (a plan that leaves "
-            "something to costs, such as Plan(prefetch='auto'), set before the first forward), "
-            "give them (Plan(costs=...)), or say a number"
+            'compiled_fsdp: in_chunks(fn, "auto", ...) leaves the number of chunks to costs, and '
+            "no costs are known: tokens travel in one piece. Let them be measured (a plan that "
+            "leaves something to costs, such as Plan(prefetch='auto'), set before the first "
+            "forward), give them (Plan(costs=...)), or say a number"
         )
         return False
     trace.prices = prices(graph, plan.costs)

@@ -150,4 +150,7 @@ def _structure(spec: ParamSpec) -> str:
     """Returns what is the same on all ranks: units are numbered, and groups named, by each process
     for itself.
     """
-    return f"{spec.fqn} {spec.offset} {spec.shape} {spec.dtype} {spec.group_size} {spec.replicate_size} {spec.reshard} {spec.sync}"
+    return (
+        f"{spec.fqn} {spec.offset} {spec.shape} {spec.dtype} {spec.group_size} "
+        f"{spec.replicate_size} {spec.reshard} {spec.sync}"
+    )

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 # An update reads a shard, its gradient and two states, and writes all but the gradient (Adam's).
 UPDATE_PASSES = 7
-# Bytes a second between a device and pinned host memory, each way, where nothing is known of it: what
-# torch assumes (`torch._functorch.config.activation_offload_cpu_gpu_bw`), of PCIe 5.0 with 16 lanes,
-# which carries 63 GB/s; and what a core of a CPU copies.
+# Bytes a second between a device and pinned host memory, each way, where nothing is known of it:
+# what torch assumes (`torch._functorch.config.activation_offload_cpu_gpu_bw`), of PCIe 5.0 with 16
+# lanes, which carries 63 GB/s; and what a core of a CPU copies.
 HOST_BANDWIDTH = 5e10
 COPIED_ON_CPU = 1e10
 WITH_BIAS = {"addmm": "mm", "baddbmm": "bmm"}

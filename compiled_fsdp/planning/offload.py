@@ -3,10 +3,10 @@ there and back, and what of that is not hidden.
 
 A candidate is a storage that forward saves for backward and nobody else holds. Its copy to the host
 begins where it is computed, beside what reads it, and its memory is free once it is copied and read
-for the last time; it is copied back so that it is there where backward reads it first. Copies of one
-direction follow each other: to the host in the order of forward, back in the order of backward.
-`awaited` and `begun` say when each is under way; the planner prices by them, and `hide_copies`
-places the nodes.
+for the last time; it is copied back so that it is there where backward reads it first. Copies of
+one direction follow each other: to the host in the order of forward, back in the order of backward.
+`awaited` and `begun` say when each is under way; the planner prices by them,
+and `hide_copies` places the nodes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ QUEUED = 2  # copies to the host that are under way when an earlier one is await
 AHEAD = (2, 3, 4, 6, 8, 12, 16)
 WORTH = 1e-3  # of the time for which backward waits, that less memory is worth
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-# Whose result Inductor may write over an input that nothing reads later. It does not know that a copy
-# which is under way does.
+# Whose result Inductor may write over an input that nothing reads later. It does not know that a
+# copy which is under way does.
 WRITTEN_OVER = BECOME_WRITES.union(
     (
         aten.slice_scatter.default,
@@ -148,7 +148,9 @@ def _has_unknown_size(val: Tensor) -> bool:
 
 
 def _is_dense(val: Tensor) -> bool:
-    """Whether its elements lie without gaps or overlaps; by sizes as they are now, without guards."""
+    """Whether its elements lie without gaps or overlaps;
+    by sizes as they are now, without guards.
+    """
     if val.layout is not torch.strided:
         return False
     expected = 1
@@ -184,7 +186,9 @@ def _is_copy(node: Node) -> bool:
 
 
 def outward(trips: Sequence[Trip]) -> list[float]:
-    """When each copy to the host is done: one after another, in the order in which they may begin."""
+    """When each copy to the host is done: one after another,
+    in the order in which they may begin.
+    """
     now, done = 0.0, [0.0] * len(trips)
     for i in sorted(range(len(trips)), key=lambda i: trips[i].at):
         now = done[i] = max(now, trips[i].at) + trips[i].seconds
@@ -220,7 +224,9 @@ def awaited(trips: Sequence[Trip], turn: float | None) -> list[float]:
 
 
 def homeward(trips: Sequence[Trip]) -> list[float]:
-    """When each copy to the device has to begin: as late as it is there in time, before the next."""
+    """When each copy to the device has to begin:
+    as late as it is there in time, before the next.
+    """
     following, begins = inf, [0.0] * len(trips)
     for i in sorted(range(len(trips)), key=lambda i: -trips[i].at):
         following = begins[i] = min(following, trips[i].at) - trips[i].seconds
@@ -230,8 +236,8 @@ def homeward(trips: Sequence[Trip]) -> list[float]:
 def begun(trips: Sequence[Trip], turn: float | None) -> list[float]:
     """When each copy to the device begins, on the clock of what is computed: as `homeward`.
 
-    Where copies take longer than backward, which waits for them anyway, none begins before an earlier
-    one has been read: only so many copies ahead of that as make nothing later.
+    Where copies take longer than backward, which waits for them anyway, none begins before an
+    earlier one has been read: only so many copies ahead of that as make nothing later.
 
     turn: as in `exposed`; None: all as `homeward`.
     """

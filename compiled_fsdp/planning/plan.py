@@ -67,8 +67,8 @@ class Plan:
         copied out; a larger one is gathered straight into its place; "auto": from costs, where
         copying takes as long as a message.
     reductions: "reduce_scatter", "all_to_all" (and a local sum), "backend" (all-to-all on gloo,
-        whose reduce-scatter moves twice the bytes, else reduce-scatter); "auto": from costs, for each
-        unit the faster.
+        whose reduce-scatter moves twice the bytes, else reduce-scatter);
+        "auto": from costs, for each unit the faster.
     copy_out: how parameters that share a message are read under Inductor: "copy": each is copied
         into one piece where it is first needed; "strided": kernels that Inductor generates read it
         in the bucket, and only what other kernels read is copied; "auto": from costs, strided where
@@ -91,15 +91,15 @@ class Plan:
         gathered or reduced over too run on a second group of the same ranks, which is made when the
         graph first runs, so that tokens do not stand behind a gather; "shared": they run where the
         user says. On NCCL a group has buffers of its own on the device.
-    record_routing: whether graphs have an op more for each exchange of counts of tokens, which tells
-        profiles how many tokens go to each expert (`note_routing.py`); it reads nothing while no
-        profiler is on.
+    record_routing: whether graphs have an op more for each exchange of counts of tokens, which
+        tells profiles how many tokens go to each expert (`note_routing.py`); it reads nothing
+        while no profiler is on.
     regions: "auto": under Inductor, computation that repeats between collectives is compiled once
         and called (`outline`), which makes the time to compile grow little with the number of equal
         layers; "units": units that compute the same are also traced, differentiated and cut once
-            (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered before
-            its call and reduced behind it; a tuple of names of classes, ("Block",): likewise, but
-            units of these classes alone; "off": every layer is compiled by itself.
+        (`frontend/equal_units.py`), and kept whole: in and out of such a unit all is gathered
+        before its call and reduced behind it; a tuple of names of classes, ("Block",): likewise,
+        but units of these classes alone; "off": every layer is compiled by itself.
     memory_budget: the peak that a training step may reach above what is at rest (parameters,
         optimizer state): bytes as an int, or a float from 0.0 (every parameter that may be dropped
         after forward is) to 1.0 (all are kept for backward). None: as `reshard_after_forward` says.
@@ -109,9 +109,10 @@ class Plan:
         `memory_budget` has no room for them: in one order with what is gathered and computed again,
         by what their copies leave exposed (`planning/offload.py`). On a CPU, whose memory is the
         host's, nothing is copied. None: all saved activations are on the device.
-    host_budget: with it, the bytes of activations that each rank may have in host memory (pinned) at
-        once; None: as many as the memory budget asks for.
-    kept: decided from `memory_budget`, one graph at a time: (unit, parameter) that backward gets from forward.
+    host_budget: with it, the bytes of activations that each rank may have in host memory (pinned)
+        at once; None: as many as the memory budget asks for.
+    kept: decided from `memory_budget`, one graph at a time: (unit, parameter)
+        that backward gets from forward.
     dropped: likewise, parameters with a smaller mesh (`reshard_after_forward` an int) of which not
         even a slice fits.
     recomputed: likewise, storages that forward would save, by the node that allocates them, which
@@ -259,9 +260,9 @@ def set_plan(plan: Plan) -> None:
         )
     if plan != _current and all_runs():
         warn_once(
-            "compiled_fsdp: set_plan was called after graphs were compiled, and those keep the plan "
-            "that they have: it holds for what is compiled from now on. Set it before the first "
-            "forward, or call torch._dynamo.reset() for what runs already",
+            "compiled_fsdp: set_plan was called after graphs were compiled, and those keep the "
+            "plan that they have: it holds for what is compiled from now on. Set it before the "
+            "first forward, or call torch._dynamo.reset() for what runs already",
             about="set_plan after compiling",
         )
     _ask(plan)

@@ -93,9 +93,9 @@ def _check_choices(plan: Plan) -> None:
         raise ValueError(f"Plan: check={plan.check!r}; should be one of {CHECKS}")
     if plan.check is not None and plan.reductions == "reduce_scatter":
         raise ValueError(
-            f"Plan: reductions='reduce_scatter' with check={plan.check!r}; what is added on its way "
-            "cannot be compared with what was sent, so gradients are exchanged and added where they "
-            "arrive. Leave out one of the two"
+            f"Plan: reductions='reduce_scatter' with check={plan.check!r}; what is added on its "
+            "way cannot be compared with what was sent, so gradients are exchanged and added where "
+            "they arrive. Leave out one of the two"
         )
     if not isinstance(plan.recompute, bool) and plan.recompute != BY_BUDGET:
         raise ValueError(
@@ -129,9 +129,10 @@ def _check_budget(plan: Plan) -> None:
     _check_offload(plan)
     if plan.shares_units and (plan.recompute == BY_BUDGET or plan.offload is not None):
         raise ValueError(
-            f"Plan: regions={plan.regions!r} with recompute={plan.recompute!r}, offload={plan.offload!r}; a "
-            "unit that is compiled once saves the same activations wherever it is called, so that "
-            "no budget can choose among them. Leave out one of the two"
+            f"Plan: regions={plan.regions!r} with recompute={plan.recompute!r}, "
+            f"offload={plan.offload!r}; a unit that is compiled once saves the same "
+            "activations wherever it is called, so that no budget can choose among them. Leave "
+            "out one of the two"
         )
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (
@@ -154,8 +155,8 @@ def _check_offload(plan: Plan) -> None:
     if plan.offload not in (None, BY_BUDGET):
         raise ValueError(
             f"Plan: offload={plan.offload!r}; should be None, or {BY_BUDGET!r}, for saved "
-            "activations. Parameters and the optimizer's state rest on the host by CPUOffloadPolicy "
-            "(fully_shard) or CPUOffload (FullyShardedDataParallel)"
+            "activations. Parameters and the optimizer's state rest on the host by "
+            "CPUOffloadPolicy (fully_shard) or CPUOffload (FullyShardedDataParallel)"
         )
     if plan.offload is not None and plan.memory_budget is None:
         raise ValueError(
@@ -164,8 +165,8 @@ def _check_offload(plan: Plan) -> None:
         )
     if plan.host_budget is not None and plan.offload is None:
         raise ValueError(
-            f"Plan: host_budget={plan.host_budget!r} with offload=None, so that nothing goes to the "
-            f"host. Set offload={BY_BUDGET!r}, or leave out host_budget"
+            f"Plan: host_budget={plan.host_budget!r} with offload=None, so that nothing goes to "
+            f"the host. Set offload={BY_BUDGET!r}, or leave out host_budget"
         )
 
 

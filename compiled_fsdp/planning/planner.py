@@ -2,8 +2,8 @@
 
 A step is two machines in series: the training thread, which computes, starts collectives and waits
 for them, and the wire, which carries one collective at a time in the order of their starts.
-`simulate` plays a graph on both, and copies between host and device, of units and of activations, on
-two more ways, one for each direction. From that:
+`simulate` plays a graph on both, and copies between host and device, of units and of activations,
+on two more ways, one for each direction. From that:
 
 - an all-gather starts as late as still hides it: working back from the last one, each must be done
   when it is awaited and when the next one needs the wire; whatever that leaves exposed is then
@@ -105,8 +105,8 @@ class Timeline:
         """
         lines = [
             f"{self.title}: {_ms(self.total)} predicted, of which "
-            f"{_ms(sum(self.exposed.values()))} are exposed communication; {_ms(self.on_wire)} on the "
-            "wire"
+            f"{_ms(sum(self.exposed.values()))} are exposed communication; {_ms(self.on_wire)} "
+            "on the wire"
         ]
         for start, (begin, done) in self.carried.items():
             tag = get_tag(start)
@@ -186,8 +186,8 @@ class Gathers:
         self._points = [self._flat(point) for point in self.rest]
 
     def _flat(self, point: Point) -> tuple[float, float, Node | None]:
-        """A point as `total` reads it: its transfer, its seconds, and the start whose end it sets or
-        awaits.
+        """A point as `total` reads it: its transfer, its seconds,
+        and the start whose end it sets or awaits.
         """
         awaited = None if point.start in self._unawaited else point.start
         return point.transfer, point.seconds, point.node if point.transfer else awaited
@@ -204,7 +204,9 @@ class Gathers:
         return simulate(merged, self.reductions)
 
     def total(self, places: list[int]) -> float:
-        """The total of `play`, to the bit, by the arithmetic of `simulate` alone: for many trials."""
+        """The total of `play`, to the bit,
+        by the arithmetic of `simulate` alone: for many trials.
+        """
         now = wire = 0.0
         done: dict[Node | None, float] = {}
         following, starts = 0, self.starts

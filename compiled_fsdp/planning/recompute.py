@@ -2,10 +2,10 @@
 
 A candidate is a storage that forward saves for backward. It can be computed again if what it is
 made of (its cone) leads back, through ops that may run twice (`ir/again.py`), to values that
-backward has anyway: saved for it, gathered for it, or computed again already. A bias, which backward
-does not read, may be gathered along with its unit. Storages count, not values: a value that is
-saved as a view keeps all of its storage alive, so that whatever else can be computed from that
-storage costs no memory.
+backward has anyway: saved for it, gathered for it, or computed again already. A bias, which
+backward does not read, may be gathered along with its unit. Storages count, not values: a value
+that is saved as a view keeps all of its storage alive, so that whatever else can be computed from
+that storage costs no memory.
 
 A candidate may be made of other candidates. Such chains are short (`MOST_DEEP`): along a long one,
 as residual additions from the first layer to the last, everything would be alive again where
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from .costs import Costs
 
-# Candidates that are made of each other, one after the other; what is made of one other alone, without
-# a matmul (a copy, a rotation), does not count.
+# Candidates that are made of each other, one after the other; what is made of one other alone,
+# without a matmul (a copy, a rotation), does not count.
 MOST_DEEP = 2
 MOST_NODES = 500  # of a cone
 ALONG = 8  # times smaller than what backward has of its unit is a parameter that is gathered along

@@ -46,8 +46,8 @@ COMPUTED = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Both halves of a graph are compiled at once, and nothing is taken from a cache; as often as is
-    asked for.
+    """Both halves of a graph are compiled at once, and nothing is taken from a cache;
+    as often as is asked for.
     """
     often = 1 << 20
     with (
@@ -252,8 +252,8 @@ def sizes_of(inputs: Sequence[Any]) -> Callable[[], Sizes | None]:
         unknown = [s for s in used if s not in known or not s.startswith("s")]
         if unknown:
             raise NotImplementedError(
-                f"precompile: an input has the size {unknown[0]}; should be a number, or the size of "
-                "a dim that torch._dynamo.mark_dynamic was called for"
+                f"precompile: an input has the size {unknown[0]}; should be a number, or the size "
+                "of a dim that torch._dynamo.mark_dynamic was called for"
             )
         if not used:
             return None
@@ -348,8 +348,8 @@ def attributes(graph: Graph) -> list[str]:
 
 
 def kept(tensor: Tensor) -> tuple[bytes, list[int]]:
-    """The elements of a constant in order, and the stride of a copy without gaps; also while tensors
-    are made fake.
+    """The elements of a constant in order, and the stride of a copy without gaps;
+    also while tensors are made fake.
     """
     with unset_fake_temporarily():
         dense = tensor.detach().clone()

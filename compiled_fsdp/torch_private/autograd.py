@@ -1,5 +1,5 @@
-"""Private torch: autograd's engine, versions of tensors, storages, functorch's transformations. Tried on torch 2.11, 2.13 and
-2.15.
+"""Private torch: autograd's engine, versions of tensors, storages, functorch's transformations.
+Tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

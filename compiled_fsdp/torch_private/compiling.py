@@ -1,6 +1,6 @@
-"""Private torch: when a compilation ends, what of torch it is in, who compiles, and how often Python
-looks for garbage meanwhile. Tried on torch 2.11, 2.13 and 2.15; `instead_of` and `collect_rarely`
-on 2.13 and 2.15.
+"""Private torch: when a compilation ends, what of torch it is in, who compiles, and how often
+Python looks for garbage meanwhile. Tried on torch 2.11, 2.13 and 2.15; `instead_of` and
+`collect_rarely` on 2.13 and 2.15.
 """
 
 from __future__ import annotations

@@ -48,15 +48,15 @@ def trace_number() -> object:
 
 
 def compilation() -> object:
-    """Returns what Dynamo is compiling now, the same object for all attempts; None outside. Tried on
-    2.13.
+    """Returns what Dynamo is compiling now, the same object for all attempts; None outside.
+    Tried on 2.13.
     """
     return CompileContext.try_get()
 
 
 def operators_in_trace() -> list[str]:
-    """Returns the names of operators (`cond`, say) whose functions Dynamo traces now, the innermost first. Tried on
-    2.11, 2.13 and 2.15.
+    """Returns the names of operators (`cond`, say) whose functions Dynamo traces now, the innermost
+    first. Tried on 2.11, 2.13 and 2.15.
     """
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     found = []
@@ -67,8 +67,8 @@ def operators_in_trace() -> list[str]:
 
 
 def is_cut_off() -> bool:
-    """Whether the graph that goes to its backend ends at a graph break, behind which Python goes on. Tried
-    on 2.11, 2.13 and 2.15.
+    """Whether the graph that goes to its backend ends at a graph break, behind which Python goes
+    on. Tried on 2.11, 2.13 and 2.15.
     """
     reason = getattr(InstructionTranslator.current_tx().output, "compile_subgraph_reason", None)
     return reason is not None and bool(reason.graph_break)
@@ -88,9 +88,9 @@ def is_inference_in_trace() -> bool:
 
 
 def take_ints_for_constants() -> None:
-    """With `dynamic=True`, let Dynamo take ints that a sharded module holds for constants, as those of any other
-    module, once for all; without, it makes those of FSDP's alone dynamic when they have changed, which
-    is better than another graph for each value. Tried on 2.11, 2.13 and 2.15.
+    """With `dynamic=True`, let Dynamo take ints that a sharded module holds for constants, as those
+    of any other module, once for all; without, it makes those of FSDP's alone dynamic when they
+    have changed, which is better than another graph for each value. Tried on 2.11, 2.13 and 2.15.
     """
     is_case = getattr(builder, "is_int_specialization_case", None)
     if is_case is None or hasattr(is_case, "__wrapped__"):

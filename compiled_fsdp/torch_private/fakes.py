@@ -56,8 +56,8 @@ def storage_of(value: Tensor) -> tuple[int, int]:
 
 
 def alike(mode: FakeTensorMode, look: Look, base: Any = None) -> FakeTensor:
-    """A fake tensor that looks like this: in the storage of `base`, or in one of its own. It is made
-    as torch's own cache of fake results makes it.
+    """A fake tensor that looks like this: in the storage of `base`, or in one of its own. It is
+    made as torch's own cache of fake results makes it.
     """
     shape, stride, offset, dtype, device = look
     with in_kernel_invocation_manager(mode):

@@ -50,8 +50,8 @@ def is_known(name: str) -> bool:
 
 
 def is_common(name: str) -> bool:
-    """Whether a name in a graph is the same group's on every rank, or on every rank that has it: that
-    of all ranks, one of `name_axes`, or of a rank alone.
+    """Whether a name in a graph is the same group's on every rank, or on every rank that has it:
+    that of all ranks, one of `name_axes`, or of a rank alone.
     """
     group = group_named(name)
     return group is dist.group.WORLD or group.group_name != name or group.size() == 1
@@ -61,10 +61,10 @@ def name_axes(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh, and of the one that it was cut from, names that are the same on
     all ranks.
 
-    torch numbers groups as they are made, so that ranks 0 and 2 of a (replicate, shard) mesh of four
-    shard over groups "1" and "2"; in their graphs both are "shard_2of4_9f86d081" from now on, and
-    what one rank has compiled serves the other. The group of all ranks keeps its name, and so does
-    that of a mesh that leaves ranks out: nobody knows here how the others are divided.
+    torch numbers groups as they are made, so that ranks 0 and 2 of a (replicate, shard) mesh of
+    four shard over groups "1" and "2"; in their graphs both are "shard_2of4_9f86d081" from now on,
+    and what one rank has compiled serves the other. The group of all ranks keeps its name, and so
+    does that of a mesh that leaves ranks out: nobody knows here how the others are divided.
     """
     world = dist.get_world_size()
     for each in dict.fromkeys((mesh, mesh._get_root_mesh())):

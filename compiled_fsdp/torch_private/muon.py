@@ -1,4 +1,6 @@
-"""Private torch: what torch.optim.Muon makes of a learning rate. Tried on torch 2.11, 2.13 and 2.15."""
+"""Private torch: what torch.optim.Muon makes of a learning rate.
+Tried on torch 2.11, 2.13 and 2.15.
+"""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """Where each rank is in a mesh, or in the one that it has instead; those that have none are left
-    out.
+    """Where each rank is in a mesh, or in the one that it has instead;
+    those that have none are left out.
     """
     with _disable_current_modes():  # a graph may be traced
         ranks = mesh._layout.remap_to_tensor(mesh._rank_map)  # [copies, *shape]

@@ -1,4 +1,6 @@
-"""Private torch: what a `GradScaler` knows of an optimizer between two updates. Tried on torch 2.13."""
+"""Private torch: what a `GradScaler` knows of an optimizer between two updates.
+Tried on torch 2.13.
+"""
 
 from __future__ import annotations
 

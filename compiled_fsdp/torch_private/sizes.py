@@ -72,8 +72,8 @@ def empty_as_one_row() -> Iterator[None]:
     """Inside, torch's partitioner takes a tensor without elements for one with one row.
 
     Saving it costs nothing, so that it would never be computed again; a rank that has rows computes
-    it again, and gathers what for. Whatever else ranks have, costs grow with their rows alike. Tried
-    on 2.11, 2.13 and 2.15; where torch has no such function, nothing is changed.
+    it again, and gathers what for. Whatever else ranks have, costs grow with their rows alike.
+    Tried on 2.11, 2.13 and 2.15; where torch has no such function, nothing is changed.
     """
     size_of = getattr(partitioners, "_size_of", None)
     if size_of is None:

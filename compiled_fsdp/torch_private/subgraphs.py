@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-# Operators that have their functions as graphs of their own up to the end: AOTAutograd inlines others.
+# Operators that have their functions as graphs of their own up to the end:
+# AOTAutograd inlines others.
 KEEP_GRAPHS = frozenset({"cond", "while_loop", "scan", "map_impl", "flex_attention"})
 
 
@@ -139,8 +140,8 @@ def what_forbids(body: GraphModule, inputs: Sequence[Any]) -> str:
 
 
 def grad_mode_at_start() -> bool:
-    """Whether autograd was on where the graph begins that Dynamo is about to compile; where it ends,
-    behind `torch.set_grad_enabled(False)` say, it may be off. Tried on 2.11, 2.13 and 2.15.
+    """Whether autograd was on where the graph begins that Dynamo is about to compile; where it
+    ends, behind `torch.set_grad_enabled(False)` say, it may be off. Tried on 2.11, 2.13 and 2.15.
     """
     context = TracingContext.try_get()
     state = context.global_context.global_state if context is not None else {}
@@ -157,8 +158,8 @@ def note_units() -> None:
 
 
 def calls_units() -> bool:
-    """Whether the graph that is being compiled calls units, or is the graph of one. Tried on 2.11, 2.13
-    and 2.15.
+    """Whether the graph that is being compiled calls units, or is the graph of one.
+    Tried on 2.11, 2.13 and 2.15.
     """
     context = CompileContext.try_get()
     return context is not None and _calling == [context]

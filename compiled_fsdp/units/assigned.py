@@ -103,8 +103,8 @@ def _shares_memory(param: ShardedParam, new: Any) -> str:
 
 
 APART = (
-    "Sharded parameters have memory of their own, so that a change of one does not reach the other. "
-    "Assign the other parameter itself, which ties them, or a copy of it"
+    "Sharded parameters have memory of their own, so that a change of one does not reach the "
+    "other. Assign the other parameter itself, which ties them, or a copy of it"
 )
 
 

@@ -1,5 +1,5 @@
-"""Gathers of a flat buffer that are under way since the optimizer's step, before the forward that uses
-them.
+"""Gathers of a flat buffer that are under way since the optimizer's step,
+before the forward that uses them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class GatheredAhead:
             self.pieces[piece] = UnderWay(version, checksum(flat.data), gathered, work)
 
     def take(self, flat: FlatBuffer, piece: Piece) -> Tensor | None:
-        """The gather of a piece that is under way, to be awaited as any other; None if there is none, or
-        its parameters have been written to since.
+        """The gather of a piece that is under way, to be awaited as any other; None if there is
+        none, or its parameters have been written to since.
         """
         if piece not in self.pieces:
             return None

@@ -1,5 +1,5 @@
-"""Hooks of users on sharded parameters that nobody calls: autograd never computes a gradient of these,
-it is reduced and put there.
+"""Hooks of users on sharded parameters that nobody calls: autograd never computes a gradient of
+these, it is reduced and put there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def say_uncalled_flat(names: Iterable[str], held: Iterable[Tensor]) -> None:
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in held):
         warn_once(
             f"compiled_fsdp: hooks on parameters of a FullyShardedDataParallel instance (of "
-            f"{shortened(list(names))}) are never called. Change gradients before optimizer.step(), "
-            "or register a communication hook",
+            f"{shortened(list(names))}) are never called. Change gradients before "
+            "optimizer.step(), or register a communication hook",
             about="hooks on FSDP1's parameters",
         )

@@ -130,7 +130,8 @@ class InFlight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Any method or function of torch that gets one: with the real tensor in its place.
 
-        But for whether it is a view: of what, torch asks this one (Dynamo, of `.grad` of what it meets).
+        But for whether it is a view: of what, torch asks this one
+        (Dynamo, of `.grad` of what it meets).
         """
         if func is Tensor._is_view:
             return False

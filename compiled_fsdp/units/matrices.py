@@ -1,4 +1,6 @@
-"""Whole matrices of a unit, for optimizers that need them so (Muon): each at the rank that owns it."""
+"""Whole matrices of a unit, for optimizers that need them so (Muon):
+each at the rank that owns it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class OnMatrices(Protocol):
         pieces: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        """Take the gradients of these, and write what is to be orthogonalized into `pieces`, padded,
-        one behind the other. `found_inf` as for `update_`.
+        """Take the gradients of these, and write what is to be orthogonalized into `pieces`,
+        padded, one behind the other. `found_inf` as for `update_`.
         """
 
     def orthogonalize(self, param: ShardedParam, matrix: Tensor) -> Tensor:
@@ -43,8 +45,8 @@ class OnMatrices(Protocol):
 def updates_of(
     mine: Sequence[ShardedParam], received: Tensor, num_shards: int, by: OnMatrices
 ) -> Tensor:
-    """The updates of the matrices that this rank owns, cut for all ranks: like `received`, in which the
-    pieces of all ranks are, [num_shards, n] at its beginning, padded.
+    """The updates of the matrices that this rank owns, cut for all ranks: like `received`, in which
+    the pieces of all ranks are, [num_shards, n] at its beginning, padded.
     """
     updates = torch.zeros_like(received)
     numel = sum(param.layout.numel for param in mine)

@@ -332,7 +332,9 @@ def reduction(
 
 
 def by_exchange(how: Reduction, size: int) -> Reduction:
-    """The same reduction over `size` ranks by an all-to-all and a local sum, which knows no mean."""
+    """The same reduction over `size` ranks by an all-to-all and a local sum,
+    which knows no mean.
+    """
     if how.op == "sum":
         return replace(how, algorithm="all_to_all")
     factor = how.post_divide * size * how.replicate_size

@@ -170,7 +170,9 @@ class ShardedParam:
         return any(module in modules for module, _ in self.owners)
 
     def is_open(self) -> bool:
-        """Whether an eager forward, whose runtime reduces gradients, has the full one registered."""
+        """Whether an eager forward, whose runtime reduces gradients,
+        has the full one registered.
+        """
         return any(not module.__dict__["_fsdp_handles"][name].key for module, name in self.owners)
 
     def show_handle(self, handle: Handle) -> None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @traced_as_it_is
 def unshard_as(flat: Tensor, key: str) -> Tensor:
-    """An `fsdp::unshard` with the `ParamSpec` of this key: Dynamo guards on a short name, not on the
-    text that the op has. Called while it traces, to know what comes of it.
+    """An `fsdp::unshard` with the `ParamSpec` of this key: Dynamo guards on a short name, not on
+    the text that the op has. Called while it traces, to know what comes of it.
     """
     _note_cast(key)
     full: Tensor = UNSHARD(flat, *SPECS[key].args())
@@ -79,9 +79,9 @@ def _say_what_is_cast(keys: list[str]) -> None:
     warn_once(
         "compiled_fsdp: a graph asks parameters of other units for nothing but what they are like "
         f"(their dtype, say): {shortened(names, 3)}. In it they are gathered, in {dtypes} "
-        "(mp_policy.param_dtype); outside of a graph they are sharded at that moment, in the dtype in "
-        "which they rest, so that a branch on the dtype may take the other side. Ask a parameter of "
-        "the module's own unit, or the input",
+        "(mp_policy.param_dtype); outside of a graph they are sharded at that moment, in the dtype "
+        "in which they rest, so that a branch on the dtype may take the other side. Ask a "
+        "parameter of the module's own unit, or the input",
         about="dtypes of other units",
     )
 
@@ -111,11 +111,12 @@ def traced(module: Any, name: str) -> Any:
     """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this
     function.
 
-    Not while an eager forward has it registered. Inside of `torch.vmap` it is gathered although it is
-    there: Dynamo's version of a function with a backward of its own has no rule for that. So is it in
-    a function of `torch.cond` or its like, out of which reads are moved (`frontend/control_flow.py`):
-    of a `Resident` the backward would be inside, where no rank may reduce. And in inference mode, where
-    an alias of what is there could not be made when the graph is traced again.
+    Not while an eager forward has it registered. Inside of `torch.vmap` it is gathered although it
+    is there: Dynamo's version of a function with a backward of its own has no rule for that. So is
+    it in a function of `torch.cond` or its like, out of which reads are moved
+    (`frontend/control_flow.py`): of a `Resident` the backward would be inside, where no rank may
+    reduce. And in inference mode, where an alias of what is there could not be made when the graph
+    is traced again.
     """
     handle = module._fsdp_handles[name]
     if handle.key == APART.key:
@@ -174,8 +175,8 @@ def begin_forward(unit: str) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def end_forward(unit: str, *, stays: bool = False) -> None:
-    """It has ended; where full parameters stay for backward, they are found until the trace ends, or
-    another forward of the unit, without gradients, frees them.
+    """It has ended; where full parameters stay for backward, they are found until the trace ends,
+    or another forward of the unit, without gradients, frees them.
     """
     if unit in _of_this_trace():
         _in_forward.remove(unit)

@@ -15,8 +15,8 @@ hold what their unit registered, and
       of all others: what an eager forward finds.
 `[]` yields what is registered: `functional_call` takes it from there and puts it back.
 
-FSDP1 registers by itself, and copies back what users assign outside of a trace. `Watched` is what is
-the same there.
+FSDP1 registers by itself, and copies back what users assign outside of a trace.
+`Watched` is what is the same there.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ ADDED = "a forward registers a parameter in a module that has sharded ones"
 # Dynamo forgets what comes back under a name that was removed in the same frame, sharded or not.
 REMOVED = "a forward removes a sharded parameter from its module"
 FLAT = (
-    "a forward iterates over parameters of its own FullyShardedDataParallel instance, which has them "
-    "as one flat parameter (use_orig_params=False)"
+    "a forward iterates over parameters of its own FullyShardedDataParallel instance, which has "
+    "them as one flat parameter (use_orig_params=False)"
 )
 
 
 class Watched(dict[str, Any]):
-    """The parameters of one module by name, of which a trace finds what an eager forward would find.
+    """The parameters of one module by name,
+    of which a trace finds what an eager forward would find.
 
     module: whose they are.
     number: tells it apart from others.

@@ -1,5 +1,5 @@
-"""Parameters whose local tensor was replaced (`to`, `to_empty`, `load_state_dict(assign=True)`) come back
-into the flat buffer of their unit.
+"""Parameters whose local tensor was replaced (`to`, `to_empty`, `load_state_dict(assign=True)`)
+come back into the flat buffer of their unit.
 """
 
 from __future__ import annotations

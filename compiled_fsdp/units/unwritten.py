@@ -89,7 +89,9 @@ class ReadByGraphs:
         self.calls.clear()
 
     def begin(self, data: Tensor, trained: Iterable[ShardedParam]) -> None:
-        """Remember what a graph that records for a backward is going to read, if it is the first."""
+        """Remember what a graph that records for a backward is going to read,
+        if it is the first.
+        """
         if not torch.is_grad_enabled():
             return
         if backward_number() == -1 and (self.versions is None or self.is_read_back):
@@ -108,8 +110,8 @@ class ReadByGraphs:
                 return
 
     def _is_known(self, run: int) -> bool:
-        """Whether a run was recorded in a call that `versions` is about. A function that is compiled
-        around a model, or instead of it, reads as well.
+        """Whether a run was recorded in a call that `versions` is about. A function that is
+        compiled around a model, or instead of it, reads as well.
         """
         return run == -1 or any(
             first <= run and (behind is None or run < behind) for first, behind in self.calls

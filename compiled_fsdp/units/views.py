@@ -73,8 +73,8 @@ def key_of_view(view: View) -> str:
 @traced_as_it_is
 def view_of_flat(flat: Tensor, key: str) -> Tensor:
     """A parameter out of a gathered flat parameter, inside a graph: Dynamo takes the call as it is,
-    AOTAutograd traces it. Inside of `torch.func`'s transformations a parameter is a constant, so that
-    the view is taken outside.
+    AOTAutograd traces it. Inside of `torch.func`'s transformations a parameter is a constant, so
+    that the view is taken outside.
     """
     function: Any = _ViewOfFlat
     with outside_transforms():

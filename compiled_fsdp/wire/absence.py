@@ -92,8 +92,8 @@ def why_not(group: Member, store: Any, ranks: Sequence[int], number: int) -> str
             f"compiled_fsdp: rank {dist.get_process_group_ranks(group.process_group)[rank]} of "
             f"process group {group.name!r} {words}{since}\n"
             f"This rank waits for it at run {number} of that group, which it will not come to. See "
-            "its output for where that was. Let all ranks raise, or none: an exception that one rank "
-            "catches leaves the others in the middle of the step"
+            "its output for where that was. Let all ranks raise, or none: an exception that one "
+            "rank catches leaves the others in the middle of the step"
         )
     return ""
 

@@ -3,10 +3,11 @@ ranks compare them.
 
 [Note: checksums]
 The bits of a parameter's part are read as 64-bit integers, in chunks of CHUNK of them. Each chunk's
-sum is multiplied by an odd number of its own, and the products are added; all of it wraps around, so
-it is exact and no order counts. Any change of bits inside one integer changes the sum, for certain:
-an odd number is invertible. Chunks or parts that have changed places change it too; integers that
-have changed places inside one chunk do not, nor do changes that cancel out (by chance: 1 in 2**64).
+sum is multiplied by an odd number of its own, and the products are added; all of it wraps around,
+so it is exact and no order counts. Any change of bits inside one integer changes the sum, for
+certain: an odd number is invertible. Chunks or parts that have changed places change it too;
+integers that have changed places inside one chunk do not,
+nor do changes that cancel out (by chance: 1 in 2**64).
 
 Ranks do not exchange the sums. For each pair of ranks, the sender adds a hash of what it has summed
 up, and the receiver subtracts one of what has arrived, to the same integer, and one all-reduce adds

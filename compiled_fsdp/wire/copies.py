@@ -4,8 +4,8 @@ computes.
 A copy is started on a stream of its own, one for each direction, and awaited as a collective is:
 what is copied to the device, by the device's current stream, so that the host runs on; what is
 copied to the host, by the host, which reads it next (the optimizer's step). An activation is read
-by the device alone, when it is copied back: so the device's stream awaits it, behind which its memory
-there may be used for something else.
+by the device alone, when it is copied back: so the device's stream awaits it, behind which its
+memory there may be used for something else.
 
 [Note: host memory under way]
 A copy out of pinned memory reads it after the host has moved on. So `settle` waits for those before

@@ -32,8 +32,8 @@ class CommunicationError(RuntimeError):
 def describe(
     process_group: dist.ProcessGroup, texts: list[str], reasons: Sequence[str] = ()
 ) -> str:
-    """The error for texts that differ: who has which, and the first difference as a diff; what ranks
-    say of why, and what to do.
+    """The error for texts that differ: who has which, and the first difference as a diff; what
+    ranks say of why, and what to do.
     """
     ranks = dist.get_process_group_ranks(process_group)
     kinds: dict[str, list[int]] = {}
@@ -55,21 +55,22 @@ def describe(
         )[:60]
     said = [f"  rank {rank} {why}" for rank, why in zip(ranks, reasons, strict=False) if why]
     do = (
-        "Look for different models, a branch that depends on data or on the rank, or a rank that does "
-        "not compile"
+        "Look for different models, a branch that depends on data or on the rank, or a rank that "
+        "does not compile"
     )
     if any(map(leaving.is_reduction, texts)):
         do = (
-            "Look for parameters that have gradients on some ranks only (of an expert without tokens, a "
-            "modality); set_reduce_scatter_unused_params(True) lets the others reduce zeros for them"
+            "Look for parameters that have gradients on some ranks only (of an expert without "
+            "tokens, a modality); set_reduce_scatter_unused_params(True) lets the others reduce "
+            "zeros for them"
         )
     elif any(map(leaving.is_outside, texts)) and any(
         t and not leaving.is_outside(t) for t in texts
     ):
         do = (
-            "Some run a unit in a graph and others outside, as where Dynamo breaks the graph on some "
-            "ranks only, at `if rank == 0: print(x)` in forward. Return what one rank needs and print "
-            "it behind the call, let all ranks do the same, or do not compile that module"
+            "Some run a unit in a graph and others outside, as where Dynamo breaks the graph on "
+            "some ranks only, at `if rank == 0: print(x)` in forward. Return what one rank needs "
+            "and print it behind the call, let all ranks do the same, or do not compile that module"
         )
     return "\n".join(
         [

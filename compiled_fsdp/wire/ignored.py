@@ -34,7 +34,8 @@ class Ignored:
     """A parameter that no unit has, in one or more whole steps.
 
     fqn: its name in the model.
-    axes: the groups that cut it, by name and size, in the order of its mesh; of a plain tensor none.
+    axes: the groups that cut it, by name and size, in the order of its mesh;
+        of a plain tensor none.
     on_update: called with it, its gradient and `found_inf`, by the step's name.
     on_verdict: called before anything is updated, by the step's name.
     """
@@ -110,7 +111,8 @@ def taken_of(tensor: Tensor, op: str) -> Ignored:
     ignored = ignored_of(tensor)
     if ignored is None:
         raise RuntimeError(
-            f"fsdp::{op}: no parameter of the step has the tensor of shape {tuple(tensor.shape)}. The "
-            "graph must be given the parameter itself, of a DTensor the local tensor, not a copy"
+            f"fsdp::{op}: no parameter of the step has the tensor of shape "
+            f"{tuple(tensor.shape)}. The graph must be given the parameter itself, of a DTensor "
+            "the local tensor, not a copy"
         )
     return ignored

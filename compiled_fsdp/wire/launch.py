@@ -47,8 +47,8 @@ def start_exchange(
     group: str,
     what: str,
 ) -> Any:
-    """Start to send the parts of a real 1-D tensor, one to each rank, and to receive theirs; awaited
-    by the `Work` that is returned.
+    """Start to send the parts of a real 1-D tensor, one to each rank, and to receive theirs;
+    awaited by the `Work` that is returned.
     """
     with ranges.around("all_to_all", "step", what):
         if gloo.is_gloo(group, sent.device):

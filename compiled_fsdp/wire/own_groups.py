@@ -2,8 +2,8 @@
 (`passes/separate_exchanges.py`).
 
 A graph names them; they are made, by all ranks of the first group together, when it first runs in a
-process, also where it comes out of a compile cache. By then its ranks have agreed on the text of the
-graph, which has the name of each.
+process, also where it comes out of a compile cache. By then its ranks have agreed on the text of
+the graph, which has the name of each.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def mark(record: str) -> None:
 
 
 def note_counts(sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Say in a profile how many tokens go from here to each expert, and come from each rank for each
-    expert here: "3 0 1 2 | 3 0 2 2".
+    """Say in a profile how many tokens go from here to each expert, and come from each rank for
+    each expert here: "3 0 1 2 | 3 0 2 2".
     """
     if is_profiling():
         with unprofiled():  # these ops are not the model's

@@ -269,8 +269,8 @@ def _compare(
 
 @kernel("verdict_")
 def _verdict(grads: Sequence[Tensor], sums: Sequence[Tensor], flat: Tensor, step: str) -> None:
-    """What it is given is there for compilers: all sums are noted before it, and no gradient is used
-    for an update but behind it.
+    """What it is given is there for compilers: all sums are noted before it, and no gradient is
+    used for an update but behind it.
     """
     (ignored_of(flat) or owner_of(flat, "verdict_")).judge(step)
 

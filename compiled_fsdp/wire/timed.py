@@ -354,7 +354,9 @@ class TimedGroup(PythonGroup):  # type: ignore[misc]
         input_splits: list[int] | None = None,
         opts: object = None,
     ) -> Started:
-        """What is sent to others comes back: rows of the input, and zeros where more are awaited."""
+        """What is sent to others comes back: rows of the input,
+        and zeros where more are awaited.
+        """
         return self._carry(
             "all_to_all", [mine], self._others, [output], lambda: _come_back(output, mine)
         )

@@ -1,9 +1,9 @@
 """The collectives of a timed world on an accelerator: each occupies a stream of its wire's.
 
-A wire is a stream on which a kernel spins for as long as the collective takes. It begins behind what
-the current stream has computed so far, and behind the collectives before it on that wire. What it
-delivers is copied meanwhile, on a stream beside. Whoever awaits it lets his current stream wait, as
-with NCCL; the host runs on. How long a stream has waited is known once the device is done: two
+A wire is a stream on which a kernel spins for as long as the collective takes. It begins behind
+what the current stream has computed so far, and behind the collectives before it on that wire. What
+it delivers is copied meanwhile, on a stream beside. Whoever awaits it lets his current stream wait,
+as with NCCL; the host runs on. How long a stream has waited is known once the device is done: two
 events around the wait say it, and `settle` reads them.
 
 Not seen: a CUDA graph carries its collectives once more at each replay, and they are noted when it

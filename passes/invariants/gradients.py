@@ -107,10 +107,10 @@ def stepped_last(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def updated_once(gm: GraphModule, plan: Plan) -> Violations:
-    """In the graph of a whole step, of every flat gradient that is reduced, each parameter's part goes
-    to exactly one update_ or momentum_, of its own buffer and parameters, with those of other
-    micro-batches; a parameter that no unit has is an input that is updated once, with a gradient of its
-    shape; and all are scaled by the same factors or none is.
+    """In the graph of a whole step, of every flat gradient that is reduced, each parameter's part
+    goes to exactly one update_ or momentum_, of its own buffer and parameters, with those of other
+    micro-batches; a parameter that no unit has is an input that is updated once, with a gradient of
+    its shape; and all are scaled by the same factors or none is.
     """
     marks: dict[tuple[object, object], Node] = {
         (m.args[0], m.args[1]): m for m in find(gm.graph, MARK_GRADS)
@@ -189,9 +189,9 @@ def left_out_together(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def updated_at_owners(gm: GraphModule, plan: Plan) -> Violations:
-    """In the graph of a whole step, what a momentum_ yields goes to owners, is orthogonalized there,
-    comes back and updates the same parameters, with nothing else in between: the same buffer, order,
-    owners, sizes and group all the way; over one rank, without travelling.
+    """In the graph of a whole step, what a momentum_ yields goes to owners, is orthogonalized
+    there, comes back and updates the same parameters, with nothing else in between: the same
+    buffer, order, owners, sizes and group all the way; over one rank, without travelling.
     """
     seen: set[Node] = set()
     for momentum in find(gm.graph, MOMENTUM):
@@ -238,8 +238,8 @@ def _offsets(mark: Node) -> list[int]:
 
 
 def gathered_after_update(gm: GraphModule, plan: Plan) -> Violations:
-    """What is gathered for the next step is a piece that the graph takes over at its beginning, once
-    each, and its buffer is updated before, never after.
+    """What is gathered for the next step is a piece that the graph takes over at its beginning,
+    once each, and its buffer is updated before, never after.
     """
     position = order(gm.graph)
     updates = find(gm.graph, UPDATE, UPDATE_MATRICES)

@@ -78,8 +78,8 @@ def nothing_gathered_saved(gm: GraphModule, plan: Plan) -> Violations:
 
 
 def computed_again_alike(gm: GraphModule, plan: Plan) -> Violations:
-    """What backward computes again for the memory budget is not saved, and is no random op, collective
-    or write.
+    """What backward computes again for the memory budget is not saved, and is no random
+    op, collective or write.
     """
     is_forward = phase_of(gm.graph) == "forward"
     saved = set(saved_for_backward(output(gm.graph))) if is_forward else ()

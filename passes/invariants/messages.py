@@ -73,8 +73,8 @@ def _ours(nodes: Iterable[Node]) -> list[Node]:
 
 
 def gathered_once(gm: GraphModule, plan: Plan) -> Violations:
-    """Every parameter is gathered at most once over a group in a graph; of a whole step, once each way
-    for each micro-batch.
+    """Every parameter is gathered at most once over a group in a graph; of a whole step, once each
+    way for each micro-batch.
     """
     seen: dict[tuple[str, str, str, bool, int], Node] = {}
     for region in find_regions(gm.graph, "gather"):
@@ -137,7 +137,10 @@ def _described(start: Node) -> str:
         )
     sent = [value(n) for n in _sent(start)]
     others = [a for a in args[1:] if isinstance(a, str | int | list | tuple)]
-    return f"{op_name(target)}({sum(v.numel() for v in sent)} x {sent[0].dtype}, {', '.join(map(str, others))})"
+    return (
+        f"{op_name(target)}({sum(v.numel() for v in sent)} x {sent[0].dtype}, "
+        f"{', '.join(map(str, others))})"
+    )
 
 
 def _sent(start: Node) -> list[Node]:
@@ -179,8 +182,8 @@ def _wanted_reduction(region: Region) -> list[str]:
         wanted = [f"{op_name(ALL_TO_ALL)}({rows}, {size}, {spec.reduce_group})"]
     elif size > 1 and how.algorithm.startswith(comm.CUSTOM):
         wanted = [
-            f"{op_name(schema.CUSTOM_REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group}, "
-            f"{how.algorithm})"
+            f"{op_name(schema.CUSTOM_REDUCE_SCATTER)}({rows}, {how.op}, {size}, "
+            f"{spec.reduce_group}, {how.algorithm})"
         ]
     elif size > 1:
         wanted = [f"{op_name(comm.REDUCE_SCATTER)}({rows}, {how.op}, {size}, {spec.reduce_group})"]

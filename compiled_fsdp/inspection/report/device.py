@@ -46,7 +46,9 @@ class Device:
         return [k for launch, k in found if thread is None or launch.thread == thread]
 
     def communication_in(self, start: Event) -> list[Kernel]:
-        """The kernels of NCCL that a start launched; on one rank, what it launched in their place."""
+        """The kernels of NCCL that a start launched;
+        on one rank, what it launched in their place.
+        """
         found = self.launched(start.begin, start.end, start.thread)
         return [k for k in found if k.is_communication] or found
 

@@ -36,8 +36,9 @@ def headline(step: MeasuredStep | None) -> str:
         )
     if shares["starting"] > max(shares["waiting"], LITTLE):
         text += (
-            f" Starting collectives takes more, {percent(shares['starting'])} ({shown(step['starting'])})"
-            ": the training thread copies, or shares its core with those that send."
+            f" Starting collectives takes more, {percent(shares['starting'])} "
+            f"({shown(step['starting'])}): the training thread copies, or shares its core with "
+            "those that send."
         )
     return text
 
