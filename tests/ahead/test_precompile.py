@@ -1,5 +1,5 @@
-"""A model that one process has compiled ahead, for ranks that were not there: what it computes, that
-no compiler runs, and everything that it refuses.
+"""A model that one process has compiled ahead, for ranks that were not there: what it computes,
+that no compiler runs, and everything that it refuses.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _local(tensor: Any) -> torch.Tensor:
 def same_as_compiled(
     name: str, folder: str, sha256: str, readers: tuple[int, ...] | None = None
 ) -> None:
-    """The compiled model, or stock where the case has it. readers: the ranks that see the folder."""
+    """The compiled model, or stock where the case has it.
+    readers: the ranks that see the folder.
+    """
     case = CASES[name]
     loaded = case.model()
     seen = readers is None or dist.get_rank() in readers
@@ -180,16 +182,19 @@ def test_some_ranks_read(two: Pool, made: tuple[str, dict[str, str]]) -> None:
         two.run(what_readers_say, folder, digests["plain"])
         == [
             [
-                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
-                "  rank 1: load_precompiled: /nowhere has no manifest.json. Name the folder that "
-                "precompile wrote",
+                "load_precompiled: not every rank of readers could read its folder, so no rank "
+                "loads it:\n"
+                "  rank 1: load_precompiled: /nowhere has no manifest.json. Name the folder "
+                "that precompile wrote",
                 "load_precompiled: readers found different folders: "
                 f"ranks [0] the manifest {digests['plain']}; "
-                f"ranks [1] the manifest {digests['other_plan']}. Copy the same folder to all of them",
-                "load_precompiled: not every rank of readers could read its folder, so no rank loads it:\n"
+                f"ranks [1] the manifest {digests['other_plan']}. Copy the same folder to "
+                "all of them",
+                "load_precompiled: not every rank of readers could read its folder, so no rank "
+                "loads it:\n"
                 f"  rank 0: load_precompiled: the SHA-256 of {folder}/plain/manifest.json is "
-                f"{digests['plain']}, and should be 00. Nothing in the folder was executed. Take the "
-                "folder that precompile returned this for",
+                f"{digests['plain']}, and should be 00. Nothing in the folder was executed. Take "
+                "the folder that precompile returned this for",
                 "load_precompiled: readers=[2]; should be some of the ranks 0 to 1",
             ]
         ]

@@ -77,7 +77,9 @@ class TestBenchmarks(unittest.TestCase):
             self.assertIn("| 0.0e+00 |", self.row(folder, "muon.md", "| muon_eager |"))
 
     def test_a_simulated_step_beside_a_measured_one(self):
-        """The simulated side for real, on a wire that a step has to wait for; two hosts need root."""
+        """The simulated side for real, on a wire that a step has to wait for;
+        two hosts need root.
+        """
         comparison = Comparison(Job(bench.wire.SIZES["tiny"], 2, 8), ("ours_eager",), 1, 2)
         times = simulated.simulate_at(0.01, comparison)["ours_eager"]
         self.assertEqual(len(times), 2)
@@ -192,7 +194,9 @@ class TestBenchmarks(unittest.TestCase):
         self.assertAlmostEqual(sum(found.values()), 20.0)
 
     def test_what_a_layer_takes(self):
-        """The innermost function of a part counts; a layer's is what more layers take, over them."""
+        """The innermost function of a part counts;
+        a layer's is what more layers take, over them.
+        """
         spaces: dict[str, object] = {"sys": sys}
         for file, name, body in (
             ("_inductor/codecache.py", "write", "return sys._getframe()"),

@@ -61,7 +61,10 @@ def uninterrupted(out: str) -> list[float]:
 
 def agent(out: Path, port: int, *, is_host: bool, faults: list[object]) -> subprocess.Popen[str]:
     """torchrun with one rank; the job goes on while there is one agent or two."""
-    torchrun = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --monitor-interval 0.2 --rdzv-id {JOB}"
+    torchrun = (
+        "-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 "
+        f"--monitor-interval 0.2 --rdzv-id {JOB}"
+    )
     rendezvous = f"--rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-conf "
     rendezvous += f"is_host={int(is_host)},last_call_timeout=5,keep_alive_interval=2"
     command = [

@@ -200,7 +200,9 @@ def hugging_face(name: str, backend: str | None) -> int:
 @pytest.mark.parametrize("regions", ["auto", "units"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_equal_layers(two: Pool, name: str, regions: str) -> None:
-    """Four, so that the default compiles them once, and "units" traces them once, caches included."""
+    """Four, so that the default compiles them once,
+    and "units" traces them once, caches included.
+    """
     two.run(equal_layers, name, regions, timeout=400.0)
 
 
@@ -366,9 +368,8 @@ def accelerated(name: str, checkpoints: bool, backend: str | None) -> None:
 # -- timm
 
 
-@needs(
-    "timm", "torchvision"
-)  # not installed by `make test-clients`: torchvision must be built for the very torch that is there
+# Not installed by `make test-clients`: torchvision must be built for the very torch that is there.
+@needs("timm", "torchvision")
 @pytest.mark.parametrize("backend", [None, "compiled_fsdp_eager"])
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_timm(two: Pool, name: str, backend: str | None) -> None:

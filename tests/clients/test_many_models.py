@@ -1,7 +1,9 @@
-"""Models of many kinds from transformers, sharded layer by layer as one would who knows nothing of them:
-each list of modules gives its members a unit. Eagerly and in graphs they train as the unsharded model.
+"""Models of many kinds from transformers, sharded layer by layer as one would who knows nothing of
+them: each list of modules gives its members a unit.
+Eagerly and in graphs they train as the unsharded model.
 
-`make test-clients` installs transformers and runs this; otherwise these tests are skipped and say so.
+`make test-clients` installs transformers and runs this;
+otherwise these tests are skipped and say so.
 """
 
 from __future__ import annotations

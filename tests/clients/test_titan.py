@@ -1,8 +1,9 @@
 """torchtitan's DeepSeek-V3 as it is, with its own dispatcher and its own calls of `fully_shard`:
 unmodified but for the import.
 
-`make test-clients` installs it and runs this; otherwise it is skipped and says so. torchtitan imports
-triton without naming it among what it needs, so that is installed beside it; nothing runs it.
+`make test-clients` installs it and runs this; otherwise it is skipped and says so. torchtitan
+imports triton without naming it among what it needs, so that is installed beside it;
+nothing runs it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ VOCAB, STEPS = 2048, 4
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """torchtitan takes its device when it is first imported, and CUDA where there is no accelerator;
-    what it does for tensor types of its own is left out (`partial_dtensor`).
+    """torchtitan takes its device when it is first imported, and CUDA where there is no
+    accelerator; what it does for tensor types of its own is left out (`partial_dtensor`).
     """
     from torchtitan.tools import utils as tools
 
@@ -57,8 +58,8 @@ def on_cpu() -> Iterator[None]:
 
 
 def build(api: Any) -> Any:
-    """A dense layer and one of 8 experts, 3 for each token, divided among two ranks, which also share
-    all other parameters.
+    """A dense layer and one of 8 experts, 3 for each token, divided among two ranks, which also
+    share all other parameters.
     """
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, fsdp
@@ -139,7 +140,7 @@ def train() -> None:
 
 
 def test_deepseek_v3(two: Pool) -> None:
-    """Compiled as one graph, and eagerly, beside stock: losses bit for bit while routing changes; its
-    counts are found.
+    """Compiled as one graph, and eagerly, beside stock: losses bit for bit while routing changes;
+    its counts are found.
     """
     two.run(train, timeout=600.0)

@@ -77,12 +77,12 @@ def test_dump_lists(dumps, capsys):
         f"{compiled_fsdp.__version__}, python {sys.version.split()[0]}"
     )
     assert (
-        f"    {stem('free')}                     2 gathers, 0 reductions; 160 bytes gathered, largest "
-        "bucket 80" in text
+        f"    {stem('free')}                     2 gathers, 0 reductions; 160 bytes gathered, "
+        "largest bucket 80" in text
     )
     assert (
-        f"    {stem('free')}                     1 gathers, 2 reductions; 64 bytes gathered, largest "
-        "bucket 64" in text
+        f"    {stem('free')}                     1 gathers, 2 reductions; 64 bytes gathered, "
+        "largest bucket 64" in text
     )
 
 
@@ -93,7 +93,8 @@ def test_dump_prints_a_graph(dumps, capsys):
     lines = text.splitlines()
     assert lines[0] == f"# rank0/001_forward/{stem('free')}"
     assert lines[1].startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, HEADS_NOTED, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
+        "HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
     assert (
         "%all_gather_into_tensor_default_4: f32[20] = all_gather_into_tensor(%primals_2, 2, '0')  "
@@ -234,8 +235,8 @@ def test_verify_finds_another_text(folder, capsys):
     status, text = run(capsys, "verify", folder)
     assert (status, text) == (
         1,
-        f"rank0/001_forward/{stem('lower')}: the text is not that of the graph in the .json.gz beside it; one "
-        "of them was changed\n"
+        f"rank0/001_forward/{stem('lower')}: the text is not that of the graph in the .json.gz "
+        "beside it; one of them was changed\n"
         "2 graphs of 1 ranks: 1 wrong\n",
     )
 
@@ -258,8 +259,8 @@ def test_folders_that_are_no_dump(folder, tmp_path, capsys):
     """Exit status 2, and what to do."""
     cases = {
         tmp_path / "nothing": "is no folder; give one that dumped_to or COMPILED_FSDP_DUMP wrote",
-        tmp_path: "holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model inside dumped_to, or with "
-        "COMPILED_FSDP_DUMP",
+        tmp_path: "holds no graph (rank0/001_forward/00_capture.txt): compile a sharded model "
+        "inside dumped_to, or with COMPILED_FSDP_DUMP",
     }
     for command in ("dump", "verify", "explain"):
         for path, words in cases.items():
@@ -278,7 +279,10 @@ def test_folders_that_are_no_dump(folder, tmp_path, capsys):
         "holds no graph after 'x'; it has ['capture', "
         in run(capsys, "dump", folder, "--after", "x")[1]
     )
-    words = "python -m compiled_fsdp diff: give one of: a second folder, --passes PASS PASS, --ranks RANK RANK\n"
+    words = (
+        "python -m compiled_fsdp diff: give one of: a second folder, --passes PASS PASS, --ranks "
+        "RANK RANK\n"
+    )
     assert run(capsys, "diff", folder) == (2, words)
 
 

@@ -81,8 +81,9 @@ def run(
 
 
 def test_a_warm_cache_gives_the_graph_that_our_passes_made(tmp_path: Path) -> None:
-    """And that another rank has filled, with replicas and a mesh of experts, where each has groups of
-    its own: by `torch.compiler.save_cache_artifacts`. Another plan does not meet it, nor another pipeline.
+    """And that another rank has filled, with replicas and a mesh of experts, where each has groups
+    of its own: by `torch.compiler.save_cache_artifacts`. Another plan does not meet it,
+    nor another pipeline.
     """
     ((_, cold),) = run(tmp_path, 2)
     plans = 2, 0, "2-bucket_all_gather"

@@ -1,4 +1,6 @@
-"""Python's garbage collector while a model of ours is compiled: rarely, and as before afterwards."""
+"""Python's garbage collector while a model of ours is compiled: rarely,
+and as before afterwards.
+"""
 
 from __future__ import annotations
 

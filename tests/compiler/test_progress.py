@@ -1,5 +1,5 @@
-"""A long compilation says what it does and how far it is, by a clock of the test's; a short one says
-nothing.
+"""A long compilation says what it does and how far it is, by a clock of the test's;
+a short one says nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Graphs are free of ranks: every rank compiles the same, whatever the mesh; so what one has compiled
-serves the others.
+"""Graphs are free of ranks: every rank compiles the same, whatever the mesh; so what one has
+compiled serves the others.
 """
 
 from __future__ import annotations

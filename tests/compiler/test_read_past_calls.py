@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def calls_of(name: str) -> GraphModule:
-    """Two calls; the subgraph returns its result, its second argument, a view of that, a view of the
-    result, the result again, and a value that nobody reads.
+    """Two calls; the subgraph returns its result, its second argument, a view of that, a view of
+    the result, the result again, and a value that nobody reads.
     """
     inner = Hand()
     x, w = inner.input("x", 4, 4), inner.input("w", 4, 4)

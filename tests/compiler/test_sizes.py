@@ -19,7 +19,9 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 
 def test_the_same_hints() -> None:
-    """Of sums, products, quotients and bounds, with symbols that are known to be equal to others."""
+    """Of sums, products, quotients and bounds,
+    with symbols that are known to be equal to others.
+    """
     env = ShapeEnv()
     a, b, c, d, e = (env.create_unbacked_symint() for _ in range(5))
     for each in (a, b, c, d):
@@ -48,8 +50,8 @@ def test_the_same_hints() -> None:
 
 @pytest.mark.skipif(not sizes.IS_SLOW, reason="this torch puts guesses in at once")
 def test_equalities_of_other_layers_are_not_tried() -> None:
-    """Counted: of layers whose tokens add up to what is known, each hint tries the equalities of its
-    own, those of what these make of it, and no others.
+    """Counted: of layers whose tokens add up to what is known, each hint tries the equalities of
+    its own, those of what these make of it, and no others.
     """
     env = ShapeEnv()
     layers = [[env.create_unbacked_symint() for _ in range(4)] for _ in range(6)]

@@ -1,4 +1,6 @@
-"""Subgraphs under Inductor: what a call hands out is not written over by the graph that calls it."""
+"""Subgraphs under Inductor: what a call hands out is not written over
+by the graph that calls it.
+"""
 
 from __future__ import annotations
 

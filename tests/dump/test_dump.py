@@ -264,9 +264,9 @@ rank0/settings.json""",
             first, _, graph = (backward / "01_lower.txt").read_text().partition("\n")
             self.assertEqual(
                 first,
-                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
-                "HEADS_NOTED, GROUPS_NAMED, LOWERED; "
-                "0 gathers, 2 reductions; 0 bytes gathered, largest bucket 0",
+                "# made by lower; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, "
+                "MARKED_AWAY, HEADS_NOTED, GROUPS_NAMED, LOWERED; 0 gathers, 2 reductions; 0 bytes "
+                "gathered, largest bucket 0",
             )
             self.assertExpectedInline(
                 graph,

@@ -1,5 +1,5 @@
-"""What reads a gathered parameter's memory behind its unit's forward is named, before it does; so are
-hooks that a forward registers on its inputs.
+"""What reads a gathered parameter's memory behind its unit's forward is named, before it does; so
+are hooks that a forward registers on its inputs.
 """
 
 from __future__ import annotations

@@ -488,8 +488,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "the optimizer's state by a budget": (
         ValueError,
         "Plan: offload='optimizer'; should be None, or 'budget', for saved activations. Parameters "
-        "and the optimizer's state rest on the host by CPUOffloadPolicy (fully_shard) or CPUOffload "
-        "(FullyShardedDataParallel)",
+        "and the optimizer's state rest on the host by CPUOffloadPolicy (fully_shard) or "
+        "CPUOffload (FullyShardedDataParallel)",
     ),
     "offload without a budget": (
         ValueError,
@@ -533,7 +533,8 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
         "'backward_prefetch', 'reduces_in_flight', 'bucket_bytes', 'split_bytes', 'own_message', "
         "'reductions', 'copy_out', 'reduction_bytes', 'recompute', 'overlap_exchanges', "
         "'exchange_group', 'record_routing', 'regions', 'memory_budget', 'offload', 'host_budget', "
-        "'kept', 'dropped', 'recomputed', 'offloaded', 'costs', 'gather_quantized', 'reduce_quantized', 'exact', 'check']",
+        "'kept', 'dropped', 'recomputed', 'offloaded', 'costs', 'gather_quantized', "
+        "'reduce_quantized', 'exact', 'check']",
     ),
     "planned with a bad value": (
         ValueError,

@@ -136,8 +136,8 @@ def layers_by(name: str) -> str:
     return (
         r"modules layers\.0, layers\.1, layers\.2 were sharded by "
         rf"torch\.distributed\.fsdp\.{name}\. One model cannot have units of both\. Import {name} "
-        r"from compiled_fsdp alone, or call compiled_fsdp\.replace_stock\(\) before anything else is "
-        r"imported\. Nothing was changed"
+        r"from compiled_fsdp alone, or call compiled_fsdp\.replace_stock\(\) before anything else "
+        r"is imported\. Nothing was changed"
     )
 
 
@@ -182,7 +182,8 @@ class TestStockBesideOurs:
         model = stock_fully_shard(Net())
         with pytest.raises(
             RuntimeError,
-            match=rf"parameter weight of Linear was sharded by a call on a module around it.*{self.BOTH}",
+            match=r"parameter weight of Linear was sharded by a call on a module around it.*"
+            rf"{self.BOTH}",
         ):
             fully_shard(model.layers[0])
 
@@ -402,7 +403,8 @@ class TestRecompiles:
             ),
             (
                 "self._modules['head']._fsdp_handles['bias'].is_plain == True  # if handle",
-                "parameter 'head.bias' was frozen, or is trained again (requires_grad), or its full",
+                "parameter 'head.bias' was frozen, or is trained again (requires_grad), or its "
+                "full",
             ),
             (
                 "not self._modules['layers']._modules['0']._parameters.replaced  # and name",

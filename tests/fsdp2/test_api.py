@@ -55,8 +55,8 @@ def annotated_classes() -> list[type]:
 
 @pytest.mark.parametrize("kind", annotated_classes(), ids=lambda kind: kind.__name__)
 def test_annotations_can_be_asked_for(kind: type) -> None:
-    """As those who build configurations from text do, and Hugging Face's models of their own classes,
-    for each subclass.
+    """As those who build configurations from text do, and Hugging Face's models of their own
+    classes, for each subclass.
     """
     get_type_hints(kind)
 

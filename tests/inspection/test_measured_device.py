@@ -133,7 +133,9 @@ def test_collectives_are_kernels(dump: Path, tmp_path: Path) -> None:
 
 
 def test_the_step_is_that_of_the_device(dump: Path, tmp_path: Path) -> None:
-    """From its first kernel to the last that the optimizer launched, long after the CPU was done."""
+    """From its first kernel to the last that the optimizer launched,
+    long after the CPU was done.
+    """
     count = sum(len(collectives(p.parent)) for p in dump.glob("rank0/*/timeline.json.gz"))
     step = measured(dump, recorded(dump).write(tmp_path / "p.json"))["step"]
     assert micro(step["total"]) == 40 * count + 30 + 20

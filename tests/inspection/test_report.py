@@ -539,7 +539,8 @@ class TestGarbled:
         path.write_text(read(path, "testing").replace('"overhead": ', '"overhead": 1'))
         with pytest.raises(
             DumpError,
-            match=r"measured.json: \d+_forward was measured before it was dumped again.*write it again",
+            match=r"measured.json: \d+_forward was measured before it was dumped again.*write it "
+            "again",
         ):
             write_report(spoilt, tmp_path / "page.html")
 

@@ -1,4 +1,6 @@
-"""Where tokens went, and what it cost: in the report of a mixture of experts, beside the gathers."""
+"""Where tokens went, and what it cost: in the report of a mixture of experts,
+beside the gathers.
+"""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ def test_artifacts_in_torchs_trace(traced):
         "string",
     )
     assert payload.startswith(
-        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, HEADS_NOTED, GROUPS_NAMED, LOWERED"
+        "# made by free; holds: NUMBERED, DEDUPED, JOINED, CHOSEN, DECIDED, MARKED, MARKED_AWAY, "
+        "HEADS_NOTED, GROUPS_NAMED, LOWERED"
     )
     assert "free(%wait_tensor" in payload
     assert all("rank" in head for head, _ in ours.values())

@@ -75,7 +75,9 @@ def test_made_again_as_torch_makes_them() -> None:
 
 
 def test_near_miss() -> None:
-    """Torch is asked for what looks otherwise, changes something, or has sizes that data decides."""
+    """Torch is asked for what looks otherwise, changes something,
+    or has sizes that data decides.
+    """
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         x, wide = torch.empty(6, 4), torch.empty(6, 8)[:, ::2]

@@ -39,7 +39,9 @@ def test_options_are_those_that_specs_come_from() -> None:
 
 class TestSpec(TestCase):
     def test_ops_have_one_argument_of_it(self):
-        """Behind their tensors: what a compiler does for each argument of each node, it does once."""
+        """Behind their tensors: what a compiler does for each argument of
+        each node, it does once.
+        """
         for op, num_tensors in (
             (UNSHARD, 1),
             (REDUCE_GRAD, 2),

@@ -1,5 +1,5 @@
-"""The table of traits: a row for every op that is registered, which says each trait, and agrees with
-the schema; facts about ops are written nowhere else.
+"""The table of traits: a row for every op that is registered, which says each trait, and agrees
+with the schema; facts about ops are written nowhere else.
 """
 
 from __future__ import annotations

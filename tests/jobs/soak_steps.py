@@ -2,8 +2,8 @@
 
     make soak ARGS="--kinds adamw clip accumulate muon scaler"
 
-For each kind a model of its own, `steps` steps, and a verdict: the numbers of the unsharded model, no
-recompile and no growth after the warm-up.
+For each kind a model of its own, `steps` steps, and a verdict: the numbers of the unsharded model,
+no recompile and no growth after the warm-up.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def soak(
             gap = max(gap, training.largest_gap())
             graphs, live, resident = counts()
             say(
-                f"{name}, step {number}: losses and parameters differ by at most {gap:.1e}, {graphs} "
-                f"graphs, {live:,} live tensor bytes, resident {resident / 2**20:.0f} MiB, "
-                f"{time.perf_counter() - start:.0f} s"
+                f"{name}, step {number}: losses and parameters differ by at most {gap:.1e}, "
+                f"{graphs} graphs, {live:,} live tensor bytes, resident {resident / 2**20:.0f} "
+                f"MiB, {time.perf_counter() - start:.0f} s"
             )
     problems = problems_of(gap, *before)
     verdict = "no growth, no recompile, the numbers of the unsharded run"

@@ -199,7 +199,9 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The positive tokens, as many as there are, go to the first expert, the others to the second."""
+    """The positive tokens, as many as there are, go to the first expert,
+    the others to the second.
+    """
 
     group: Any = None
 

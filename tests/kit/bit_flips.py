@@ -1,5 +1,5 @@
-"""Faults for checksums to find: single bits that flip, in memory that rests, that is about to be sent,
-or that has just been received. No version counts them.
+"""Faults for checksums to find: single bits that flip, in memory that rests, that is about to be
+sent, or that has just been received. No version counts them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def in_exchange(
     *,
     lasts: bool = False,
 ) -> Iterator[list[str]]:
-    """Inside, rank `rank` flips a bit of what it sends to the next rank, or has received from it, in
-    the exchange of this number (from 0) among those in which each rank sends so many elements to
+    """Inside, rank `rank` flips a bit of what it sends to the next rank, or has received from it,
+    in the exchange of this number (from 0) among those in which each rank sends so many elements to
     each: one of `numels`; in those after it too, if the fault lasts.
 
     Yields a list that has an entry each time it did.
@@ -85,8 +85,8 @@ def in_exchange(
 
 @contextmanager
 def in_all_reduce(rank: int, numel: int) -> Iterator[list[str]]:
-    """Inside, in eager mode, rank `rank` flips a bit of the first result of an all-reduce of so many
-    elements; the list has an entry then.
+    """Inside, in eager mode, rank `rank` flips a bit of the first result of an all-reduce of so
+    many elements; the list has an entry then.
     """
     done: list[str] = []
     found: list[int] = []

@@ -46,7 +46,10 @@ def _differences(a: Any, b: Any, path: str, rtol: float, atol: float) -> Any:  #
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             yield f"{path}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
         elif not (torch.equal(a, b) or ((rtol or atol) and torch.allclose(a, b, rtol, atol))):
-            yield f"{path}: tensors differ by up to {(a.double() - b.double()).abs().max().item():.3e}"
+            yield (
+                f"{path}: tensors differ by up to "
+                f"{(a.double() - b.double()).abs().max().item():.3e}"
+            )
     elif isinstance(a, dict) and isinstance(b, dict):
         if list(a) != list(b):
             yield f"{path}: keys {list(a)} and {list(b)}"

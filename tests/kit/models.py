@@ -177,7 +177,9 @@ class ConvNet(nn.Module):
 
 
 class OddMLP(nn.Module):
-    """Rows 7, perhaps 5, 3 and 1: uneven shards, fewer rows than ranks, empty shards, with biases."""
+    """Rows 7, perhaps 5, 3 and 1: uneven shards, fewer rows than ranks,
+    empty shards, with biases.
+    """
 
     def __init__(self, *, is_deep: bool = False) -> None:
         super().__init__()

@@ -4,7 +4,8 @@ A correct graph of `subjects.py` is changed, and executed by `simulation.py`. A 
 some rank's results or effects differ from those of the correct graph, if it cannot run, hangs, or
 communicates other things.
 
-    PYTHONPATH=tests python tests/kit/mutants.py --count 5000  # the rates, and each harmful mutant that nothing saw
+    # the rates, and each harmful mutant that nothing saw
+    PYTHONPATH=tests python tests/kit/mutants.py --count 5000
 """
 
 from __future__ import annotations
@@ -296,10 +297,11 @@ def other_operand(graph: Graph, rng: random.Random) -> None:
 
 
 MUTATIONS = (
-    drop_wait, duplicate_wait, swap_collectives, swap_results, reorder_starts, move_free_up, move_use_past_free, duplicate_free,
-    drop_free, duplicate_collective, reduce_twice, change_group, change_dtype, change_cast, change_divisor, drop_divisor,
-    save_gathered, save_gathered_instead, change_columns, swap_members, shift_view, swap_pieces, pad_elsewhere,
-    drop_retained, retain_late, drop_mark, change_mark, swap_outputs, other_operand,
+    drop_wait, duplicate_wait, swap_collectives, swap_results, reorder_starts, move_free_up,
+    move_use_past_free, duplicate_free, drop_free, duplicate_collective, reduce_twice,
+    change_group, change_dtype, change_cast, change_divisor, drop_divisor,
+    save_gathered, save_gathered_instead, change_columns, swap_members, shift_view, swap_pieces,
+    pad_elsewhere, drop_retained, retain_late, drop_mark, change_mark, swap_outputs, other_operand,
 )  # fmt: skip
 
 

@@ -9,9 +9,9 @@
         out = api.compile(model)(batch())
         return out, api.is_sharded(model)    # compared bit for bit
 
-`rows` names the rows of the specification (`compat/fsdp2/rows.tsv`) that the test pins; the table in
-`docs/fsdp2.md` is made from these marks. What a test knows to differ is not returned but asserted
-for each kind, under the status "improved".
+`rows` names the rows of the specification (`compat/fsdp2/rows.tsv`) that the test pins; the table
+in `docs/fsdp2.md` is made from these marks. What a test knows to differ is not returned but
+asserted for each kind, under the status "improved".
 """
 
 from __future__ import annotations

@@ -132,7 +132,10 @@ class _Rank:
         name = rest[-1]
         members = self.wire.members(name, self.rank)
         size = len(members)
-        kind = f"{target} {source.dtype} {source.numel()} {[a for a in rest if isinstance(a, str | int)]}"
+        kind = (
+            f"{target} {source.dtype} {source.numel()} "
+            f"{[a for a in rest if isinstance(a, str | int)]}"
+        )
         sizes = {ALL_GATHER: source.numel() * size, REDUCE_SCATTER: source.numel() // size}
         out = (
             source.new_full((sizes.get(target, 0),), float("nan"))

@@ -22,10 +22,16 @@ VARIANTS = {
     ),
     "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
     "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
-    "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": "::test_gradient_sync",
+    "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": (
+        "::test_gradient_sync"
+    ),
     "compat/fsdp2/test_lifecycle_rows.py::test_int_reshard_with_inductor": "::test_int_reshard",
-    "compat/fsdp2/test_lifecycle_rows.py::test_reshard_counts_with_inductor": "::test_reshard_after_forward",
-    "compat/fsdp2/test_methods_rows.py::test_all_reduce_hook_with_inductor": "::test_all_reduce_hook",
+    "compat/fsdp2/test_lifecycle_rows.py::test_reshard_counts_with_inductor": (
+        "::test_reshard_after_forward"
+    ),
+    "compat/fsdp2/test_methods_rows.py::test_all_reduce_hook_with_inductor": (
+        "::test_all_reduce_hook"
+    ),
     "compat/fsdp1/test_training_rows.py::test_grid[False]": "[True]",
     "compat/fsdp1/test_training_rows.py::test_accumulation[False]": (
         "numerics/test_random_fsdp1.py::test_random_models[0]"
@@ -60,7 +66,9 @@ VARIANTS = {
         "::test_as_unsharded_with_each_gather_once"
     ),
     "numerics/test_inductor.py::test_a_rank_that_comes_late[dtype1]": "[dtype0]",
-    "numerics/test_inductor.py::test_the_planned_order_is_in_the_generated_code[distances]": "[costs]",
+    "numerics/test_inductor.py::test_the_planned_order_is_in_the_generated_code[distances]": (
+        "[costs]"
+    ),
     "numerics/test_meshes.py::test_int_reshard[called_twice]": "[odd]",
     "numerics/test_meshes.py::test_int_reshard[tied]": "[odd]",
     "numerics/test_meshes.py::test_hsdp[tied]": "[unused]",
@@ -82,7 +90,9 @@ VARIANTS = {
     "numerics/test_shared_buckets.py::test_same_as_stock[llama-1073741824]": (
         "[gpt_of_one_layer-1073741824]"
     ),
-    "numerics/test_quantized.py::test_codes_do_not_depend_on_buckets[shared, from costs]": "[parts]",
+    "numerics/test_quantized.py::test_codes_do_not_depend_on_buckets[shared, from costs]": (
+        "[parts]"
+    ),
     "numerics/test_quantized_fsdp1.py::test_hybrid": "::test_graphs_as_eager[kept, no_sync]",
     "numerics/test_quantized_fsdp1.py::test_whole_step": (
         "::test_as_the_unsharded_model_with_the_same_codes"
@@ -122,9 +132,8 @@ VARIANTS = {
     "numerics/test_mixed.py::test_with_casts_at_the_boundaries[compile(shard(m))]": (
         "[blocks = compile(block), shard]"
     ),
-    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[item in a unit-compile(shard(m))]": (
-        "[break in a unit-compile(shard(m))]"
-    ),
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once"
+    "[item in a unit-compile(shard(m))]": "[break in a unit-compile(shard(m))]",
     "numerics/test_meshes.py::test_accumulation_with_int_reshard": (
         "::test_accumulation_and_evaluation"
     ),
@@ -164,7 +173,9 @@ VARIANTS = {
         "numerics/test_experts.py::test_with_an_efsdp_axis"
     ),
     "numerics/test_moe.py::test_four_ranks": "numerics/test_experts.py::test_with_an_efsdp_axis",
-    "numerics/test_lengths.py::test_packed_sequences_make_no_more_graphs_than_unsharded[mask]": "[op]",
+    "numerics/test_lengths.py::test_packed_sequences_make_no_more_graphs_than_unsharded[mask]": (
+        "[op]"
+    ),
     "numerics/test_random_models.py::test_random_models[4]": "[0]",
     "numerics/test_random_models.py::test_random_models[8]": "[0]",
     "numerics/test_inductor.py::test_hsdp": "::test_gpt",
@@ -173,9 +184,8 @@ VARIANTS = {
     "numerics/test_micro_batches.py::test_inductor": "::test_reduced_each",
     "numerics/test_whole_step.py::test_meshes": "::test_models",
     "numerics/test_whole_step.py::test_inductor": "::test_models",
-    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once[break in the root-compile(shard(m))]": (
-        "[break in a unit-compile(shard(m))]"
-    ),
+    "numerics/test_mixed.py::test_as_unsharded_with_each_gather_once"
+    "[break in the root-compile(shard(m))]": "[break in a unit-compile(shard(m))]",
     "numerics/test_parity.py::test_model[halves]": (
         "numerics/test_mixed_precision.py::test_policy_on_models[halves-policies4]"
     ),
@@ -184,13 +194,18 @@ VARIANTS = {
         "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[True]"
     ),
     "numerics/test_tensor_parallel.py::test_without_data_parallelism[compiled]": "[eager]",
-    "numerics/test_compiled_optimizer.py::test_compiled_steps_of_sharded_parameters[adamw-by_itself]": (
-        "[sgd-in_a_function]"
-    ),
+    "numerics/test_compiled_optimizer.py::test_compiled_steps_of_sharded_parameters"
+    "[adamw-by_itself]": "[sgd-in_a_function]",
     "planning/test_memory.py::test_peak_with_a_smaller_mesh": "::test_peak_without_inductor[bf16]",
-    "planning/test_memory.py::test_peak_without_inductor[kept]": "::test_peak_without_inductor[bf16]",
-    "planning/test_memory.py::test_peak_without_inductor[logits]": "::test_peak_without_inductor[bf16]",
-    "planning/test_memory.py::test_peak_without_inductor[tied]": "::test_peak_without_inductor[bf16]",
+    "planning/test_memory.py::test_peak_without_inductor[kept]": (
+        "::test_peak_without_inductor[bf16]"
+    ),
+    "planning/test_memory.py::test_peak_without_inductor[logits]": (
+        "::test_peak_without_inductor[bf16]"
+    ),
+    "planning/test_memory.py::test_peak_without_inductor[tied]": (
+        "::test_peak_without_inductor[bf16]"
+    ),
     "planning/test_calibrate.py::test_a_budget_chooses_slices_too": (
         "::test_a_budget_keeps_what_fits"
     ),

@@ -1,9 +1,9 @@
 """Activations that a memory budget has on the host from forward to backward: the same numbers, bit
 for bit, for fewer bytes on the device.
 
-The CPU plays a device beside the host (`kit.offload`): a copy holds values of the other sign, is NaN
-until it is awaited, and reads its source only then. So what is read too early, written over too early,
-or copied once too often gives other numbers.
+The CPU plays a device beside the host (`kit.offload`): a copy holds values of the other sign, is
+NaN until it is awaited, and reads its source only then. So what is read too early, written over too
+early, or copied once too often gives other numbers.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def whole_step(kind: str, plan: dict[str, Any], backend: str, accumulate: int = 
 def as_without(run: Callable[..., Result], *arguments: Any) -> list[str]:
     """Compare plans that offload with the one that does not; returns what went to the host.
 
-    Recomputing as well is for the plain model: what is special about others is on the host in either.
+    Recomputing as well is for the plain model:
+    what is special about others is on the host in either.
     """
     kind, *others = arguments
     least = {"memory_budget": 0.0, "costs": FAST}
@@ -281,7 +282,9 @@ def test_two_backwards(two: Pool) -> None:
 
 
 def within(budget: int) -> tuple[int, int, int]:
-    """Bytes that the host has at once under a budget for it: decided, seen; and those at the peak."""
+    """Bytes that the host has at once under a budget for it: decided, seen;
+    and those at the peak.
+    """
     seen: list[int] = []
     model = model_of("plain")
     call = torch.compile(model, backend=EAGER, fullgraph=True)

@@ -1,5 +1,5 @@
-"""`Plan(check="checksums")`: bits that flip are found and blamed right, the step is not applied, and
-nothing is found where nothing has happened.
+"""`Plan(check="checksums")`: bits that flip are found and blamed right, the step is not applied,
+and nothing is found where nothing has happened.
 """
 
 from __future__ import annotations

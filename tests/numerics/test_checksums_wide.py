@@ -1,5 +1,5 @@
-"""`Plan(check="checksums")` beside everything else: random models in which nothing happens, codes on
-the wire, FSDP1, activation checkpointing, what is refused, and graphs without it.
+"""`Plan(check="checksums")` beside everything else: random models in which nothing happens, codes
+on the wire, FSDP1, activation checkpointing, what is refused, and graphs without it.
 """
 
 from __future__ import annotations
@@ -334,7 +334,9 @@ def several(what: str, is_compiled: bool) -> list[str]:
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("what", ["tensor parallelism", "several meshes"])
 def test_all_ranks_hear_of_it(four: Pool, what: str, is_compiled: bool) -> None:
-    """Ranks that have no part in a communication, nor in the mesh of its unit, refuse the step too."""
+    """Ranks that have no part in a communication, nor in the mesh of its unit,
+    refuse the step too.
+    """
     found = four.run(several, what, is_compiled)
     assert found == [found[0]] * 4
     gathered, exchanged, rests = found[0]

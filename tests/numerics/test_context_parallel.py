@@ -1,5 +1,5 @@
-"""Torch's context parallelism around our graphs: a sequence divided among ranks, keys and values sent
-round a ring, causal, so that each rank computes something else.
+"""Torch's context parallelism around our graphs: a sequence divided among ranks, keys and values
+sent round a ring, causal, so that each rank computes something else.
 
 Torch has rings for kernels of devices alone; what CPUs' attention lacks stands here.
 """
@@ -147,7 +147,7 @@ def test_two_ranks(two: Pool) -> None:
 
 def test_four_ranks(four: Pool) -> None:
     """Keys and values sent round, in backward once more: the first of these sends is forward's, the
-    others are backward's alone on every rank. Without sharding torch hangs there: how often it sends
-    depends on what a rank computes.
+    others are backward's alone on every rank. Without sharding torch hangs there: how often it
+    sends depends on what a rank computes.
     """
     assert four.run(compare, "alltoall") == [([3, 2 + 4], 0)] * 4

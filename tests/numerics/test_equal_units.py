@@ -1,5 +1,6 @@
-"""Units that compute the same are traced, differentiated and compiled once (`Plan(regions="units")`): the same
-numbers, bit for bit without Inductor, and graphs with the same communication.
+"""Units that compute the same are traced, differentiated and compiled once
+(`Plan(regions="units")`): the same numbers, bit for bit without Inductor,
+and graphs with the same communication.
 """
 
 from __future__ import annotations
@@ -218,7 +219,9 @@ def make(case: Case) -> tuple[nn.Module, nn.Module]:
 
 
 def train(case: Case, regions: str) -> tuple[list[Tensor], list[Graph], nn.Module]:
-    """Losses and last gradients of this rank, the graphs, and the model; "eager" for regions: not compiled."""
+    """Losses and last gradients of this rank, the graphs, and the model;
+    "eager" for regions: not compiled.
+    """
     model = make(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: list[Tensor] = []
@@ -255,8 +258,8 @@ def test_replicas(four: Pool) -> None:
 
 
 def compare(case: Case) -> None:
-    """Bit for bit as with every layer traced for its place, and as the eager runtime; what is on the wire is the
-    same.
+    """Bit for bit as with every layer traced for its place, and as the eager runtime;
+    what is on the wire is the same.
     """
     with warnings.catch_warnings():
         if case.num_calls == case.depth and case.odd != "switched for one":

@@ -165,8 +165,8 @@ def mesh_of(world: int) -> DeviceMesh:
 
 
 def clip(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of several meshes, which torch's `clip_grad_norm_` does not take at once: the norm of
-    each, then of these norms.
+    """Gradients of several meshes, which torch's `clip_grad_norm_` does not take at once: the norm
+    of each, then of these norms.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:

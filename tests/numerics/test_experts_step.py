@@ -110,8 +110,8 @@ def batches(way: Way, step: int, rank: int) -> list[tuple[Tensor, Tensor, Tensor
 
 
 def route(model: nn.Module, step: int) -> None:
-    """In the third step all tokens go to the first experts: the last rank gets none; in the fourth to
-    the last ones.
+    """In the third step all tokens go to the first experts: the last rank gets none;
+    in the fourth to the last ones.
     """
     for mixture in mixtures(model):
         mixture.bias.zero_()
@@ -265,8 +265,8 @@ def test_one_process(two: Pool) -> None:
 
 
 def looped_by_kind(model: Any, way: Way) -> list[Any]:
-    """The loop where `clip_grad_norm_` cannot be called, since parameters lie on two meshes: one norm
-    each, put together by hand.
+    """The loop where `clip_grad_norm_` cannot be called, since parameters lie on two meshes: one
+    norm each, put together by hand.
     """
     optimizer = OPTIMIZERS[way.optimizer](model.parameters())
     losses = []
@@ -300,8 +300,8 @@ def compare_efsdp() -> None:
 
 
 def test_efsdp(four: Pool) -> None:
-    """Experts in units over an axis of their own: bit for bit the loop, whose norms are put together by
-    hand, and close to one process.
+    """Experts in units over an axis of their own: bit for bit the loop, whose norms are put
+    together by hand, and close to one process.
     """
     four.run(compare_efsdp, timeout=SLOW)
 
@@ -378,7 +378,9 @@ def between() -> None:
 
 
 def replace_experts(model: Any, optimizer: Any) -> None:
-    """As a script does that grows or resets them: other parameters, in the model and the optimizer."""
+    """As a script does that grows or resets them: other parameters,
+    in the model and the optimizer.
+    """
     for mixture in mixtures(model):
         for name, p in [*mixture.experts.named_parameters()]:
             new = nn.Parameter(p.detach() * 0.5)

@@ -368,8 +368,8 @@ class Fails(Block):
 
 
 def after_exception(kind: str, use_orig_params: bool) -> None:
-    """A forward that raises inside of an instance, caught, between two steps: the second step is that of
-    a model which never raised.
+    """A forward that raises inside of an instance, caught, between two steps: the second step is
+    that of a model which never raised.
     """
     found = []
     for raises in (False, True):

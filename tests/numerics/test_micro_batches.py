@@ -176,8 +176,8 @@ def test_order(two: Pool) -> None:
 
 
 def budgeted() -> list[tuple[int, int]]:
-    """The peak of the graph, and bytes that it gathers, with everything dropped, with everything kept, and
-    within two budgets between; the numbers are those of the loop.
+    """The peak of the graph, and bytes that it gathers, with everything dropped, with everything
+    kept, and within two budgets between; the numbers are those of the loop.
     """
     options, found = Options("deep", reshard=True), []
     wanted = looped(loop := start(False, "eager", options), options, 2, once=False)

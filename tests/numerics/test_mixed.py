@@ -267,8 +267,8 @@ def not_forward() -> None:
         model.speak(x)
     assert str(caught.value) == (
         "Linear was called while its parameter first.weight is sharded: its unit 'Speaker' was not "
-        "called, but another method of it, or its forward(...) by name, which passes over the hooks "
-        "that gather. Call the module itself; or call "
+        "called, but another method of it, or its forward(...) by name, which passes over the "
+        "hooks that gather. Call the module itself; or call "
         "register_fsdp_forward_method(sharded_module, name) for that method, or "
         "sharded_module.unshard() before and .reshard() after it"
     )

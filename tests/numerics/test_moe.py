@@ -108,7 +108,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: Any, call: Any, way: Way, *, alone: bool = False) -> tuple[list[float], list[int]]:
-    """Losses of this rank, and how many tokens each expert of the first layer got in all, by step."""
+    """Losses of this rank, and how many tokens each expert of the first layer
+    got in all, by step.
+    """
     ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses, routed = [], []

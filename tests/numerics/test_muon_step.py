@@ -116,8 +116,8 @@ def test_four_ranks(four: Pool) -> None:
 
 
 def compare_unsharded() -> None:
-    """torch.optim.Muon on the unsharded model. The batch is the same on both ranks, so that the mean
-    of their gradients is that of one.
+    """torch.optim.Muon on the unsharded model. The batch is the same on both ranks, so that the
+    mean of their gradients is that of one.
     """
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
 
@@ -267,8 +267,8 @@ def test_scripts(two: Pool) -> None:
 
 
 def checkpointed(folder: str) -> None:
-    """The state of a step through `torch.distributed.checkpoint` into a loop and a step; as a whole,
-    into torch's own optimizers.
+    """The state of a step through `torch.distributed.checkpoint` into a loop and a step; as a
+    whole, into torch's own optimizers.
     """
     options = Options("odd")
     model, optimizers = made(options, adamw_and_muon)

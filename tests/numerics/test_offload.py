@@ -1,5 +1,5 @@
-"""CPU offload: what rests on the host, and a device that `kit.offload` plays, compute bit for bit what
-they compute without it.
+"""CPU offload: what rests on the host, and a device that `kit.offload` plays, compute bit for bit
+what they compute without it.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def by_rank(flat: Tensor, codes: torch.dtype | None) -> Tensor:
 
 
 def unsharded(gathers: torch.dtype | None, reduces: torch.dtype | None) -> list[Any]:
-    """As `trained`: each unit's parameters as one flat one, coded as a rank holds it; of a gradient,
-    what FSDP1 sends: divided by the world size of two before.
+    """As `trained`: each unit's parameters as one flat one, coded as a rank holds it; of a
+    gradient, what FSDP1 sends: divided by the world size of two before.
     """
     model, world, rank = net(), dist.get_world_size(), dist.get_rank()
     names = [name for name, _ in model.named_parameters()]

@@ -104,7 +104,9 @@ def every(backend: str) -> dict[str, int]:
 
 
 def test_in_what_they_compute(two: Pool) -> None:
-    """Exact: the mean of two gradients is the same sum. Rank 0 compiles once more for other rows."""
+    """Exact: the mean of two gradients is the same sum.
+    Rank 0 compiles once more for other rows.
+    """
     once = dict.fromkeys(KINDS, 1)
     assert two.run(every, "compiled_fsdp_eager") == [{**once, "rows": 2}, once]
 

@@ -99,8 +99,8 @@ def train(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["plain", "dropout", "counted"])
 def test_same_numbers(two: Pool, kind: str) -> None:
-    """Of dropout, the masks stay saved, and what a mask was put on; of what is made of a buffer that
-    forward writes to, its first value.
+    """Of dropout, the masks stay saved, and what a mask was put on; of what is made of a buffer
+    that forward writes to, its first value.
     """
     for again in two.run(train, kind):
         ops = {name.rstrip("_0123456789") for name in again}

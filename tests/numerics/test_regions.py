@@ -141,8 +141,8 @@ def test_the_same_numbers(two: Pool, name: str, tmp_path: Path) -> None:
 
 
 def compare(case: Case, path: Path) -> None:
-    """In fp32 as the eager runtime, or, where Inductor draws random numbers, as without regions; bf16
-    keeps 8 bits, and what is fused keeps more: no further from fp32 than the eager runtime is.
+    """In fp32 as the eager runtime, or, where Inductor draws random numbers, as without regions;
+    bf16 keeps 8 bits, and what is fused keeps more: no further from fp32 than the eager runtime is.
     """
     with captured(inductor) as graphs, dumped_to(path):
         ((found, explanation), few), codes = run_and_get_code(lambda: lowered(case, case.regions))

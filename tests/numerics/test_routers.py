@@ -1,6 +1,6 @@
-"""Mixtures of experts as others write them: tokens dropped over a capacity, experts that choose their
-tokens, one expert a token, a list of modules, all-to-alls in an autograd function, and a dispatch that
-no compiler sees into. Experts on two ranks, beside one process that has all of them.
+"""Mixtures of experts as others write them: tokens dropped over a capacity, experts that choose
+their tokens, one expert a token, a list of modules, all-to-alls in an autograd function, and a
+dispatch that no compiler sees into. Experts on two ranks, beside one process that has all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`compile_step(scaler=..., schedule=...)`: scaled gradients in one graph, with the loop's numbers."""
+"""`compile_step(scaler=..., schedule=...)`: scaled gradients in one graph,
+with the loop's numbers.
+"""
 
 from __future__ import annotations
 
@@ -137,9 +139,9 @@ def compare() -> None:
 
 
 def test_numbers(two: Pool) -> None:
-    """Bit for bit: growth, backoff, skipped steps (the first, and one that a rank alone would skip),
-    the scaler's state dict, the schedule and its warning, fp16, clipping, micro-batches, optimizers
-    that unscale by themselves.
+    """Bit for bit: growth, backoff, skipped steps (the first, and one that a rank alone would
+    skip), the scaler's state dict, the schedule and its warning, fp16, clipping, micro-batches,
+    optimizers that unscale by themselves.
     """
     two.run(compare, timeout=SLOW)
 

@@ -112,8 +112,8 @@ class Block(torch.nn.Module):
 
 
 def norms_in_fp32(norms: bool) -> tuple[int, int]:
-    """Gathers and reductions of a step of three bf16 blocks; `norms`: with their norms as fp32 units
-    of their own.
+    """Gathers and reductions of a step of three bf16 blocks;
+    `norms`: with their norms as fp32 units of their own.
     """
     low = Policy(torch.bfloat16, torch.float32)
     found = []

@@ -273,7 +273,10 @@ def read_too_late() -> None:
     run.backward(0)
     name = stepped_grads(run)[0]
     param = dict(run.model.named_parameters())[name]
-    message = rf"the gradient of {name} was read after backward, and the optimizer has used it up inside backward already"
+    message = (
+        rf"the gradient of {name} was read after backward, and the optimizer has used it up "
+        "inside backward already"
+    )
     for read in (
         lambda: param.grad.to_local().sum(),  # type: ignore[union-attr]
         lambda: nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),

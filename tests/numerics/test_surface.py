@@ -297,7 +297,8 @@ def cannot_stay() -> None:
     model.set_reshard_after_backward(False)
     with pytest.warns(
         UserWarning,
-        match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph while",
+        match=r"set_reshard_after_backward\(False\) on 'layers\.0' changes nothing in a graph "
+        "while",
     ):
         backward(torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True), batch())
     errors._said.clear()

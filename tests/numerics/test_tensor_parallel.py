@@ -247,7 +247,9 @@ def test_checkpoint(four: Pool, tmp_path: Path) -> None:
 
 
 def checkpoint(folder: str) -> None:
-    """Two-dimensional -> one rank's model -> other dimensions, and back again; optimizer states too."""
+    """Two-dimensional -> one rank's model -> other dimensions, and back again;
+    optimizer states too.
+    """
 
     def trained(kind: str, shape: tuple[int, ...], steps: int) -> tuple[Any, Any]:
         model, call = build(kind, shape)

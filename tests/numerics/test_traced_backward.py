@@ -1,5 +1,5 @@
-"""`loss.backward()` inside of a compiled function (`torch._dynamo.config.trace_autograd_ops`): one graph
-with its forward, the numbers of the loop, or an error that names `compile_step`.
+"""`loss.backward()` inside of a compiled function (`torch._dynamo.config.trace_autograd_ops`): one
+graph with its forward, the numbers of the loop, or an error that names `compile_step`.
 """
 
 from __future__ import annotations

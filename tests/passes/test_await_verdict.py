@@ -1,4 +1,6 @@
-"""`await_verdict`: in the graph of a whole step, ranks compare their checksums before any update."""
+"""`await_verdict`: in the graph of a whole step,
+ranks compare their checksums before any update.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from compiled_fsdp.verification.meaning import Captured
 
 
 def step(*, is_checked: bool = True, is_scaled: bool = False) -> GraphModule:
-    """A graph that reduces the gradients of two units, the later one first, up to `add_checksums`."""
+    """A graph that reduces the gradients of two units, the later one first,
+    up to `add_checksums`.
+    """
     hand = Hand()
     rows, updates = hand.input("rows1", 4), []
     factor = hand.input("factor") if is_scaled else None

@@ -104,7 +104,9 @@ class TestGiveWay(GraphTest):
         self.assertUnchanged(give_way, layers(stretches), slower)
 
     def test_near_miss(self):
-        """Nothing moves for users' lists, where costs have decided, for no exchange, or if told so."""
+        """Nothing moves for users' lists, where costs have decided,
+        for no exchange, or if told so.
+        """
         stretches = [[1, 1, 3], [1, 1, 3]]
         self.assertUnchanged(give_way, layers([[5], [5]]))
         self.assertUnchanged(give_way, layers(stretches), replace(PLAN, overlap_exchanges=False))

@@ -122,7 +122,9 @@ return [%mm_default_1]""",
         )
 
     def test_in_turns(self):
-        """The second copy begins when the first is done, and the first one back before the second."""
+        """The second copy begins when the first is done,
+        and the first one back before the second.
+        """
         gm = hide_copies(step(2, 6, is_read=False), taking(2.0))
         self.assertEqual(short(gm), "mm out mm out . . wait home . . wait home . . wait mm wait mm")
         check(gm, PLAN, "hide_copies")
@@ -150,7 +152,9 @@ return [%mm_default_1]""",
             self.assertEqual(line.carried, {})
 
     def test_halves(self):
-        """Of a forward, awaited at the end at the latest; of a backward, started at the beginning."""
+        """Of a forward, awaited at the end at the latest;
+        of a backward, started at the beginning.
+        """
         for seconds, forward, backward in (
             (2.0, "mm out . . wait .", ". home . . wait mm"),
             (9.0, "mm out . . . wait", "home . . . wait mm"),

@@ -1,5 +1,5 @@
-"""`mark_offloaded`: what the budget has no room for is marked, and where the graph is split, it is on
-the host from forward to backward.
+"""`mark_offloaded`: what the budget has no room for is marked, and where the graph is split, it is
+on the host from forward to backward.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ def joint() -> GraphModule:
 def halves(kind: str = "") -> tuple[GraphModule, GraphModule]:
     """A forward that saves what it computes, and its input, for a backward.
 
-    kind: "views": two of them, and not what they are views of; "transposed": a view of another order;
-    "reduced": what is awaited from other ranks.
+    kind: "views": two of them, and not what they are views of; "transposed": a view of another
+    order; "reduced": what is awaited from other ranks.
     """
     hand = Hand()
     x = hand.input("primals_1", 4, 4)
@@ -165,7 +165,9 @@ return [%mul_tensor, %mul_tensor_1, %neg_default]""",
             self.assertEqual(candidates(*halves()), [])
 
     def test_what_may_be_written_over_stays(self):
-        """Inductor does not know that a copy reads it still; nor that of a clone, which it leaves out."""
+        """Inductor does not know that a copy reads it still;
+        nor that of a clone, which it leaves out.
+        """
         for op, *others in (
             (aten.slice_scatter.default, 0, 0, 2),
             (aten.select_scatter.default, 0, 0),

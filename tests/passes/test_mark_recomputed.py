@@ -1,5 +1,5 @@
-"""`mark_recomputed`: what the budget has no room for is marked, and where the graph is split, computed
-again.
+"""`mark_recomputed`: what the budget has no room for is marked,
+and where the graph is split, computed again.
 """
 
 from dataclasses import replace
@@ -27,7 +27,9 @@ def joint() -> GraphModule:
 
 
 def halves(op: object = aten.mm.default) -> tuple[GraphModule, GraphModule]:
-    """A forward that saves the result of an op, its input beside it, for a backward that needs it."""
+    """A forward that saves the result of an op, its input beside it,
+    for a backward that needs it.
+    """
     hand = Hand()
     x, w = hand.input("primals_1", 4, 4), hand.input("primals_2", 4, 4)
     b = hand(aten.tanh.default, x)

@@ -1,4 +1,6 @@
-"""`note_heads`: which outputs lead to which parameters is noted where not all do; nothing changes."""
+"""`note_heads`: which outputs lead to which parameters is noted
+where not all do; nothing changes.
+"""
 
 from compiled_fsdp.passes.note_heads import note_heads
 from kit.passes_harness import PLAN, GraphTest, Hand, aten, unit

@@ -53,7 +53,9 @@ return [%wait_tensor_default, %sum_default, %wait_tensor_default_1]""",
         )
 
     def test_near_miss(self):
-        """Nobody asked; numbers that are not whole, not as many to each rank, or more than counts."""
+        """Nobody asked; numbers that are not whole, not as many to each rank,
+        or more than counts.
+        """
         self.assertUnchanged(note_routing, counted())
         self.assertUnchanged(note_routing, counted(dtype=torch.float32), NOTED)
         self.assertUnchanged(note_routing, counted(splits=(3, 5)), NOTED)

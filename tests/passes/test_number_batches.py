@@ -1,5 +1,5 @@
-"""`number_batches`: communications say for which micro-batch they are, and sums go from the first to
-the last.
+"""`number_batches`: communications say for which micro-batch they are,
+and sums go from the first to the last.
 """
 
 from __future__ import annotations

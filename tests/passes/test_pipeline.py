@@ -177,7 +177,8 @@ class TestPipeline(GraphTest):
         """
         readme = (ROOT / "passes" / "README.md").read_text()
         rows = re.findall(
-            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (\w+) \| (.+?) \| (.+?) \| \[test\]\((.+?)\) \|$",
+            r"^\| \[`(\w+)`\]\(\1\.py\) \| (.+?) \| (\w+) \| (.+?) \| (.+?) \| "
+            r"\[test\]\((.+?)\) \|$",
             readme,
             re.MULTILINE,
         )

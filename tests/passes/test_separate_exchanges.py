@@ -60,7 +60,9 @@ return [%neg_default, %wait_tensor_default, %wait_tensor_default_1]""",
         self.assertUnchanged(separate_exchanges, routed(), SHARED)
 
     def test_only_all_to_alls_of_the_users(self):
-        """Anything else over a second group is another program; it costs what the first one does."""
+        """Anything else over a second group is another program;
+        it costs what the first one does.
+        """
         gm = separate_exchanges(routed(), PLAN)
         reduced = starts(gm.graph)[-1]
         reduced.args = (*reduced.args[:-1], own_group("shard"))

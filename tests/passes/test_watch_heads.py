@@ -1,4 +1,6 @@
-"""`watch_heads`: a forward names the flat buffers that only some outputs lead to; other graphs stay."""
+"""`watch_heads`: a forward names the flat buffers that only some outputs lead to;
+other graphs stay.
+"""
 
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.watch_heads import watch_heads

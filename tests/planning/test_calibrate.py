@@ -244,7 +244,8 @@ def test_kernels_of_what_is_not_sharded(two: Pool) -> None:
 def not_sharded() -> None:
     with pytest.raises(
         TypeError,
-        match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on it first$",
+        match=r"^measure_kernels: Linear Linear\(.*\) has no sharded module\. Call fully_shard on "
+        "it first$",
     ):
         compiled_fsdp.measure_kernels(torch.nn.Linear(2, 2), torch.ones(1, 2))
 

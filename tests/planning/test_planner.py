@@ -276,7 +276,9 @@ class TestSchedule:
 
     @pytest.mark.parametrize("made", [chain(4), routed(3), backward(4)])
     def test_a_total_is_that_of_the_run(self, made: GraphModule):
-        """To the bit, whatever the places: what is decided by one is what the other would decide."""
+        """To the bit, whatever the places:
+        what is decided by one is what the other would decide.
+        """
         gathers, generator = Gathers(made.graph, costs(1.0, 1.7)), random.Random(0)
         for _ in range(100):
             drawn = (generator.randint(0, wait) for wait in gathers.waits)

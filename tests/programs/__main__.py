@@ -5,7 +5,7 @@ python tests/programs --count 1000 --jobs 6 --seconds 540        # as many as fi
 python tests/programs --routed --count 100                       # with a routed layer in each
 python tests/programs --step --count 100                         # that train by compile_step
 python tests/programs --alone --count 100                        # whose graph breaks on one rank
-python tests/programs --scripts --count 100                      # with adapters, adversaries, files, ...
+python tests/programs --scripts --count 100                      # adapters, adversaries, files, ...
 python tests/programs --singles                                  # each statement by itself
 python tests/programs --seed 17 --count 1 --show                 # one program, every kind
 """

@@ -262,9 +262,14 @@ OPTIMIZERS = {
     "sgd_momentum": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)",
     "adamw": "torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)",
     "adamw_single": "torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3, foreach=False)",
-    "groups": "torch.optim.SGD([{'params': [p], 'lr': 0.1 / (i + 1)} for i, p in enumerate(model.parameters())])",
+    "groups": (
+        "torch.optim.SGD([{'params': [p], 'lr': 0.1 / (i + 1)} "
+        "for i, p in enumerate(model.parameters())])"
+    ),
     "adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.05, eps=1e-3)",
-    "but_head": "torch.optim.SGD([p for n, p in model.named_parameters() if 'head' not in n], lr=0.1)",
+    "but_head": (
+        "torch.optim.SGD([p for n, p in model.named_parameters() if 'head' not in n], lr=0.1)"
+    ),
     "muon": "muon([p for p in model.parameters() if p.ndim == 2], lr=0.02, ns_dtype=torch.float32)",
     "adamw_fused": "torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3, fused=True)",
 }

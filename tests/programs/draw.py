@@ -49,7 +49,8 @@ FOUR_RANKS, AOT_EAGER, INDUCTOR, LOW_PRECISION, WHOLE_STEP, OPERATOR = 8, 3, 10,
 # What a statement reads or writes directly belongs to the unit that runs, or a program is refused
 # before it can show much.
 TOUCHES = re.compile(
-    r"(\{m\}|self\.embed|self\.slow|self\.bounded)(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
+    r"(\{m\}|self\.embed|self\.slow|self\.bounded)"
+    r"(?:\.(?:weight|bias|_?parameters|named_parameters|state_dict)|, 'weight')"
 )
 FOREIGN = 0.2  # of the programs all the same
 PATIENCE = 50  # draws, before the seed's turn in one of them is let go

@@ -1,5 +1,5 @@
-"""What scripts call and do not define: functions, an operator, and the loop that a whole step stands
-for.
+"""What scripts call and do not define: functions, an operator,
+and the loop that a whole step stands for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One script run in many ways: what `fully_shard`, `compiled`, `record`, ... mean for each kind.
 
 unsharded    the model as it is; what a backward adds to gradients is averaged over the ranks
-plain        the same, compiled: what Dynamo itself refuses is no fault of ours; "plain inductor": nor
-             what Inductor does
+plain        the same, compiled: what Dynamo itself refuses is no fault of ours;
+             "plain inductor": nor what Inductor does
 stock        torch.distributed.fsdp.fully_shard, eager
 eager        ours, eager
 compiled     ours with the backend "compiled_fsdp_eager"; also "aot_eager" and "inductor"
@@ -104,18 +104,22 @@ class Run:
     def names(self) -> dict[str, Any]:
         """Everything that a script does not define."""
         return {
-            "torch": torch, "nn": nn, "F": F, "dist": dist, "funcol": funcol, "copy": copy, "checkpoint": checkpoint,
-            "MixedPrecisionPolicy": MixedPrecisionPolicy, "world": dist.get_world_size(), "rank": dist.get_rank(),
+            "torch": torch, "nn": nn, "F": F, "dist": dist, "funcol": funcol, "copy": copy,
+            "checkpoint": checkpoint, "MixedPrecisionPolicy": MixedPrecisionPolicy,
+            "world": dist.get_world_size(), "rank": dist.get_rank(),
             "group_name": dist.group.WORLD.group_name,
-            "fully_shard": self.fully_shard, "compiled": self.compiled, "compile_in_place": self.compile_in_place,
+            "fully_shard": self.fully_shard, "compiled": self.compiled,
+            "compile_in_place": self.compile_in_place,
             "overlap_optimizer": self.overlap_optimizer, "whole_step": self.whole_step,
             "batch": batch, "record": self.record, "note": self.note,
             "disabled": disabled, "raise_error": raise_error, "scaled": Scaled.apply,
             "scan": scan, "while_loop": while_loop, "map_rows": map_rows,
             "checkpoint_wrapper": checkpoint_wrapper, "save_products": save_products,
-            "dcp": dcp, "folder": f"{self.folder}/saved by {self.kind}", "StateDictOptions": StateDictOptions,
+            "dcp": dcp, "folder": f"{self.folder}/saved by {self.kind}",
+            "StateDictOptions": StateDictOptions,
             "get_state_dict": get_state_dict, "set_state_dict": set_state_dict,
-            "get_model_state_dict": get_model_state_dict, "set_model_state_dict": set_model_state_dict,
+            "get_model_state_dict": get_model_state_dict,
+            "set_model_state_dict": set_model_state_dict,
             "muon": compiled_fsdp.Muon,
             "flex_attention": flex_attention, "create_block_mask": create_block_mask,
         }  # fmt: skip

@@ -137,7 +137,8 @@ def _fits(program: Program) -> bool:
         is_step and "scaler" in (program.step or "") and program.optimizer in OTHERS,
         "wrap_checkpoint" in names and any(map(NAMES_INSIDE.search, said)),
         program.replicas and program.world != 4,
-        # torch's control flow takes no graph with hooks of a module's backward, nor saved tensor hooks
+        # torch's control flow takes no graph with hooks of a module's backward,
+        # nor saved tensor hooks
         names & CONTROL_FLOW and {"backward_hook", "backward_pre_hook"} & names,
         "wrap_checkpoint" in names and names & TRANSFORMED,
         # what the loss does not use has no state to be saved

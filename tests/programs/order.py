@@ -1,6 +1,7 @@
 """Which seeds say most of all that there is, and so are always run.
 
-PYTHONPATH=tests:benchmarks:. python tests/programs/order.py [SEEDS]   # after these, others of the first 800
+# after these, others of the first 800
+PYTHONPATH=tests:benchmarks:. python tests/programs/order.py [SEEDS]
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def cost(program: Program) -> float:
 
 
 def in_order(count: int, first: tuple[int, ...] = ()) -> list[tuple[int, int]]:
-    """After those in `first`, seeds below `count` until all is said, each time the one that says most
-    for what it costs; and how much that is.
+    """After those in `first`, seeds below `count` until all is said, each time the one that says
+    most for what it costs; and how much that is.
     """
     programs = {seed: as_always(make(seed)) for seed in range(count) if seed not in OPEN}
     left = {seed: words(program) for seed, program in programs.items()}

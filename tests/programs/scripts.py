@@ -1,5 +1,5 @@
-"""Statements that whole training scripts are made of: adapters, adversaries, averaged models, files,
-modes, attention with functions of its own, and notebooks whose cells run again.
+"""Statements that whole training scripts are made of: adapters, adversaries, averaged models,
+files, modes, attention with functions of its own, and notebooks whose cells run again.
 
 They are drawn apart (`draw.make_script`), so that seeds of other programs stay as they are.
 """

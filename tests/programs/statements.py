@@ -13,8 +13,8 @@ d] into another `x`; `ids` [rows] are tokens.
     init: LINE  for `__init__`; of the loop, before its first step
 
 `routed` sends each row to one of two ranks, where `{m}` is computed, and back; `alone` breaks the
-graph on one rank. They are drawn apart (`draw.make_routed`, `draw.make_alone`), and so is what whole
-scripts are made of (`scripts.py`, `draw.make_script`).
+graph on one rank. They are drawn apart (`draw.make_routed`, `draw.make_alone`), and so is what
+whole scripts are made of (`scripts.py`, `draw.make_script`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What random programs found, as the smallest scripts: each kind equals the unsharded model, or says
-what is wrong.
+"""What random programs found, as the smallest scripts: each kind equals the unsharded model,
+or says what is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ optimizer.step()
 optimizer.zero_grad()"""
 KEEP = "model.set_reshard_after_backward(False)\nmodel = compiled(model)"
 HOOK = "if x.requires_grad:\n    x.register_hook(lambda grad: grad * 0.5)\nx = self.a(x)"
-ZERO = "loss = model(x, ids).square().mean()\n{}\nloss.backward()\nrecord(model, loss)\noptimizer.step()"
+ZERO = (
+    "loss = model(x, ids).square().mean()\n{}\nloss.backward()\nrecord(model, loss)\n"
+    "optimizer.step()"
+)
 GRAD = f"{LOOP}\nnote(*torch.autograd.grad(model(x, ids).mean(), x))"  # twice, of one input
 LOW = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 SCAN = """def step(state, row):
@@ -85,21 +88,23 @@ TIED = Case(
     kinds="eager,compiled",
 )
 CASES = {
-    # a state dict of a module that holds another unit's parameter, which stays gathered, was freed memory
+    # a state dict of a module that holds another unit's parameter,
+    # which stays gathered, was freed memory
     "tied before": replace(
         TIED,
-        setup="model.head.weight = model.embed.weight\nfully_shard(model.embed)\nfully_shard(model)\n"
-        + KEEP,
+        setup="model.head.weight = model.embed.weight\nfully_shard(model.embed)\n"
+        "fully_shard(model)\n" + KEEP,
     ),
     "tied after": replace(
         TIED,
-        setup="fully_shard(model.embed)\nfully_shard(model)\nmodel.head.weight = model.embed.weight\n"
-        + KEEP,
+        setup="fully_shard(model.embed)\nfully_shard(model)\n"
+        "model.head.weight = model.embed.weight\n" + KEEP,
     ),
     # parameters that stay, in functions of operators: reduced inside, and twice
     "scan of what stays": Case(SCAN + "x = torch.tanh(self.a(x))", "fully_shard(model)\n" + KEEP),
     "cond of what stays": Case(
-        "x = x + self.a(x)\nx = torch.cond(x.sum() > 0, lambda y: self.a(y) + self.b(y), lambda y: self.b(y), (x,))",
+        "x = x + self.a(x)\n"
+        "x = torch.cond(x.sum() > 0, lambda y: self.a(y) + self.b(y), lambda y: self.b(y), (x,))",
         "fully_shard(model.a, reshard_after_forward=False)\nfully_shard(model)\n" + KEEP,
     ),
     "map of what stays": Case(
@@ -125,7 +130,8 @@ CASES = {
     # Dynamo describes `.grad` of what it meets
     "gradients in flight": Case(
         "x = torch.tanh(self.a(x))",
-        "fully_shard(model)\ndef train(x, ids):\n    loss = model(x, ids).square().mean()\n    loss.backward()\n"
+        "fully_shard(model)\ndef train(x, ids):\n    loss = model(x, ids).square().mean()\n"
+        "    loss.backward()\n"
         "    return loss\ntrain = compiled(train)",
         optimizer=f"{SGD}\noverlap_optimizer(model, optimizer)",
         loop="model(x, ids).mean().backward()\nloss = train(x, ids)\nrecord(model, loss)\n"
@@ -150,12 +156,14 @@ CASES = {
     # tied between two calls, with either in the place of the other
     "a later unit's parameter in an earlier one": Case(
         "x = self.b(self.a(x))",
-        "fully_shard(model.a)\nmodel.a.weight = model.b.weight\nfully_shard(model)\nmodel = compiled(model)",
+        "fully_shard(model.a)\nmodel.a.weight = model.b.weight\n"
+        "fully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
     "an earlier unit's parameter in a later one": Case(
         "x = self.b(self.a(x))",
-        "fully_shard(model.a)\nmodel.b.weight = model.a.weight\nfully_shard(model)\nmodel = compiled(model)",
+        "fully_shard(model.a)\nmodel.b.weight = model.a.weight\n"
+        "fully_shard(model)\nmodel = compiled(model)",
         kinds="eager,compiled",
     ),
     # a gathered copy is written to behind a graph break
@@ -183,20 +191,24 @@ CASES = {
     # in a graph what another unit holds is gathered, in param_dtype; outside it rests in fp32
     "a branch on another unit's dtype": Case(
         "x = torch.tanh(self.a(x))\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
-        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW})\nmodel = compiled(model)",
+        "for unit in (model.a, model):\n"
+        f"    fully_shard(unit, mp_policy={LOW})\nmodel = compiled(model)",
         word="announced",
         says="a branch on the dtype may take the other side",
         low=True,
     ),
     "a branch on the dtype of what an evaluation has freed": Case(
-        "x = torch.tanh(self.a(x))\nwith torch.no_grad():\n    self.a(x)\nif self.a.weight.dtype == torch.float32:\n    x = x * 2",
-        f"for unit in (model.a, model):\n    fully_shard(unit, mp_policy={LOW}, reshard_after_forward=False)\n"
+        "x = torch.tanh(self.a(x))\nwith torch.no_grad():\n    self.a(x)\n"
+        "if self.a.weight.dtype == torch.float32:\n    x = x * 2",
+        "for unit in (model.a, model):\n"
+        f"    fully_shard(unit, mp_policy={LOW}, reshard_after_forward=False)\n"
         "model = compiled(model)",
         word="announced",
         says="a branch on the dtype may take the other side",
         low=True,
     ),
-    # between forward and backward the outermost module has full parameters, and gradients are not theirs
+    # between forward and backward the outermost module has full parameters,
+    # and gradients are not theirs
     "zero_grad before backward": Case(
         "x = self.b(self.a(x))",
         "for unit in (model.a, model):\n    fully_shard(unit)\nmodel = compiled(model)",
@@ -233,7 +245,8 @@ CASES = {
         "fully_shard(model)\nmodel(*batch(0))",
         kinds="eager",
         word="refused",
-        says="SGD.step: it holds full parameters of 'Model' (a.weight, a.bias, b.weight and 2 more)",
+        says="SGD.step: it holds full parameters of 'Model' (a.weight, a.bias, b.weight and 2 "
+        "more)",
     ),
     # a unit that calls itself was freed by the inner call
     "a module that calls itself": Case(
@@ -245,14 +258,16 @@ CASES = {
     # a backward inside of a backward freed the unit that the outer one comes back to
     "a gradient through a unit in a hook on its output": Case(
         "z = self.a(x)\ngiven = z.detach().requires_grad_()\nagain = self.a(given)\n"
-        "z.register_hook(lambda g: g + torch.autograd.grad(again, given, g, retain_graph=True)[0])\n"
+        "z.register_hook(lambda g: g + "
+        "torch.autograd.grad(again, given, g, retain_graph=True)[0])\n"
         "x = self.b(torch.tanh(z))",
         "for unit in (model.a, model.b, model):\n    fully_shard(unit)",
         kinds="eager",
     ),
     "reentrant checkpoints of a module in itself": Case(
         "y = torch.tanh(self.a(x))\nif len(x) > 1:\n    half = y[: len(x) // 2]\n"
-        "    return self.head(self.b(y)) + checkpoint(self, half, ids, use_reentrant=True).sum(0)\nx = self.b(y)",
+        "    return self.head(self.b(y)) + checkpoint(self, half, ids, use_reentrant=True).sum(0)\n"
+        "x = self.b(y)",
         "fully_shard(model)\nmodel = compiled(model)",
         loop=LOOP.replace("model(x, ids)", "checkpoint(model, x, ids, use_reentrant=True)"),
         kinds="eager,compiled",
@@ -260,11 +275,13 @@ CASES = {
     # a class without our properties: a trace found the sharded parameters
     "another class for a sharded layer": Case(
         "x = self.b(self.a(x))",
-        "class Twice(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * 2\n"
+        "class Twice(nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x) * 2\n"
         "fully_shard(model.b)\nfully_shard(model)\nmodel.a.__class__ = model.b.__class__ = Twice\n"
         "model = compiled(model)",
     ),
-    # each rank trained by its own gradient; and nothing is said of the other model, to which no backward comes
+    # each rank trained by its own gradient;
+    # and nothing is said of the other model, to which no backward comes
     "a layer in the place of a sharded one": Case(
         "x = self.b(self.a(x))",
         "fully_shard(model)\nmodel.head = nn.Linear(4, 8, bias=False)\nmodel = compiled(model)\n"
@@ -277,7 +294,8 @@ CASES = {
     "pruning of what is sharded": Case(
         "x = self.b(self.a(x))",
         "for unit in (model.a, model):\n    fully_shard(unit)\n"
-        "import torch.nn.utils.prune\ntorch.nn.utils.prune.identity(model.a, 'weight')\nmodel = compiled(model)",
+        "import torch.nn.utils.prune\n"
+        "torch.nn.utils.prune.identity(model.a, 'weight')\nmodel = compiled(model)",
         kinds="eager,compiled",
         word="refused",
         says="by pruning, or as a Parameter made of a sharded one",
@@ -285,8 +303,10 @@ CASES = {
     # loops that no generator draws, and that were right
     "two backwards, the second where the first leads": Case(
         "x = self.b(torch.tanh(self.a(x)))",
-        loop=f"{LOOP.partition('record')[0]}moved = [(p, p.grad * 0.1) for p in model.parameters()]\n"
-        "with torch.no_grad():\n    for p, by in moved:\n        p.add_(by)\noptimizer.zero_grad()\n"
+        loop=f"{LOOP.partition('record')[0]}"
+        "moved = [(p, p.grad * 0.1) for p in model.parameters()]\n"
+        "with torch.no_grad():\n    for p, by in moved:\n        p.add_(by)\n"
+        "optimizer.zero_grad()\n"
         "loss = model(x, ids).square().mean()\nloss.backward()\nwith torch.no_grad():\n"
         "    for p, by in moved:\n        p.sub_(by)\nrecord(model, loss)\noptimizer.step()\n"
         "optimizer.zero_grad()",
@@ -295,7 +315,8 @@ CASES = {
     "another model's copy between steps": Case(
         "x = self.b(torch.tanh(self.a(x)))",
         loop=f"{LOOP}\nslow = [p.detach().clone() for p in model.parameters()]\n"
-        "for p, q in zip(model.parameters(), slow):\n    p.data.copy_(q.lerp_(p.data, 0.5).mul_(0.9))",
+        "for p, q in zip(model.parameters(), slow):\n"
+        "    p.data.copy_(q.lerp_(p.data, 0.5).mul_(0.9))",
         kinds="eager,compiled",
     ),
     # errors that did not name what is wrong
@@ -312,7 +333,8 @@ CASES = {
         "fully_shard(model)\nnn.utils.parametrizations.weight_norm(model.a)",
         kinds="eager",
         word="refused",
-        says="a.parametrizations.weight.original0, a.parametrizations.weight.original1 are DTensors",
+        says="a.parametrizations.weight.original0, a.parametrizations.weight.original1 are "
+        "DTensors",
     ),
     "uneven shards that are flattened": Case(
         "x = x + self.odd(x).sum() * nn.utils.parameters_to_vector(self.odd.parameters()).sum()",
@@ -333,7 +355,8 @@ CASES = {
     ),
     "inputs that are not cast": Case(
         "x = self.a(x)",
-        f"fully_shard(model, mp_policy={LOW[:-1]}, cast_forward_inputs=False))\nmodel = compiled(model)",
+        f"fully_shard(model, mp_policy={LOW[:-1]}, cast_forward_inputs=False))\n"
+        "model = compiled(model)",
         kinds="eager,compiled",
         word="refused",
         says="inputs are not cast (cast_forward_inputs=False)",
@@ -342,7 +365,9 @@ CASES = {
     "a gradient beside the loss": Case(
         "x = torch.tanh(self.normed(x))",
         members="self.normed = nn.utils.weight_norm(nn.Linear(4, 4))",
-        optimizer=f"{SGD}\ntake = whole_step(model, optimizer, lambda model, x, ids: model(x, ids).square().mean())",
+        optimizer=f"{SGD}\n"
+        "take = whole_step(model, optimizer, "
+        "lambda model, x, ids: model(x, ids).square().mean())",
         loop="record(model, take(x.detach(), ids))",
         word="refused",
         says="[4, 4] of normed, made at ",
@@ -355,12 +380,14 @@ CASES = {
     ),
     "FlexAttention of what is sharded": Case(
         "with torch.no_grad():\n    bias = self.a.bias\n"
-        "    y = flex_attention(*[x.detach()[None, None]] * 3, score_mod=lambda s, b, h, i, j: s + bias[j % 4])\n"
+        "    y = flex_attention(*[x.detach()[None, None]] * 3, "
+        "score_mod=lambda s, b, h, i, j: s + bias[j % 4])\n"
         "x = self.b(x) + y[0, 0]",
         "for unit in (model.a, model):\n    fully_shard(unit)",
         kinds="eager",
         word="refused",
-        says="a parameter that is sharded at that moment, with a plain tensor: one of another unit (a)",
+        says="a parameter that is sharded at that moment, with a plain tensor: one of another "
+        "unit (a)",
     ),
 }
 

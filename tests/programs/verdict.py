@@ -46,11 +46,13 @@ TORCHS_OWN = {
     "non-empty donated buffers": r"retain_graph=True",
     "to 'torch.storage.UntypedStorage'": r"inference_mode",
     "modified by an inplace operation": r"\.unshard\(",
-    # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it has hooks,
-    # depends on what it has compiled before.
+    # A layer of torch.nn that is compiled by itself: whether Dynamo finds a frame of its, unless it
+    # has hooks, depends on what it has compiled before.
     "found no compiled frames": r"for layer in .*\n.*compile_in_place\(layer, fullgraph=True",
     # Between sharded parameters, of fewer rows than ranks: plain DTensors say the same.
-    "in-place operations that require placement changes": r"(?s)no_grad\(\):\n +model\.[\w.]+\.(add|sub)_\(",
+    "in-place operations that require placement changes": (
+        r"(?s)no_grad\(\):\n +model\.[\w.]+\.(add|sub)_\("
+    ),
     "Calling torch.func.vmap(compiled_fn)": r"(?s)(vmap\(|torch\.func\.).*fullgraph=True",
 }
 # On 2.15 DTensor writes `w[0] = x` to a copy, if `w` is sharded there; older ones refuse it.
@@ -62,7 +64,8 @@ SHARDED_FAKE = "DTensor(local_tensor=FakeTensor"
 # What is announced of a backward that may not come: then full parameters stay beside sharded ones.
 NO_BACKWARD = "torch traces a backward that trains nothing"
 AT_REST = (*SHARDED, "that is sharded at that moment")
-# What torch alone does to parameters that only unused outputs of a graph lead to, and ours does not.
+# What torch alone does to parameters that only unused outputs of a graph lead to,
+# and ours does not.
 ZEROS = r"grad [\w.]+: a tensor, should be None"
 # Of a unit around which torch compiles graphs that are not ours: there it does so too.
 AROUND = "runs eagerly, not in a graph"
@@ -93,7 +96,9 @@ QUIRKS = {
     "a write to a gathered parameter is lost": r"(?<!_)_\(|p\.data|max_norm|\[0\] = ",
     "functional_call does not replace a parameter that is gathered": "functional_call",
     "full parameters of before the step go on": r"set_reshard_after_backward\(False\)",
-    "weights that load_state_dict(assign=True) unties stay tied": r"(?s)model\.\w+(\.weight)? = model\..*assign=True",
+    "weights that load_state_dict(assign=True) unties stay tied": (
+        r"(?s)model\.\w+(\.weight)? = model\..*assign=True"
+    ),
 }
 
 # Operators run as they are, in the same order, on two ranks. Not "inductor", which fuses; nor
@@ -111,10 +116,16 @@ RAISED = re.compile(r"this rank raised (\w+) \((ours|not ours)\): (.*?); nothing
 FUSED = ("inductor",)
 # What every script says, and every message may.
 TOO_COMMON = {
-    *"a b c d e f x y w p q in is if not for of to and with as or self the model loss step import".split()
+    *(
+        "a b c d e f x y w p q in is if not for of to and with as or self the model loss step "
+        "import"
+    ).split()
 }
 TOO_COMMON |= {
-    *"torch data class def return try except range forward zip all no sum mean read True False None".split()
+    *(
+        "torch data class def return try except range forward zip all no sum mean read True False "
+        "None"
+    ).split()
 }
 
 Outcomes = dict[str, "list[Outcome] | str"]
@@ -161,7 +172,9 @@ def judge(kind: str, outcomes: Outcomes, script: Script) -> Verdict:
 
 
 def _is_torchs_step(script: Script, outcomes: Outcomes) -> bool:
-    """Whether an optimizer's step, compiled by torch alone, has other last bits, as Adagrad's has."""
+    """Whether an optimizer's step, compiled by torch alone,
+    has other last bits, as Adagrad's has.
+    """
     plain, reference = outcomes.get("plain"), outcomes["unsharded"]
     return (
         "compiled(optimizer.step)" in script.source
@@ -252,7 +265,8 @@ def explains(text: str, source: str, found: str) -> bool:
 
 # Which give a parameter several gradients for one read, or have it read by a function of theirs.
 SEVERAL = re.compile(
-    r"torch\.func\.|vmap\(|scan\(|while_loop\(|map_rows\(|cond\(|for _ in|checkpoint|_norm\(|parametrize|hook|autograd\.grad\("
+    r"torch\.func\.|vmap\(|scan\(|while_loop\(|map_rows\(|cond\(|for _ in|checkpoint|_norm\(|"
+    r"parametrize|hook|autograd\.grad\("
 )
 
 
@@ -326,7 +340,8 @@ def _unequal(a: Tensor | None, b: Tensor | None, rtol: float, atol: float, of_la
         return (
             ""
             if a is b
-            else f"{'None' if a is None else 'a tensor'}, should be {'None' if b is None else 'a tensor'}"
+            else f"{'None' if a is None else 'a tensor'}, should be "
+            f"{'None' if b is None else 'a tensor'}"
         )
     if a.shape != b.shape or (a.dtype != b.dtype and not rtol == LOW):
         return f"{a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}"

@@ -1,4 +1,6 @@
-"""Reads of parameters in a trace: what Dynamo sees of one, what it guards on, what a backend gets."""
+"""Reads of parameters in a trace: what Dynamo sees of one, what it guards on,
+what a backend gets.
+"""
 
 from __future__ import annotations
 

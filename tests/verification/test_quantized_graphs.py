@@ -177,7 +177,9 @@ class TestVerify(GraphTest):
         self.gm = run_pipeline(graph_of(*weight_and_bias()), PLAN, HALF[:-1])
 
     def captured(self) -> GraphModule:
-        """With `Captured`, which only a run of the pipeline has, so the mutation is a pass of it."""
+        """With `Captured`, which only a run of the pipeline has,
+        so the mutation is a pass of it.
+        """
         return graph_of(*weight_and_bias())
 
     def refusal(self, mutate) -> str:

@@ -575,11 +575,11 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         check(self.step(), PLAN, "the pipeline")
         check(self.step(scaled=(0, 1)), PLAN, "the pipeline")
         rule = (
-            "\nInvariant: In the graph of a whole step, of every flat gradient that is reduced, each "
-            "parameter's part goes to exactly one update_ or momentum_, of its own buffer and "
-            "parameters, with those of other micro-batches; a parameter that no unit has is an input "
-            "that is updated once, with a gradient of its shape; and all are scaled by the same factors "
-            "or none is."
+            "\nInvariant: In the graph of a whole step, of every flat gradient that is reduced, "
+            "each parameter's part goes to exactly one update_ or momentum_, of its own buffer and "
+            "parameters, with those of other micro-batches; a parameter that no unit has is an "
+            "input that is updated once, with a gradient of its shape; and all are scaled by the "
+            "same factors or none is."
         )
         graphs = {
             "%mark_grads__default_1 marks a gradient that no update_ takes": self.step(taken=(0,)),
@@ -596,8 +596,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.assertEqual(self.broken_detail(gm), f"after the pipeline: {detail}.{rule}")
 
     def test_updated_alone(self):
-        """A parameter that no unit has: updated twice, with the gradient of another, without the factor
-        of the others; the near miss, a gradient that is a product.
+        """A parameter that no unit has: updated twice, with the gradient of another, without the
+        factor of the others; the near miss, a gradient that is a product.
         """
 
         def graph(*shapes: int, updates: int = 1, scaled: tuple[int, ...] = ()) -> GraphModule:
@@ -624,7 +624,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.assertIn(f"after the pipeline: {detail}", self.broken_detail(gm))
 
     def test_left_out_together(self):
-        """Found in both gradients and told to both updates; told to one alone; found in one alone."""
+        """Found in both gradients and told to both updates; told to one alone;
+        found in one alone.
+        """
         for looked_at, num_told, detail in (
             (2, 2, ""),
             (2, 1, "%update__default_1 does not take %sum_default, as others do"),
@@ -646,8 +648,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             self.assertEqual(
                 self.broken_detail(gm),
                 f"after the pipeline: {detail}.\nInvariant: In the graph of a whole step whose "
-                "gradients are scaled, every update_ takes the same found_inf, which is computed from "
-                "every flat gradient that is updated.",
+                "gradients are scaled, every update_ takes the same found_inf, which is computed "
+                "from every flat gradient that is updated.",
             )
 
     def test_updated_once_of_micro_batches(self):
@@ -690,9 +692,9 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         check(self.at_owners(), PLAN, "the pipeline")
         rule = (
             "\nInvariant: In the graph of a whole step, what a momentum_ yields goes to owners, is "
-            "orthogonalized there, comes back and updates the same parameters, with nothing else in "
-            "between: the same buffer, order, owners, sizes and group all the way; over one rank, "
-            "without travelling."
+            "orthogonalized there, comes back and updates the same parameters, with nothing else "
+            "in between: the same buffer, order, owners, sizes and group all the way; over one "
+            "rank, without travelling."
         )
         way = "what %momentum__default yields goes to ["
         for do, detail in (
@@ -736,8 +738,8 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
         self.assertEqual(
             self.broken_detail(gm),
             "after the pipeline: %gather_next_default gathers %flat before %update__default writes "
-            "it.\nInvariant: What is gathered for the next step is a piece that the graph takes over "
-            "at its beginning, once each, and its buffer is updated before, never after.",
+            "it.\nInvariant: What is gathered for the next step is a piece that the graph takes "
+            "over at its beginning, once each, and its buffer is updated before, never after.",
         )
         output(gm.graph).prepend(node)
         with gm.graph.inserting_after(node):

@@ -110,8 +110,8 @@ def other_gradients(first: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("first", ["", "l", "lr"])
 def test_gradients_of_other_parameters(broken: Pool, first: str) -> None:
-    """Without an error they would be added to each other, as in stock: the experts of a mixture that
-    only some ranks call.
+    """Without an error they would be added to each other, as in stock: the experts of a mixture
+    that only some ranks call.
     """
     try:
         answers = broken.run(other_gradients, first)
@@ -215,7 +215,8 @@ def test_two_known_branches(broken: Pool) -> None:
 # -- ranks of which some have no graph
 
 WAYS = ("printing", "printing, a root of no parameters", "printing at first", "not compiled")
-TIED = "printing in its own forward, tied"  # the root reads a parameter of another unit, which is gathered first
+# The root reads a parameter of another unit, which is gathered first.
+TIED = "printing in its own forward, tied"
 
 
 class Telling(Branchy):

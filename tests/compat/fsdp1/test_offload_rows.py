@@ -1,5 +1,5 @@
-"""Chapter 10 where there is no accelerator: ours with a device that `kit.offload` plays, beside stock
-on the CPU without offload, which it does not have there.
+"""Chapter 10 where there is no accelerator: ours with a device that `kit.offload` plays, beside
+stock on the CPU without offload, which it does not have there.
 """
 
 from __future__ import annotations

@@ -394,7 +394,9 @@ class Stream(torch.cpu.Stream):
 
 @rows("12.10")
 def test_all_reduce_hook_on_a_stream(two: Pool) -> None:
-    """It runs on the stream that was given, behind the reduction; so do hooks that are set later."""
+    """It runs on the stream that was given, behind the reduction;
+    so do hooks that are set later.
+    """
     two.run(same, all_reduce_hook_on_a_stream)
 
 
@@ -718,7 +720,9 @@ class Event:
 
 @rows("12.13", status="improved")
 def test_post_optim_event(two: Pool) -> None:
-    """The current stream waits, which gathers are behind; in stock gathers alone. Not run on a GPU."""
+    """The current stream waits, which gathers are behind; in stock gathers alone.
+    Not run on a GPU.
+    """
     two.run(post_optim_event)
 
 

@@ -1,5 +1,5 @@
-"""Chapter 13 where there is no accelerator: ours with a device that `kit.offload` plays beside stock
-on the CPU, which has nothing to copy there.
+"""Chapter 13 where there is no accelerator: ours with a device that `kit.offload` plays beside
+stock on the CPU, which has nothing to copy there.
 """
 
 from __future__ import annotations

@@ -367,8 +367,8 @@ COMPILED_DIMS = ("shard", "replicate", "both", "three")
 
 
 class Local(nn.Module):
-    """A block and a head on a full mesh, where every activation is a DTensor too; returns this rank's part
-    of the batch.
+    """A block and a head on a full mesh, where every activation is a DTensor too; returns this
+    rank's part of the batch.
 
     A loss over the whole batch would leave it to DTensor whether a gradient is a sum over the
     data-parallel ranks already: stock takes the mean over them either way.
