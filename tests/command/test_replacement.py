@@ -39,7 +39,7 @@ wrapped = FSDP(nn.Linear(4, 4), device_id=torch.device("cpu"))
 print(__name__, sys.argv[1:], type(model).__mro__[1].__module__.split(".")[0], type(wrapped).__module__.split(".")[0])
 dist.destroy_process_group()
 raise SystemExit(3)
-"""
+"""  # noqa: E501
 HELPER = """
 from torch.distributed.fsdp import fully_shard
 

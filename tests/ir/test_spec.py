@@ -76,7 +76,7 @@ class TestSpec(TestCase):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: ParamSpec.of((0, (4, 2))),
-            """ParamSpec.of: got (0, (4, 2)); should be one argument, a ParamSpec as text (ParamSpec.args())""",
+            """ParamSpec.of: got (0, (4, 2)); should be one argument, a ParamSpec as text (ParamSpec.args())""",  # noqa: E501
         )
         for text, why in (
             ("ParamSpec(offset=0)", "missing"),

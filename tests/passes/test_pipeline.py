@@ -80,7 +80,7 @@ class TestPipeline(GraphTest):
         self.assertExpectedRaisesInline(
             ValueError,
             lambda: check_order(wrong),
-            """pipeline: free requires ['PREFETCHED', 'DELAYED'], but the passes before it provide only ['DEDUPED', 'DECIDED', 'LOWERED']. Move it after the pass that provides them""",  # noqa: E501
+            """pipeline: free requires ['PREFETCHED', 'DELAYED'], but the passes before it provide only ['DEDUPED', 'DECIDED', 'LOWERED']. Move it after the pass that provides them""",
         )
 
     def test_each_requirement_is_needed(self):

@@ -69,7 +69,7 @@ with torch.no_grad():
     note(model(*batch(7)))
 -- warm_double at=ready
 model(*batch(7)).sum()
-"""
+"""  # noqa: E501
 )
 
 LOOP = parse(
@@ -254,7 +254,7 @@ optimizer.step()
 -- no_grad_step at=step
 if step % 2 == 1:
     optimizer.step()
-"""
+"""  # noqa: E501
 )
 
 OPTIMIZERS = {

@@ -195,5 +195,5 @@ try:
     raise ValueError('as asked')
 except ValueError:
     x = torch.tanh(x)
-"""
+"""  # noqa: E501
 )

@@ -33,7 +33,7 @@ with torch.no_grad():
     mask = create_block_mask(near, None, None, len(x), len(x), device='cpu')
     y = flex_attention(*[x.detach()[None, None]] * 3, block_mask=mask)
 x = x + y[0, 0]
-"""
+"""  # noqa: E501
 )
 
 # A backward inside of a backward, said from seed `draw.FROM` on: earlier seeds stay as they are.
@@ -49,7 +49,7 @@ x = torch.tanh(y)
 -- checkpoint_itself breaks needs=one_output
 call = lambda y, i: checkpoint(lambda z, j: self(z, j), y, i, use_reentrant=True)
 x = x + (call(x[: len(x) // 2], ids[: len(x) // 2]).mean() if len(x) > 1 else 0.0)
-"""
+"""  # noqa: E501
 )
 
 SCRIPT_SETUP = parse(

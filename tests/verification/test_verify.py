@@ -511,7 +511,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
             verify(gm, Plan(reduces_in_flight=1, bucket_bytes=0))
         self.assertExpectedInline(
             str(caught.exception).split("\n")[0],
-            """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",  # noqa: E501
+            """after the pipeline: %reduce_scatter_tensor_default_7 makes 2 reduces of together 64 bytes under way; the plan allows 1.""",
         )
 
     def left(self) -> GraphModule:
@@ -1040,7 +1040,7 @@ This is a bug in the pass named above, or in a pass added to the pipeline.
    %all_to_all_default: f32[2,4] = all_to_all([%reshape_default], 2, 'shard')  # u: reduce
    %wait_tensor_default_1: f32[2,4] = wait_tensor(%all_to_all_default)  # u: reduce
    %checksum_default_3: i64[2,1] = checksum([%wait_tensor_default_1], 2, [4], [4])
-   compare_(%checksum_default_2, %checksum_default_3, [], [], [], 'all-to-all', 'forward', ['u#1:w'])""",  # noqa: E501
+   compare_(%checksum_default_2, %checksum_default_3, [], [], [], 'all-to-all', 'forward', ['u#1:w'])""",
         )
 
         def is_broken(change: Callable[[Node, Node], None], expected: str) -> None:
