@@ -39,7 +39,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.ir import transfers
-from compiled_fsdp.ir.graph import Builder, erase_all, value
+from compiled_fsdp.ir.graph import Builder, erase_all, move_before, preparation, value
 from compiled_fsdp.ir.meta import CommTag
 from compiled_fsdp.ir.regions import Region, find_regions, together
 from compiled_fsdp.ir.spec import AGAIN
@@ -81,10 +81,13 @@ def bucket_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
 
 def _ready(bucket: list[Region]) -> list[list[Region]]:
     """A bucket cut where what is gathered is computed only after the first gather: slices, under
-    activation checkpointing.
+    activation checkpointing. What is computed from the graph's inputs alone, as all-gather
+    extensions do, is computed before it.
     """
     found: list[list[Region]] = []
     for region in bucket:
+        first = found[-1][0].nodes[0] if found else region.nodes[0]
+        move_before([n for n in preparation(region.sources) or () if first < n], first)
         if found and all(
             n.op == "placeholder" or n < found[-1][0].nodes[0] for n in region.sources
         ):
@@ -112,8 +115,8 @@ def _may_share(region: Region) -> bool:
     on it.
     """
     spec = region.spec
-    is_input = all(source.op == "placeholder" for source in region.sources)
-    return is_input and spec.group_size > 1 and not (spec.gather_algorithm or spec.overlap)
+    is_ready = preparation(region.sources) is not None
+    return is_ready and spec.group_size > 1 and not (spec.gather_algorithm or spec.overlap)
 
 
 def _nbytes(members: list[Region]) -> float:

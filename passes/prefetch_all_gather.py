@@ -28,7 +28,8 @@ Ensures: by distance (`plan.prefetch` in forward, `plan.backward_prefetch` in ba
     unit whose list names it begins (the outermost: at the start of the graph), and where a unit
     with a list begins, nothing else; the others by distance. However it is decided, no further
     ahead than a unit's settings allow (`forward_ahead`, `backward_ahead`).
-Leaves alone: an all-gather of a value that is computed later than that wait.
+Leaves alone: an all-gather of a value that is computed later than that wait, from more than the
+    graph's inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.errors import warn_once
-from compiled_fsdp.ir.graph import is_step, move_before, point
+from compiled_fsdp.ir.graph import is_step, move_before, point, preparation
 from compiled_fsdp.ir.regions import Region, find_regions
 from compiled_fsdp.planning.plan_fields import DISTANCES
 from compiled_fsdp.planning.planner import gather_anchors
@@ -85,12 +86,13 @@ def prefetch_all_gather(gm: GraphModule, plan: Plan) -> GraphModule:
         consume(gm, f"Plan.{name}")
     for region, anchor in bounded(decided):
         start = region.starts[0]
-        moved = [n for n in region.nodes if n is start or n < start]
+        before = preparation(region.sources)
+        moved = [*(before or ()), *(n for n in region.nodes if n is start or n < start)]
         while (
             anchor in moved and anchor is not start
         ):  # what prepares the input may stand where the gather is to start
             anchor = anchor.next
-        if all(n.op == "placeholder" or n < anchor for n in region.sources):
+        if before is not None or all(n < anchor for n in region.sources):
             move_before([n for n in moved if anchor < n], anchor)
     return gm
 

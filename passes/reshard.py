@@ -23,7 +23,8 @@ After ("gather" and "keep" change no node, only tags):
     %dx = mm(%tangents_1, permute(permute(%w2)))
 
 gather: the unshard and all that is cheaply computed from weights alone (views, casts, pointwise,
-    cat) are tagged recompute: saving any one of them would keep gathered bytes alive.
+    cat) are tagged recompute: saving any one of them would keep gathered bytes alive. Of all-gather
+    extensions (`spec.is_extended`), more is: see `from_weights`.
 keep: the unshard is tagged save. So are those that the plan's memory budget has room for
     (`plan.kept`), and what is cheaply computed from these alone is still tagged recompute: the
     budget has room for the parameter, not for a cast of it too. Without room for a slice
@@ -44,8 +45,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compiled_fsdp.ir import meta
-from compiled_fsdp.ir.graph import Builder, backward_nodes, find, is_view
-from compiled_fsdp.ir.schema import KEEP_SLICE, UNSHARD, UNSHARD_SLICE, param_spec, set_param_spec
+from compiled_fsdp.ir.graph import Builder, backward_nodes, find, is_matmul, is_view, value
+from compiled_fsdp.ir.schema import (
+    KEEP_SLICE,
+    UNSHARD,
+    UNSHARD_SLICE,
+    param_spec,
+    set_param_spec,
+    traits_of,
+)
 
 from .base import consume
 
@@ -65,6 +73,9 @@ CHEAP = (
     aten.constant_pad_nd.default,
     torch.ops.prims.convert_element_type.default,
 )
+
+
+TABLE_BYTES = 4096  # the 16 values of a 4-bit float, say
 
 
 def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
@@ -94,26 +105,49 @@ def reshard(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 def from_weights(unshards: list[Node], backward: set[Node]) -> list[Node]:
-    """The unshards and what forward computes cheaply from them alone, in graph order."""
+    """The unshards and what forward computes cheaply from them alone, in graph order; of all-gather
+    extensions, whatever is no matmul and nothing random: codes are looked up in tables.
+    """
     found = dict.fromkeys(unshards)
+    extended = {node for node in unshards if param_spec(node).is_extended}
     stack = list(found)
     while stack:
         for node in stack.pop().users:
-            inputs = node.all_input_nodes
-            if (
-                node not in found
-                and node not in backward
-                and _is_cheap(node)
-                and all(n in found for n in inputs)
-            ):
+            if node in found or node in backward or node.op != "call_function":
+                continue
+            is_of_extension = all(n in extended or _is_table(n) for n in node.all_input_nodes)
+            is_cheap = _is_cheap(node) and all(n in found for n in node.all_input_nodes)
+            if is_cheap or (is_of_extension and _is_repeatable(node)):
                 found[node] = None
                 stack.append(node)
+                if is_of_extension:
+                    extended.add(node)
     return sorted(found)
 
 
+def _is_repeatable(node: Node) -> bool:
+    traits = traits_of(node.target)
+    is_sent = traits.starts or traits.awaits or traits.lowers_to
+    return not (is_sent or is_matmul(node) or node.is_impure() or _is_random(node))
+
+
+def _is_random(node: Node) -> bool:
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def _is_table(node: Node) -> bool:
+    """Whether this is an input of the graph too small to be an activation to speak of."""
+    val = value(node) if node.op == "placeholder" else None
+    return (
+        isinstance(val, torch.Tensor)
+        and val.is_floating_point()
+        and isinstance(val.numel(), int)
+        and val.numel() * val.itemsize <= TABLE_BYTES
+    )
+
+
 def _is_cheap(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
     if node.target in CHEAP or is_view(node):
         return True
     is_op = isinstance(node.target, torch._ops.OpOverload)

@@ -22,7 +22,7 @@ from .delivery import delivered
 from .loaded import ADVICE, COMPILE, Loaded, Ready
 from .program import Program
 from .ranks import programs_of
-from .target import Target, describe, differences, mismatch
+from .target import Target, check_extension, describe, differences, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +59,8 @@ def precompile(
     target = target or Target()
     units = _units(model, "precompile")
     _check_plan()
+    for param in (param for unit in units for param in unit.params):
+        check_extension(param)
     if Path(folder).is_dir() and any(Path(folder).iterdir()):
         raise FileExistsError(
             f"precompile: {folder} is not empty. Nothing is written over: name a new folder"

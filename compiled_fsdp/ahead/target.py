@@ -20,7 +20,6 @@ from compiled_fsdp.passes.pipeline import key as pipeline_key
 from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.torch_private.groups import backend_of, is_common
 from compiled_fsdp.torch_private.ranks import mesh_in_words
-from compiled_fsdp.units.handles import APART
 from compiled_fsdp.version import __version__
 
 if TYPE_CHECKING:
@@ -161,12 +160,17 @@ def _of_unit(unit: Unit, name: str) -> dict[str, Any]:
     return found
 
 
-def _of_param(handle: Handle, flat: Any, param: Any, place: tuple[int, int]) -> dict[str, Any]:
-    if handle is APART:
+def check_extension(param: Any) -> None:
+    """Fail for a parameter with an all-gather extension."""
+    if param.extends:
         raise NotImplementedError(
-            f"precompile: parameter {param.fqn} has an all-gather extension, which graphs do not "
-            "have. Shard it as a plain tensor"
+            f"precompile: parameter {param.fqn} has an all-gather extension, which is not "
+            "supported ahead of time. Shard it as a plain tensor, or use torch.compile"
         )
+
+
+def _of_param(handle: Handle, flat: Any, param: Any, place: tuple[int, int]) -> dict[str, Any]:
+    check_extension(param)
     if handle.is_resident:
         raise NotImplementedError(
             f"precompile: the full parameter {param.fqn} stays from one call to the next "

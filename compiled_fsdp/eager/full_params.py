@@ -20,7 +20,6 @@ from compiled_fsdp.ir.quantized import gathers_bytes
 from compiled_fsdp.options import is_verifying
 from compiled_fsdp.torch_private.autograd import allocate, preserve_version, set_versions
 from compiled_fsdp.units.extension import Extension, buckets, fill_all, gather_extensions
-from compiled_fsdp.units.handles import APART
 from compiled_fsdp.units.precision import policy_of
 from compiled_fsdp.units.unwritten import (
     BEFORE_FORWARD,
@@ -330,7 +329,7 @@ class FullParams:
         for flat in self.unit.flats:
             whole = transfers.Source(flat.data.detach(), flat.layout.numel, flat.data.dtype)
             for param in flat.params:
-                if param.handle is APART:
+                if param.extends:
                     continue
                 spec, source = param.spec, whole
                 if param in self.slices:
@@ -375,7 +374,7 @@ class FullParams:
         """One all-gather for each group, of what the subclasses contribute."""
         for flat in self.unit.flats:
             for param in flat.params:
-                if param.handle is APART and param not in self.extensions:
+                if param.extends and param not in self.extensions:
                     own = policy_of(self.unit.mp_policy, param.compute)
                     self.extensions[param] = Extension(param, flat.mesh_info.shard_mesh, own)
         gathers = []

@@ -33,8 +33,8 @@ from compiled_fsdp.torch_private.dynamo import (
 )
 from compiled_fsdp.torch_private.modules import cast_floating, plain_name
 from compiled_fsdp.units.assigned import adopt_assigned
-from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.reads import begin_forward, end_forward
+from compiled_fsdp.units.traced_extension import follow_extensions
 from compiled_fsdp.wire.absence import note_goes_on, note_raised
 
 from .beside_stock import check_not_taken
@@ -221,7 +221,7 @@ class State:
         self._say_what_was_ignored(called)
         for runtime in called:
             keep_classes(runtime.unit)
-            _follow_user(runtime)
+            _follow_user(runtime, is_in_graph=is_compiled or is_traced)
         read = self._note_reads(called, is_compiled=is_compiled)
         if (is_compiled or is_traced) and [r for r in called if r.drop_left_over()] and is_traced:
             trace_again("full parameters that an eager forward had left are dropped")
@@ -340,7 +340,7 @@ class State:
         ]
 
 
-def _follow_user(runtime: Runtime) -> None:
+def _follow_user(runtime: Runtime, *, is_in_graph: bool) -> None:
     """Take over what was assigned, frozen or unfrozen since the last call."""
     check_supported(runtime.unit)
     if runtime.unit.was_assigned:
@@ -349,6 +349,8 @@ def _follow_user(runtime: Runtime) -> None:
         check_devices([runtime.unit])
     runtime.follow_requires_grad()
     runtime.unit.follow_requires_grad()
+    if is_in_graph:
+        follow_extensions(runtime.unit)
 
 
 # For each code object (by identity, see `limits.py`): the states of modules that were called below
@@ -460,8 +462,8 @@ class PreForward:
                 torch._dynamo.graph_break(
                     msg="set_reduce_scatter_unused_params(True) needs the eager runtime"
                 )
-            if self.state.unit.has_extensions:
-                torch._dynamo.graph_break(msg=f"{WHY_EAGER} (of unit {self.state.unit.name})")
+            if self.state.unit.why_outside_graphs:
+                torch._dynamo.graph_break(msg=self.state.unit.why_outside_graphs)
             if self.state.unit.runs_eagerly:
                 torch._dynamo.graph_break(msg=AGREED)
             begin_forward(self.unit_key)

@@ -25,6 +25,7 @@ from compiled_fsdp.ir.meta import (
 from compiled_fsdp.ir.schema import UNSHARD
 from compiled_fsdp.ir.subgraphs import INVOKE
 from compiled_fsdp.torch_private.subgraphs import grad_mode_at_start, is_plain_fake
+from compiled_fsdp.units.reads import extended_as
 from compiled_fsdp.units.unit import originals
 
 from .unit_gradients import needs_grad
@@ -249,7 +250,7 @@ def _stays_outside(node: Node) -> bool:
     """Whether this reads a parameter, or is `torch.tensor([1.0, 2.0])`: AOTAutograd makes an
     attribute of a graph of it, and a subgraph that is called has none.
     """
-    if node.target is UNSHARD:
+    if node.target in (UNSHARD, extended_as):
         return True
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name in ("tensor", "as_tensor") and not node.all_input_nodes

@@ -17,7 +17,6 @@ from compiled_fsdp.planning.plan import current_plan
 from compiled_fsdp.planning.plan import options as plan_options
 from compiled_fsdp.torch_private.dynamo import recompiles
 from compiled_fsdp.torch_private.groups import common_name
-from compiled_fsdp.units.extension import WHY_EAGER
 from compiled_fsdp.units.unit import original_class
 from compiled_fsdp.wire.ops import TRACED
 from compiled_fsdp.wire.runs import Run, all_runs
@@ -241,8 +240,8 @@ def _why(unit: Unit, where: str, has_graphs: bool) -> list[str]:
         return [EVALUATED]
     if unit.why_eager:
         return list(unit.why_eager)
-    if unit.has_extensions:
-        return [WHY_EAGER]
+    if unit.why_outside_graphs:
+        return [unit.why_outside_graphs]
     if where == BOTH:
         return [CALLED_TWICE]
     return [NOT_ITSELF if has_graphs else "the model is not compiled"]

@@ -302,6 +302,25 @@ def downstream(node: Node) -> set[Node]:
     return found
 
 
+def preparation(values: Iterable[Node]) -> list[Node] | None:
+    """What these values are computed by from nothing but the graph's inputs, in order, themselves
+    included; none of inputs. None if something among it communicates, or counts for more than its
+    result.
+    """
+    found: set[Node] = set()
+    stack = list(values)
+    while stack:
+        node = stack.pop()
+        if node in found or node.op in ("placeholder", "get_attr"):
+            continue
+        traits = traits_of(node.target)
+        if traits.starts or traits.awaits or traits.lowers_to or node.is_impure():
+            return None
+        found.add(node)
+        stack.extend(node.all_input_nodes)
+    return sorted(found)
+
+
 def is_backward(graph: Graph) -> bool:
     """Whether this is the backward half of a training graph, by its inputs."""
     inputs = graph.find_nodes(op="placeholder", sort=False)

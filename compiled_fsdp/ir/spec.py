@@ -120,6 +120,8 @@ class ParamSpec:
     batch: the micro-batch that it is gathered or reduced for, in the graph of a whole step that has
         several; 0 also where it is for all of them.
     is_checked: whether ranks compare checksums of what travels of it (`checksums.py`).
+    is_extended: whether this is not the parameter, but one of the tensors that its all-gather
+        extension gathers (`units/traced_extension.py`).
     """
 
     offset: int
@@ -159,6 +161,7 @@ class ParamSpec:
     reduce_quantized: torch.dtype | None = None
     batch: int = 0
     is_checked: bool = False
+    is_extended: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> ParamSpec:

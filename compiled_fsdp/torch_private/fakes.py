@@ -1,10 +1,11 @@
-"""Private torch: what a fake tensor looks like, and another one that looks the same. Tried on torch
-2.13 and 2.15.
+"""Private torch: what a fake tensor looks like, another one that looks the same, and fake tensors
+in the place of real ones. Tried on torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 # shape, stride, offset, dtype, device
 Look = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
@@ -99,3 +104,17 @@ def _with(fields: dict[str, Any], mode: FakeTensorMode, plain: Tensor, device: A
         torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(fields, fake_mode=mode)
     return fake
+
+
+@contextmanager
+def as_fakes(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Fake tensors that look like these, and a mode in which ops on them compute nothing."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield [mode.from_tensor(tensor.detach()) for tensor in tensors]
+
+
+def tells_what_is_inside(tensor: object) -> bool:
+    """Whether this is a subclass with tensors inside, which it names and can be made of again
+    (`__tensor_flatten__`, `__tensor_unflatten__`).
+    """
+    return is_traceable_wrapper_subclass(tensor)

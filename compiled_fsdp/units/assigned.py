@@ -93,7 +93,7 @@ def _assigned(unit: Unit) -> list[tuple[ShardedParam, Any]]:
 def _shares_memory(param: ShardedParam, new: Any) -> str:
     """Of which other sharded parameter the new one has the memory; "" if of none."""
     start = local_tensor(new).data_ptr()
-    for flat in (flat for unit in list(UNITS) for flat in unit.flats):
+    for flat in (f for unit in list(UNITS) for f in unit.flats if not f.is_apart):
         begin = flat.data.data_ptr()
         if not new.numel() or not begin <= start < begin + flat.data.nbytes:
             continue

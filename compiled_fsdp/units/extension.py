@@ -3,8 +3,8 @@
 
 Such a parameter keeps its tensor: it cannot be a view of a flat buffer. The subclass turns it into
 plain tensors before the all-gather (quantised data and scales, for example) and builds the full
-parameter from what arrives. Only its gradient is like any other's. What a subclass does there is
-arbitrary Python between collectives, so its unit runs eagerly, also inside a compiled model.
+parameter from what arrives. Only its gradient is like any other's. Here is how the eager runtime
+gathers it; `traced_extension.py` is how a graph does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # optional; known to stock since torch 2.15
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-WHY_EAGER = "an all-gather extension (fsdp_pre_all_gather) is Python between collectives"
 
 
 def has_extension(thing: Tensor | type[Tensor], name: str) -> bool:
@@ -73,6 +72,39 @@ def releases_outputs(local: Any, name: str) -> bool:
     return answer
 
 
+def pre_all_gather(
+    local: Any, param: ShardedParam, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> tuple[tuple[Tensor, ...], Any]:
+    """What a shard contributes, and what its subclass wants to be told again afterwards.
+
+    Raises:
+        AssertionError: another signature than stock accepts, or an unevenly cut parameter whose
+            input is not padded.
+    """
+    signature = inspect.signature(local.fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise AssertionError(
+            f"{param.fqn}: {type(local).__name__}.fsdp_pre_all_gather takes {signature}; "
+            "should take (mesh, outer_size, outer_stride, module, mp_policy), or (mesh) alone"
+        )
+    if len(signature.parameters) == 1:
+        tensors, metadata = local.fsdp_pre_all_gather(mesh)
+        return tensors, metadata
+    shape = torch.Size(param.layout.shape)
+    module = param.owners[0][0]
+    tensors, metadata = local.fsdp_pre_all_gather(
+        mesh, shape, contiguous_stride(shape), module, policy
+    )
+    padded = param.layout.padded_shape
+    if tuple(local.shape) != padded and any(tuple(t.shape) != padded for t in tensors):
+        raise AssertionError(
+            f"{param.fqn} of shape {tuple(shape)} is cut unevenly, and "
+            f"{type(local).__name__}.fsdp_pre_all_gather returned "
+            f"{[tuple(t.shape) for t in tensors]}; should return the padded size {padded}"
+        )
+    return tensors, metadata
+
+
 class Extension:
     """The gathers of one such parameter.
 
@@ -95,33 +127,12 @@ class Extension:
         """Returns what this rank contributes, as the subclass has it now.
 
         Raises:
-            AssertionError: another signature than stock accepts, or an unevenly cut parameter whose
-                input is not padded.
+            AssertionError: see `pre_all_gather`.
         """
         local: Any = self.param.local
         if self.param.spec.device:
             local = local.to(self.param.spec.device)
-        signature = inspect.signature(local.fsdp_pre_all_gather)
-        if len(signature.parameters) not in (1, 5):
-            raise AssertionError(
-                f"{self.param.fqn}: {type(local).__name__}.fsdp_pre_all_gather takes {signature}; "
-                "should take (mesh, outer_size, outer_stride, module, mp_policy), or (mesh) alone"
-            )
-        if len(signature.parameters) == 1:
-            tensors, self.metadata = local.fsdp_pre_all_gather(self.mesh)
-        else:
-            shape = torch.Size(self.param.layout.shape)
-            module = self.param.owners[0][0]
-            tensors, self.metadata = local.fsdp_pre_all_gather(
-                self.mesh, shape, contiguous_stride(shape), module, self.policy
-            )
-            padded = self.param.layout.padded_shape
-            if tuple(local.shape) != padded and any(tuple(t.shape) != padded for t in tensors):
-                raise AssertionError(
-                    f"{self.param.fqn} of shape {tuple(shape)} is cut unevenly, and "
-                    f"{type(local).__name__}.fsdp_pre_all_gather returned "
-                    f"{[tuple(t.shape) for t in tensors]}; should return the padded size {padded}"
-                )
+        tensors, self.metadata = pre_all_gather(local, self.param, self.mesh, self.policy)
         self.sizes = [t.shape for t in tensors]
         return [t.reshape(-1) for t in tensors]
 

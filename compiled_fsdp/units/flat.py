@@ -30,6 +30,7 @@ from .mesh import MeshInfo
 from .param import ShardedParam
 from .replaced import bring_back
 from .resting import Resting
+from .traced_extension import no_memory
 from .unwritten import ReadByGraphs
 
 if TYPE_CHECKING:
@@ -450,8 +451,18 @@ class FlatBuffer:
             holds any more (tied since): those follow the others.
         """
         if self.is_apart:
+            self._follow_device()
             return
         bring_back(self, is_moved=is_moved)
+
+    def _follow_device(self) -> None:
+        """Of parameters that are no views: be where they are."""
+        rests = _local(self.params[0].sharded).device
+        if self.data.device.type == rests.type:
+            return
+        self.unit.forget_handles()
+        data = no_memory(self.layout.numel, self.data.dtype, rests)
+        self.become(nn.Parameter(data, requires_grad=self.data.requires_grad))
 
 
 def _trained(params: Iterable[ShardedParam]) -> list[ShardedParam]:

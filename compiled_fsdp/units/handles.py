@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class Handle:
     view: "", or the key of the part that is read of a flat parameter (`views.View`).
     units: the number of its unit, as text, and of those that read it too (tied after sharding):
         while the forward of one of them runs it is gathered.
+    inner: the tensors inside of a shard that brings an all-gather of its own
+        (`traced_extension.py`); then the buffer is only where its gradient goes.
     is_plain: a read is an `unshard` and nothing else. Compiled code guards on this, on the key and
         on the buffer; on the other fields only where it is False.
     """
@@ -31,10 +33,11 @@ class Handle:
     is_resident: bool = False
     view: str = ""
     units: tuple[str, ...] = ()
+    inner: tuple[Tensor, ...] = field(default=(), compare=False)
     is_plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        others = (self.is_frozen, self.full, self.is_resident, self.view)
+        others = (self.is_frozen, self.full, self.is_resident, self.view, self.inner)
         object.__setattr__(self, "is_plain", self.key not in ("", _APART) and not any(others))
 
 
@@ -42,4 +45,4 @@ _APART = "apart"
 OPEN = Handle(nn.Parameter(torch.empty(0)), "")
 APART = Handle(
     nn.Parameter(torch.empty(0)), _APART
-)  # of an all-gather extension: a traced read breaks the graph
+)  # of an all-gather extension that no graph can have: a traced read breaks the graph

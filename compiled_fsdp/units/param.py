@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
     from .handles import Handle
+    from .traced_extension import TracedExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class ShardedParam:
     is_borrowed: it lies in the shard's own memory, which is not to be freed.
     spec: the arguments of its ops under the current settings.
     handle: what a traced read outside an eager forward needs.
+    extends: its local tensor brings an all-gather of its own; `extension` is how a graph makes it,
+        and `why_apart` why none can.
     held: what `sharded` was made of when that was last looked at.
     registered_as, shown_as: parameter and handle that the owning modules were last given; they
         outlast the last of these (weights that are exchanged).
@@ -91,6 +94,9 @@ class ShardedParam:
     fqn: str = ""
     spec: ParamSpec = field(init=False)
     handle: Handle = field(init=False)
+    extends: bool = False
+    extension: TracedExtension | None = None
+    why_apart: str = ""
     held: tuple[tuple[int, int], int] | None = None
     registered_as: nn.Parameter | None = None
     shown_as: Handle | None = None

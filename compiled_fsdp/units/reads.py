@@ -20,14 +20,14 @@ from compiled_fsdp.torch_private.dynamo import (
 )
 from compiled_fsdp.torch_private.subgraphs import KEEP_GRAPHS
 
-from .extension import WHY_EAGER
 from .handles import APART
 from .tensor_parallel import as_dtensor
+from .traced_extension import EXTENSIONS, WHY_EAGER
 from .views import view_of_flat
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
 
 
 @traced_as_it_is
@@ -47,6 +47,12 @@ def reduce_grad_as(grad: Tensor, flat: Tensor, key: str) -> Tensor:
     return flat_grad
 
 
+WHY_EXTENSION_THERE = (
+    "a parameter with an all-gather extension (fsdp_pre_all_gather) is read inside of a "
+    "transformation of torch.func, inference mode, or an operator with functions of its own "
+    "(torch.cond)"
+)
+
 OP_OF = {unshard_as: UNSHARD, reduce_grad_as: REDUCE_GRAD}
 
 
@@ -62,10 +68,22 @@ def spell_out(gm: GraphModule) -> None:
     if found:
         _say_what_is_cast(found)
     for module in gm.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            _share_extended(module.graph)
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function" and node.target in OP_OF:
                 *tensors, key = node.args
                 node.target, node.args = OP_OF[node.target], (*tensors, *SPECS[key].args())
+
+
+def _share_extended(graph: Graph) -> None:
+    """Let a graph make the full parameter of an extension once, however often it is read."""
+    first: dict[object, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=extended_as):
+        kept = first.setdefault(node.args[1], node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
 
 
 def _is_dead_detach(node: Node) -> bool:
@@ -107,6 +125,17 @@ class Resident(torch.autograd.Function):
         return None, reduce_grad_as(grad, flat, ctx.key), None
 
 
+@traced_as_it_is
+def extended_as(flat: Tensor, key: str, *inner: Tensor) -> Tensor:
+    """The full parameter that an all-gather extension makes of the tensors inside of a shard."""
+    extension = EXTENSIONS[key]
+    with torch.no_grad():
+        full = extension.gather(inner)
+    function: Any = Resident
+    made: Tensor = function.apply(full, flat, extension.spec.key())
+    return made
+
+
 def traced(module: Any, name: str) -> Any:
     """The full parameter, as an `fsdp::unshard` of its unit's flat buffer; Dynamo traces this
     function.
@@ -122,6 +151,11 @@ def traced(module: Any, name: str) -> Any:
     if handle.key == APART.key:
         torch._dynamo.graph_break(msg=WHY_EAGER)
         return module._parameters[name]
+    if handle.inner:
+        if _has_rules_of_its_own():
+            torch._dynamo.graph_break(msg=WHY_EXTENSION_THERE)
+        full = extended_as(handle.flat, handle.key, *handle.inner)
+        return full.detach() if handle.is_frozen else full
     if handle.is_resident and not _has_rules_of_its_own():
         function: Any = Resident
         full = function.apply(module._fsdp_full[name], handle.flat, handle.key)

@@ -24,7 +24,7 @@ from compiled_fsdp.wire.ablation import is_ablated
 from .assigned import adopt_assigned
 from .extension import has_extension
 from .flat import FlatBuffer
-from .handles import APART, Handle
+from .handles import Handle
 from .layout import flat_layout
 from .mesh import MeshInfo, resolve_reshard, twin_group
 from .offload import CPU, Offload
@@ -34,6 +34,7 @@ from .registered import UNITS, registered
 from .settings import Settings
 from .specs import after, make_spec, traced
 from .tensor_parallel import full_of, key_of
+from .traced_extension import handle_of, no_memory, why_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -140,6 +141,8 @@ class Unit:
         self.is_resident = self.was_read = self.has_gradients = False
         # Whether a parameter brings an all-gather of its own; settled before the first forward.
         self.has_extensions = False
+        # Why no graph can have it, whatever the model is like.
+        self.why_outside_graphs = ""
         # Whether a user has put something in the place of a parameter since the last call.
         self.was_assigned = False
         self.flats = [self._make_flat(group) for group in _classes(originals)]
@@ -168,6 +171,8 @@ class Unit:
         """Why no graph of a whole step can have it; "" if one can. changes_grads: whether the graph
         scales gradients.
         """
+        if self.has_extensions:
+            return "all-gather extensions of tensor subclasses (fsdp_pre_all_gather)"
         return ""
 
     def in_use(self) -> set[nn.Module]:
@@ -191,12 +196,15 @@ class Unit:
         )
         is_apart = group[0].is_apart
         rests = first.device if self.offload is None or first.is_meta else CPU
-        buffer = self.zeros(0 if is_apart else layout.numel, first.dtype, rests)
+        if is_apart:
+            buffer = no_memory(layout.numel, first.dtype, rests)
+        else:
+            buffer = self.zeros(layout.numel, first.dtype, rests)
         params = []
         for entry, place in zip(group, layout.shards, strict=True):
             original = entry.parameter
             with torch.no_grad():
-                cut = place.cut(entry.local, info.shard_rank)
+                cut = (place.chunk if is_apart else place.cut)(entry.local, info.shard_rank)
                 if is_apart:
                     padded = entry.local.new_zeros(place.padded_shape).to(rests)
                     view = padded.narrow(place.dim, 0, cut.shape[place.dim])
@@ -339,10 +347,12 @@ class Unit:
         for flat in self.flats:
             for param in flat.params:
                 is_frozen = flat.data.requires_grad and not param.sharded.requires_grad
-                if has_extension(param.local, param.fqn):
+                param.extends = has_extension(param.local, param.fqn)
+                if param.extends:
                     self._check_extension(flat, param)
-                    param.spec, param.handle = self.make_spec(flat, param), APART
-                    param.show_handle(APART)
+                    param.spec = self.make_spec(flat, param)
+                    param.handle = handle_of(self, flat, param, is_frozen=is_frozen)
+                    param.show_handle(param.handle)
                     continue
                 key = (
                     state,
@@ -369,7 +379,9 @@ class Unit:
                 if param.spec.dtype != param.sharded.dtype:
                     CAST[param.handle.key] = param.handle.units
                 param.show_handle(param.handle)
-        self.has_extensions = any(param.handle is APART for param in self.params)
+        self.has_extensions = any(param.extends for param in self.params)
+        why = why_extensions(self)
+        self.why_outside_graphs = f"{why} of unit {self.name}" if why else ""
 
     def _check_extension(self, flat: FlatBuffer, param: ShardedParam) -> None:
         if flat.mesh_info in self.post_meshes:

@@ -15,12 +15,25 @@ from compiled_fsdp.ir.regions import find_regions
 from compiled_fsdp.ir.spec import ParamSpec
 from compiled_fsdp.passes import bucket_all_gather as module
 
+aten = torch.ops.aten
+
 
 def gathers(*specs: ParamSpec, flat_numel: int = 0) -> GraphModule:
     """Gather each parameter of one flat buffer and compute with it before the next."""
     hand = Hand()
     flat = hand.input("flat", flat_numel or numel(list(specs)))
     return lower(hand.returns(*(hand.compute(hand.unshard(flat, s)) for s in specs)), PLAN)
+
+
+def of_computed(is_of_first: bool) -> GraphModule:
+    """Two parameters of a unit; the second is computed from its buffer alone, or with the first."""
+    a, b = unit("u", {"a": (2,), "b": (2,)}, world=2)
+    hand = Hand()
+    flats = hand.input("codes", 1), hand.input("other", 1)
+    first = hand.compute(hand.unshard(flats[0], replace(a, offset=0)))
+    more = hand(aten.slice.Tensor, first, 0, 0, 1) if is_of_first else flats[1]
+    second = hand(aten.mul.Tensor, more, flats[1])
+    return lower(hand.returns(first, hand.unshard(second, replace(b, offset=0))), PLAN)
 
 
 class TestBucketAllGather(GraphTest):
@@ -277,6 +290,34 @@ return [%neg_default, %neg_default_1, %neg_default_2]""",
 %neg_default_1: f32[3] = neg(%slice_tensor_3)
 return [%neg_default, %neg_default_1]""",
         )
+
+    def test_computed_from_inputs(self):
+        """What extensions gather is computed before the first gather of the bucket."""
+        gm = of_computed(is_of_first=False)
+        self.assertGraph(
+            bucket_all_gather(gm, PLAN),
+            """\
+%codes: f32[1]
+%other: f32[1]
+%mul_tensor: f32[1] = mul(%other, %other)
+%cat_default: f32[2] = cat([%codes, %mul_tensor])  # u: gather
+%all_gather_into_tensor_default_2: f32[4] = all_gather_into_tensor(%cat_default, 2, 'shard')  # u: gather
+%wait_tensor_default_2: f32[4] = wait_tensor(%all_gather_into_tensor_default_2)  # u: gather
+%view_default_2: f32[2,2] = view(%wait_tensor_default_2, [2, 2])  # u: gather
+%slice_tensor: f32[2,1] = slice(%view_default_2, 1, 0, 1)  # u: gather
+%clone_default: f32[2,1] = clone(%slice_tensor, memory_format=torch.contiguous_format)  # u: gather
+%view_default_3: f32[2] = view(%clone_default, [2])  # u: gather
+%neg_default: f32[2] = neg(%view_default_3)
+%view_default_4: f32[2,2] = view(%wait_tensor_default_2, [2, 2])  # u: gather
+%slice_tensor_1: f32[2,1] = slice(%view_default_4, 1, 1, 2)  # u: gather
+%clone_default_1: f32[2,1] = clone(%slice_tensor_1, memory_format=torch.contiguous_format)  # u: gather
+%view_default_5: f32[2] = view(%clone_default_1, [2])  # u: gather
+return [%neg_default, %view_default_5]""",
+        )
+
+    def test_near_miss_computed_from_the_first(self):
+        """What needs the first gather begins a bucket of its own."""
+        self.assertUnchanged(bucket_all_gather, of_computed(is_of_first=True))
 
     def test_one_rank(self):
         """Nothing is gathered, and nothing needs a copy."""

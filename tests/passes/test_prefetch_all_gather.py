@@ -46,6 +46,20 @@ def with_matmuls(num_units: int, name: str = "x") -> GraphModule:
     return lower(hand.returns(x), PLAN)
 
 
+def of_computed(is_of_matmul: bool) -> GraphModule:
+    """Two units, of which the second gathers what is computed from its buffer alone, as all-gather
+    extensions do, or with what the first has computed.
+    """
+    hand = Hand()
+    x = hand.input("x", 2, 2)
+    first, second = (unit(f"u{i}", {"w": (2, 2)})[0] for i in range(2))
+    flats = [hand.input(f"flat{i}", 2) for i in range(2)]
+    x = hand(aten.mm.default, x, hand.unshard(flats[0], first))
+    row = hand(aten.select.int, x, 0, 0) if is_of_matmul else flats[1]
+    codes = hand(aten.mul.Tensor, hand(aten.abs.default, row), flats[1])
+    return lower(hand.returns(hand(aten.mm.default, x, hand.unshard(codes, second))), PLAN)
+
+
 def sequence(gm: GraphModule) -> str:
     """`S`tarts, `W`aits and computation `c`, in order."""
     letters = {
@@ -252,17 +266,30 @@ at the first unit SSWmmRWmmRWWmmRW""",
     def test_near_miss_one_rank(self):
         self.assertUnchanged(prefetch_all_gather, gathers(3, world=1))
 
+    def test_computed_from_inputs(self):
+        """What is gathered is computed ahead, too."""
+        self.assertExpectedInline(
+            show(prefetch_all_gather(of_computed(is_of_matmul=False), Plan(prefetch=1)).graph),
+            """\
+%x: f32[2,2]
+%flat0: f32[2]
+%flat1: f32[2]
+%all_gather_into_tensor_default: f32[4] = all_gather_into_tensor(%flat0, 2, 'shard')  # u0: gather
+%abs_default: f32[2] = abs(%flat1)
+%mul_tensor: f32[2] = mul(%abs_default, %flat1)
+%all_gather_into_tensor_default_1: f32[4] = all_gather_into_tensor(%mul_tensor, 2, 'shard')  # u1: gather
+%wait_tensor_default: f32[4] = wait_tensor(%all_gather_into_tensor_default)  # u0: gather
+%view_default: f32[2,2] = view(%wait_tensor_default, [2, 2])  # u0: gather
+%mm_default: f32[2,2] = mm(%x, %view_default)
+%wait_tensor_default_1: f32[4] = wait_tensor(%all_gather_into_tensor_default_1)  # u1: gather
+%view_default_1: f32[2,2] = view(%wait_tensor_default_1, [2, 2])  # u1: gather
+%mm_default_1: f32[2,2] = mm(%mm_default, %view_default_1)
+return [%mm_default_1]""",
+        )
+
     def test_near_miss_computed_later(self):
         """What is gathered does not exist yet where the start would go."""
-        hand = Hand()
-        flat, x = hand.input("flat", 2), hand.input("x", 2)
-        (w,) = unit("u", {"w": (4,)})
-        (v,) = unit("v", {"w": (4,)})
-        first = hand.unshard(flat, w)
-        second = hand.unshard(hand.compute(x), v)
-        self.assertUnchanged(
-            prefetch_all_gather, lower(hand.returns(first, second), PLAN), Plan(prefetch=1)
-        )
+        self.assertUnchanged(prefetch_all_gather, of_computed(is_of_matmul=True), Plan(prefetch=1))
 
     def test_idempotent(self):
         for prefetch in range(3):

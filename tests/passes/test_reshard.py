@@ -29,6 +29,24 @@ def linear(spec: ParamSpec, is_returned: bool = False) -> GraphModule:
     return hand.returns(y, *([t] if is_returned else []), dx)
 
 
+def looked_up(table: int, is_random: bool = False) -> GraphModule:
+    """The joint graph of `mm(x, (table[codes] * scales).t())`, codes and scales gathered."""
+    hand = Hand()
+    x, dy = hand.input("x", 4, 4), hand.input("tangents_1", 4, 4)
+    values = hand.input("table", table)
+    gathered = []
+    for i, (shape, dtype) in enumerate((((4, 4), torch.uint8), ((4, 1), torch.float32))):
+        spec = replace(GATHER, shape=shape, dtype=dtype, fqn=f"w:{i}", is_extended=True)
+        flat = hand.input(f"part{i}", spec.shard_numel, dtype=dtype)
+        gathered.append(hand.unshard(flat, spec))
+    codes = hand(aten._to_copy.default, gathered[0], dtype=torch.int64)
+    w = hand(aten.mul.Tensor, hand(aten.index.Tensor, values, [codes]), gathered[1])
+    w = hand(aten.bernoulli.default, w) if is_random else w
+    t = hand(aten.permute.default, w, [1, 0])
+    y = hand(aten.mm.default, x, t)
+    return hand.returns(y, hand(aten.mm.default, dy, hand(aten.permute.default, t, [1, 0])))
+
+
 def tags(gm: GraphModule) -> str:
     """Names of the nodes to recompute, to save, and to keep out of forward."""
     kinds = (
@@ -56,6 +74,25 @@ class TestReshard(GraphTest):
         self.assertExpectedInline(
             tags(gm),
             """recompute: unshard_default, permute_default, permute_default_1""",
+        )
+
+    def test_extension(self):
+        """Codes are looked up in a small table: all of that is computed again, up to the matmul."""
+        self.assertExpectedInline(
+            tags(reshard(looked_up(table=16), PLAN)),
+            """\
+recompute: unshard_default, unshard_default_1, _to_copy_default, index_tensor, mul_tensor, permute_default, permute_default_1""",
+        )
+
+    def test_near_miss_extension(self):
+        """A large input is an activation; so is what is random."""
+        self.assertExpectedInline(
+            tags(reshard(looked_up(table=2048), PLAN)),
+            """recompute: unshard_default, unshard_default_1, _to_copy_default""",
+        )
+        self.assertExpectedInline(
+            tags(reshard(looked_up(table=16, is_random=True), PLAN)),
+            """recompute: unshard_default, unshard_default_1, _to_copy_default, index_tensor, mul_tensor""",
         )
 
     def test_no_room_for_a_slice(self):

@@ -4,6 +4,7 @@ own.
 
 from __future__ import annotations
 
+import re
 import types
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -260,42 +261,66 @@ def one_rank(api: Api) -> None:
     assert error == ("ValueError" if api.is_stock else None)
 
 
-# -- beside a graph
+# -- what no graph can have
 
 
+class Opaque(Quantised):
+    """Does not say what is inside."""
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        raise AttributeError
+
+
+class AsksForValues(Quantised):
+    def inputs(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        assert scale.item() > 0
+        return data, scale
+
+
+WHY = {
+    Opaque: r"1\.0\.weight: Opaque has no __tensor_flatten__",
+    AsksForValues: r"1\.0\.weight: tracing the one of AsksForValues ends in DataDependentOutput",
+}
+
+
+@pytest.mark.parametrize("cls", WHY)
 @rows("4c.1", "4c.3", "4c.5", "4c.7", "4c.8")
-def test_compiled_model_runs_the_unit_eagerly(two: Pool) -> None:
-    two.run(runs_eagerly)
+def test_compiled_model_runs_the_unit_eagerly(two: Pool, cls: type[Quantised]) -> None:
+    two.run(runs_eagerly, cls)
 
 
-def runs_eagerly() -> None:
+def runs_eagerly(cls: type[Quantised]) -> None:
     """The unit with the extension says once why it stays outside; the other units are in graphs,
-    and the numbers are stock's.
+    and the numbers are stock's, as is what the methods are told.
     """
     api, ours = Api("stock"), Api("eager")
-    expected = learn(*[api.units(three(), "0", "1")] * 2)
+    expected, told = learn(*[api.units(three(cls), "0", "1")] * 2)
     torch._dynamo.reset()
-    model = ours.units(three(), "0", "1")
+    model = ours.units(three(cls), "0", "1")
     call = torch.compile(model, backend="compiled_fsdp_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = learn(model, call)
+        found, told_ours = learn(model, call)
     check_equal(plain(found), plain(expected), "compiled")
+    check_equal(
+        plain(told_ours[-len(told) // 3 :]), plain(told[-len(told) // 3 :]), "the last step"
+    )
     said = [str(w.message) for w in caught if "all-gather extension" in str(w.message)]
     assert len(said) == len(set(said)) == 2, said
-    assert all("of unit 1)" in text for text in said), said
+    assert all("of unit 1" in text and re.search(WHY[cls], text) for text in said), said
     assert "unit '1' runs eagerly" in said[1], (
         "the first is about the outermost unit, whose graph this breaks"
     )
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="all-gather extension"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=WHY[cls]):
         torch.compile(model, backend="compiled_fsdp_eager", fullgraph=True)(torch.ones(5, 6))
 
 
-def three() -> nn.Sequential:
+def three(cls: type[Quantised]) -> nn.Sequential:
     """Plain, with extensions, plain."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 6), two_layers(Quantised), nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(6, 6), two_layers(cls), nn.Linear(4, 4))
 
 
 @rows("4c.1", "4b.8", status="eager")
