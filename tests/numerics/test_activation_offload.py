@@ -20,6 +20,7 @@ from kit.compare import whole
 from kit.harness import SLOW
 from kit.offload import Copies, beside_host
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +59,8 @@ class Block(nn.Module):
     counted: it writes to a buffer that it computes with.
     complex: complex numbers are saved.
     put: rows are put into what is saved, which nothing reads later: Inductor does so in place.
+    routed: what is computed with has as many rows as only data decides.
+    replicated: over the second axis of a mesh of four ranks, the same over the first.
     """
 
     def __init__(self, kind: str) -> None:
@@ -82,6 +85,10 @@ class Block(nn.Module):
         if self.kind == "counted":
             h = (h + self.scale).tanh()
             self.scale.mul_(1.5)
+        if self.kind == "routed":
+            chosen = (h[:, 0] > 0).nonzero().flatten()
+            routed = self.down(nn.functional.gelu(self.up(h[chosen])))
+            return x.index_add(0, chosen, routed) + h.tanh()
         if self.kind == "complex":
             turning = torch.view_as_complex(self.up(h).view(len(x), -1, 2))
             turning = turning * torch.exp(1j * turning.real)
@@ -125,9 +132,12 @@ def model_of(kind: str) -> nn.Module:
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
+    mesh = None
+    if kind == "replicated":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks if isinstance(model, Tied) else model:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def batch(rows: int = ROWS, step: int = 0) -> Tensor:
@@ -254,6 +264,40 @@ def test_dynamic_shapes(two: Pool) -> None:
     """One graph for several sizes: what goes to the host has the size of the batch."""
     for moved in two.run(as_without, loop, "plain", EAGER, True):
         assert moved
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "codes": {"gather_quantized": torch.int8, "reduce_quantized": torch.int8},
+    "checksums": {"check": "checksums"},
+    "parts": {"split_bytes": 1 << 11},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_beside_other_options(two: Pool, beside: str) -> None:
+    two.run(as_beside, "plain", BESIDE[beside])
+
+
+def test_replicated(four: Pool) -> None:
+    for moved in four.run(as_beside, "replicated", {}):
+        assert moved
+
+
+def test_sizes_that_only_data_decides(two: Pool) -> None:
+    """They stay on the device: nobody knows their bytes; others go."""
+    for moved in two.run(as_beside, "routed", {}):
+        assert moved
+
+
+def as_beside(kind: str, more: dict[str, Any]) -> list[str]:
+    """Under other options too, as without copies."""
+    expected, before, *_ = loop(kind, {"memory_budget": 0.0, "costs": FAST, **more}, EAGER)
+    found, peak, moved, copies = loop(kind, {**OFFLOAD, **more}, EAGER)
+    assert moved
+    assert copies.num_begun == 4 * len(moved)
+    assert all(map(torch.equal, found, expected))
+    assert peak < before
+    return moved
 
 
 def twice(plan: dict[str, Any]) -> list[Tensor]:
