@@ -1,0 +1,50 @@
+"""What graphs have read of a buffer, and which backward is about it."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from compiled_fsdp import errors
+from compiled_fsdp.torch_private.autograd import next_run
+from compiled_fsdp.units.unwritten import MOST_CALLS, ReadByGraphs, checksum
+
+
+def called(reads: ReadByGraphs, data: torch.Tensor, trained: list[Any]) -> int:
+    """A call in which a graph reads; returns a run that autograd recorded in it."""
+    reads.begin(data, trained)
+    run = next_run()
+    data.mul(2)
+    reads.end()
+    return run
+
+
+def test_only_the_last_calls_are_known() -> None:
+    """Of a unit that is called again and again without a backward, a backward of the first calls is
+    not known any more; for one of the last, or outside of any, what is written is announced.
+    """
+    errors._said.clear()
+    data = torch.ones(4, requires_grad=True)
+    param: Any = SimpleNamespace(sharded=data)
+    reads = ReadByGraphs()
+    runs = [called(reads, data, [param]) for _ in range(MOST_CALLS + 1)]
+    assert len(reads.calls) == MOST_CALLS
+    assert not reads._is_known(runs[0])
+    assert all(reads._is_known(run) for run in (runs[1], runs[-1]))
+    with torch.no_grad():
+        data.add_(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reads.say_if_written("layers.0", data)
+    (said,) = caught
+    assert "parameters of layers.0 were written to between a graph" in str(said.message)
+
+
+def test_a_buffer_without_memory_has_a_checksum() -> None:
+    whole, none = torch.ones(5), torch.zeros(1).expand(5)
+    assert checksum(whole) == checksum(whole.clone())
+    assert checksum(whole) != checksum(2 * whole)
+    assert checksum(none) == checksum(torch.zeros(1))
