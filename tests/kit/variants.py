@@ -20,6 +20,15 @@ VARIANTS = {
     "compiler/test_cache.py::test_a_budget_with_one_warm_cache": (
         "::test_a_warm_cache_gives_the_graph_that_our_passes_made"
     ),
+    **{
+        f"compat/fsdp2/test_extension_graph_rows.py::test_one_graph[{case}]": "[as_it_is]"
+        for case in ("kept", "low_precision", "a_function", "eager_between", "lengths")
+    },
+    **{
+        f"compat/fsdp2/test_extension_graph_rows.py::test_plans[{plan}]": "[recompute]"
+        for plan in ("parts", "costs", "budget")
+    },
+    "numerics/test_activation_offload.py::test_beside_other_options[parts]": "[codes]",
     "compat/fsdp2/test_parallel_rows.py::test_tensor_parallel[False]": "[True]",
     "compat/fsdp2/test_layout_rows.py::test_other_dims_with_inductor": "::test_other_dims",
     "compat/fsdp2/test_accumulation_rows.py::test_gradient_sync_with_inductor": (
